@@ -1,0 +1,108 @@
+"""The engine's settings, under vLLM's names where it has one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(value: int | str, setting: str) -> int:
+    """Bytes from an integer or a text such as "4GiB", "512MiB" or "2g".
+
+    Raises:
+        ConfigError: not a size, or not above 0.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(value).lower())
+        if not match or match[2] not in _UNITS:
+            raise ConfigError(f"{setting} must be a size such as 4GiB, 512MiB or a number of bytes, got {value!r}.")
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if size <= 0:
+        raise ConfigError(f"{setting} must be above 0, got {value!r}.")
+    return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Attributes:
+        model: local folder or hub id.
+        tokenizer: folder or hub id of the tokenizer, if not the model's own.
+        skip_tokenizer_init: load no tokenizer: ids in, ids out.
+        revision: branch, tag or commit on the hub.
+        hf_token: token for gated models (else HF_TOKEN of the environment).
+        dtype: of weights, activations and cache; auto takes the checkpoint's, and float32 on a CPU
+            without fast bfloat16.
+        device: cpu, cuda (or cuda:N), auto.
+        max_model_len: longest prompt plus answer, in tokens (default: what the model was made for).
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step.
+        block_size: tokens a page holds.
+        kv_cache_memory: bytes for the pages, such as "4GiB" (CPU: a quarter of the free memory, at
+            most 4 GiB; GPU: what gpu_memory_utilization leaves).
+        gpu_memory_utilization: share of the GPU's memory to use for weights, activations and pages.
+        num_gpu_blocks_override: number of pages, on any device, instead of a size.
+        enable_prefix_caching: reuse pages of earlier prompts.
+        generation_config: "auto" honours the model's generation_config.json, "none" ignores it.
+        max_num_beams: most beams a request may ask for.
+        seed: of the engine's own random choices (seeds for requests that bring none); None: random.
+        show_progress: progress bar while weights load.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    hf_token: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    generation_config: Literal["auto", "none"] = "auto"
+    max_num_beams: int = 16
+    seed: int | None = None
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model must name a local folder or a hub id, got an empty value.")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_num_beams"):
+            self._at_least(name, 1)
+        for name in ("max_model_len", "num_gpu_blocks_override"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence needs one token per step. "
+                "Raise --max-num-batched-tokens or lower --max-num-seqs."
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}.")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}.")
+        if self.generation_config not in ("auto", "none"):
+            raise ConfigError(f'generation_config must be "auto" or "none", got {self.generation_config!r}.')
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+
+    def _at_least(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}.")

@@ -1,0 +1,159 @@
+"""Token ids to text while they arrive.
+
+Decoding is not additive: a tokenizer strips the space at the very beginning, spreads one character over
+several tokens, and glues or separates words by what stands before them. So new tokens are decoded after
+a few settled ones, the context, and what the context alone decodes to is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+
+# Settled tokens that are remembered; the context is a suffix of them.
+MAX_CONTEXT = 8
+# A UTF-8 character has at most 4 bytes, hence at most 4 tokens: more than that pending, and ending in
+# U+FFFD, is text that will never be whole.
+CHARACTER = 4
+MAX_PENDING = 2 * CHARACTER
+# Tokens of one delta that are decoded in one call.
+BLOCK = 32
+
+
+class Detokenizer:
+    """Incremental text of one choice.
+
+    The text is a function of the token ids alone, however they are cut into deltas, and equals what the
+    tokenizer decodes in context, with one exception: where byte-fallback tokens are no valid UTF-8,
+    characters that were whole before the fault stay as they are (the tokenizer itself would replace the
+    whole run of bytes, including what has been streamed). A token costs a bounded number of decodings
+    of a bounded number of tokens.
+
+    Args:
+        decode: all ids to text, hiding none.
+        prompt: the last tokens before the answer, without special ones; may be empty.
+    """
+
+    __slots__ = ("_context", "_context_text", "_decode", "_given", "_history", "_pending")
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
+        self._decode = decode
+        # Settled ids, at most MAX_CONTEXT; a suffix of them is the context.
+        self._history: list[int] = []
+        self._context: list[int] = []
+        self._context_text = ""
+        # Ids whose text is not certain yet, and the part of their text that has been given out already.
+        self._pending: list[int] = []
+        self._given = ""
+        if prompt:
+            self._begin(list(prompt[-MAX_CONTEXT - CHARACTER :]))
+
+    def append(self, ids: Sequence[int]) -> str:
+        """Add ids; returns the text that became certain (possibly empty)."""
+        if len(ids) == 1:
+            return self._append_one(ids[0])
+        blocks = (list(ids[start : start + BLOCK]) for start in range(0, len(ids), BLOCK))
+        return "".join(map(self._append_block, blocks))
+
+    def finish(self) -> str:
+        """The text still pending, when no more ids will come: U+FFFD where it is incomplete."""
+        if not self._pending:
+            return ""
+        return self._settle(self._pending_text(self._decode(self._context + self._pending)))
+
+    def _begin(self, prompt: list[int]) -> None:
+        """Take the prompt's end as the context; a character that it leaves unfinished may still be
+        finished by the answer, so its tokens are pending and their U+FFFD counts as given."""
+        for unfinished in range(CHARACTER):
+            settled = prompt[: len(prompt) - unfinished]
+            self._remember(settled)
+            if not self._context_text.endswith(REPLACEMENT):
+                self._pending = prompt[len(settled) :]
+                self._given = self._pending_text(self._decode(self._context + self._pending))
+                return
+        self._remember(prompt)
+
+    def _remember(self, settled: list[int]) -> None:
+        """Choose the context: the shortest suffix that begins and ends with a whole character and is not
+        blank (a blank beginning would take the next token's space with it)."""
+        self._history = settled[-MAX_CONTEXT:]
+        self._context, self._context_text = [], ""
+        for size in range(1, len(self._history) + 1):
+            self._context = self._history[-size:]
+            self._context_text = text = self._decode(self._context)
+            if text.strip() and REPLACEMENT not in text:
+                return
+
+    def _forget(self) -> None:
+        self._history, self._context, self._context_text = [], [], ""
+
+    def _append_block(self, block: list[int]) -> str:
+        """All of `block` in one decoding; where that may differ from one token at a time, each half."""
+        if len(block) == 1:
+            return self._append_one(block[0])
+        ids = self._pending + block
+        text = self._decode(self._context + ids)
+        new = text[len(self._context_text) :]
+        if text.startswith(self._context_text) and new.startswith(self._given) and REPLACEMENT not in new:
+            self._pending = ids
+            return self._settle(new)
+        half = len(block) // 2
+        return self._append_block(block[:half]) + self._append_block(block[half:])
+
+    def _append_one(self, token: int) -> str:
+        self._pending.append(token)
+        text = self._decode(self._context + self._pending)
+        if not text.endswith(REPLACEMENT):
+            return self._settle(self._pending_text(text))
+        if len(self._pending) < MAX_PENDING:
+            return self._give_certain(text)
+        return self._cut(self._pending_text(text))
+
+    def _pending_text(self, text: str) -> str:
+        """What the pending ids add to the context, `text` being both. Where the new ids changed the text
+        of the context, which has been given out already, they are decoded on their own."""
+        if text.startswith(self._context_text):
+            return text[len(self._context_text) :]
+        self._forget()
+        return self._decode(self._pending)
+
+    def _settle(self, text: str) -> str:
+        """All pending ids are certain, with that text; returns what has not been given of it."""
+        piece = self._beyond_given(text)
+        settled, self._pending, self._given = self._pending, [], ""
+        self._remember(self._history + settled)
+        return piece
+
+    def _beyond_given(self, text: str) -> str:
+        if text.startswith(self._given):
+            return text[len(self._given) :]
+        return text[len(self._given.rstrip(REPLACEMENT)) :]
+
+    def _give_certain(self, text: str) -> str:
+        """Text before the character that is not whole yet; `text` includes the context's."""
+        if not text.startswith(self._context_text):
+            return ""
+        certain = text[len(self._context_text) :].rstrip(REPLACEMENT)
+        if len(certain) <= len(self._given) or not certain.startswith(self._given):
+            return ""
+        piece = certain[len(self._given) :]
+        self._given = certain
+        return piece
+
+    def _cut(self, text: str) -> str:
+        """Too much is pending: release the text up to a place where decoding both sides separately gives
+        the same as decoding both together, so that what comes can no longer change what is before it."""
+        whole = self._context_text + text
+        for kept in range(1, CHARACTER + 1):
+            before = self._decode(self._context + self._pending[:-kept])
+            if before + self._decode(self._pending[-kept:]) == whole:
+                released = before[len(self._context_text) :]
+                piece = self._beyond_given(released)
+                self._pending = self._pending[-kept:]
+                self._given = self._given[len(released) :]
+                self._forget()
+                return piece
+        if len(self._pending) < 4 * MAX_PENDING:
+            return self._give_certain(whole)
+        return self._settle(text)

@@ -1,0 +1,330 @@
+"""The engine: requests in, tokens out, one step at a time. It knows ids only; text is `engine.text`'s."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from engine.attention import select
+from engine.client import EngineInfo
+from engine.config import EngineConfig
+from engine.errors import ConfigError, InvalidRequestError
+from engine.execution.invariance import min_invariant_rows
+from engine.execution.kv_cache import KVCache, count_blocks
+from engine.execution.runner import ModelRunner
+from engine.generation import GenerationDefaults, check_ids, load_defaults, resolve
+from engine.model.checkpoint import locate, read_config
+from engine.model.families import build_spec
+from engine.model.weights import load_model, stored_dtype
+from engine.outputs import CompletionOutput, EngineStats, RequestDelta, RequestOutput
+from engine.request import EngineInput, PixelInput, PoolingParams, Request, SamplingParams, Seq2SeqInput, TokenInput
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+
+logger = logging.getLogger("octavo.engine")
+
+
+class Engine:
+    """A loaded model with its scheduler. Not thread-safe: one thread calls it.
+
+    Args:
+        config: all settings.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
+    """
+
+    def __init__(self, config: EngineConfig):
+        started = time.monotonic()
+        self.config = config
+        path = locate(config.model, config.revision, config.hf_token)
+        hf_config = read_config(path)
+        spec = build_spec(hf_config)
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
+        max_model_len = _max_model_len(config, hf_config, spec.max_positions)
+        assert spec.decoder is not None  # `build_spec` refuses models without one
+        model = load_model(
+            path,
+            hf_config,
+            spec,
+            dtype=dtype,
+            device=device,
+            backend=select(device, [block.attention for block in spec.decoder.blocks]),
+            max_model_len=max_model_len,
+            show_progress=config.show_progress,
+        )
+        shapes = model.kv_shapes()
+        num_blocks = count_blocks(config, shapes, max_model_len, dtype, device)
+        cache = KVCache(shapes, num_blocks, config.block_size, dtype, device)
+        self.runner = ModelRunner(
+            model,
+            cache,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            min_rows=min_invariant_rows(model),
+        )
+        self.defaults: GenerationDefaults = load_defaults(path, hf_config, honour=config.generation_config == "auto")
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                block_size=config.block_size,
+            ),
+            BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching),
+        )
+        self.info = EngineInfo(
+            model=config.model,
+            model_path=str(path),
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_beams=config.max_num_beams,
+        )
+        self._random = random.Random(config.seed)
+        self._outputs: dict[str, RequestOutput] = {}
+        self._log_start(time.monotonic() - started)
+
+    def add_request(
+        self,
+        request_id: str,
+        input: EngineInput,
+        params: SamplingParams | PoolingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """Queue a request; the queue itself is not bounded.
+
+        Args:
+            request_id: unique among unfinished requests.
+            input: token ids, or a `TokenInput`.
+            params: how to decode.
+            priority: lower runs earlier.
+            cache_salt: only requests of the same salt share cached pages.
+            deadline: `time.monotonic()` seconds after which the request is ended with "abort".
+
+        Raises:
+            InvalidRequestError: the request can never run; nothing was changed.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"{self.config.model} generates text and serves no {type(params).__name__}.", param="params"
+            )
+        prompt = self._prompt_ids(input)
+        if params.num_beams is not None and params.num_beams > self.config.max_num_beams:
+            raise InvalidRequestError(
+                f"num_beams is {params.num_beams}, but at most {self.config.max_num_beams} are allowed "
+                "(max_num_beams). Ask for fewer, or raise --max-num-beams.",
+                param="num_beams",
+            )
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            decoding=resolve(
+                params,
+                self.defaults,
+                prompt_len=len(prompt),
+                max_model_len=self.info.max_model_len,
+                vocab_size=self.info.vocab_size,
+                random_seed=self._random.getrandbits(64),
+            ),
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline=deadline,
+            arrival_time=time.monotonic(),
+        )
+        self.scheduler.add(request)
+        self._outputs[request_id] = RequestOutput(
+            request_id=request_id,
+            prompt=input.text if isinstance(input, TokenInput) else None,
+            prompt_token_ids=list(prompt),
+            outputs=[CompletionOutput(index=i) for i in range(request.decoding.n)],
+            finished=False,
+        )
+
+    def abort_request(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one of its answers, at once; its pages are free on return. Unknown ids are
+        ignored: the request may just have finished."""
+        self.scheduler.abort(request_id, choice)
+        if choice is None:
+            self._outputs.pop(request_id, None)
+
+    def has_unfinished_requests(self) -> bool:
+        """Another `step` has something to do."""
+        return self.scheduler.has_unfinished()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the requests that it brought news for, each with its whole answer so far."""
+        outputs = []
+        for delta in self._advance():
+            output = self._outputs[delta.request_id]
+            _accumulate(output, delta)
+            outputs.append(_copy(output))
+            if delta.finished:
+                del self._outputs[delta.request_id]
+        return outputs
+
+    def step_deltas(self) -> list[RequestDelta]:
+        """Run one step; only what is new. Do not mix with `step` for the same request."""
+        deltas = self._advance()
+        for delta in deltas:
+            if delta.finished:
+                self._outputs.pop(delta.request_id, None)
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges, as a copy."""
+        return dataclasses.replace(self.scheduler.snapshot())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page leaked or is counted wrongly."""
+        self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Free the model and the pages. The engine cannot be used afterwards."""
+        for group in list(self.scheduler.groups()):
+            self.scheduler.abort(group.request.request_id)
+        self._outputs.clear()
+        if hasattr(self, "runner"):
+            on_gpu = self.runner.model.device.type == "cuda"
+            del self.runner
+            if on_gpu:
+                torch.cuda.empty_cache()
+
+    def _advance(self) -> list[RequestDelta]:
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return self.scheduler.take_outbox()
+        try:
+            result = self.runner.execute(plan)
+        except Exception as error:
+            logger.exception("a step of %d tokens in %d rows failed", plan.num_tokens, plan.num_rows)
+            return self.scheduler.fail(f"the engine failed to compute a step: {type(error).__name__}: {error}")
+        deltas = self.scheduler.update(plan, result)
+        self.scheduler.stats.step_seconds += time.perf_counter() - started
+        return deltas
+
+    def _prompt_ids(self, input: EngineInput) -> tuple[int, ...]:
+        if isinstance(input, (Seq2SeqInput, PixelInput)):
+            raise InvalidRequestError(
+                f"{self.config.model} is a decoder-only model and takes token ids, not a {type(input).__name__}.",
+                param="prompt",
+            )
+        ids: Sequence[Any] = input.token_ids if isinstance(input, TokenInput) else input
+        if isinstance(ids, (str, bytes)) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise InvalidRequestError(
+                "the engine takes token ids (integers); use LLM.generate for text.", param="prompt"
+            )
+        if not ids:
+            raise InvalidRequestError("the prompt is empty; it must hold at least one token.", param="prompt")
+        check_ids("prompt", ids, self.info.vocab_size)
+        return tuple(ids)
+
+    def _log_start(self, seconds: float) -> None:
+        info = self.info
+        tokens = info.num_blocks * info.block_size
+        logger.info(
+            "loaded %s (%s, %s) in %.1f s: %d pages of %d tokens hold %d tokens, that is %.1f requests of the full "
+            "%d tokens",
+            info.model,
+            info.dtype,
+            info.device,
+            seconds,
+            info.num_blocks,
+            info.block_size,
+            tokens,
+            tokens / info.max_model_len,
+            info.max_model_len,
+        )
+
+
+def choose_device(setting: str) -> torch.device:
+    """The device a setting means; auto takes a GPU where there is one.
+
+    Raises:
+        ConfigError: a GPU was asked for and torch sees none.
+    """
+    if setting == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(setting)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"device is {setting}, but torch {torch.__version__} sees {count} GPUs. Use --device cpu, or install "
+                "a CUDA build of torch and a driver."
+            )
+    return device
+
+
+def choose_dtype(setting: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The format to compute in; auto takes the checkpoint's, but float32 on a CPU for which 16-bit
+    formats are slow."""
+    if setting != "auto":
+        chosen: torch.dtype = getattr(torch, setting)
+        return chosen
+    if device.type == "cpu" and stored != torch.float32:
+        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
+    return stored if stored in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+
+
+def has_fast_bfloat16() -> bool:
+    """The CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
+    capability = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(capability is not None and capability()) or bool(
+        getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    )
+
+
+def _max_model_len(config: EngineConfig, hf_config: Any, max_positions: int | None) -> int:
+    trained = getattr(hf_config, "max_position_embeddings", None) or max_positions
+    if config.max_model_len is None:
+        if trained is None:
+            raise ConfigError(
+                f"{config.model} does not say how long its context is (max_position_embeddings). Set --max-model-len."
+            )
+        return int(trained)
+    if trained is not None and config.max_model_len > trained:
+        logger.warning(
+            "max_model_len is %d, more than the %d tokens the model was made for", config.max_model_len, trained
+        )
+    return config.max_model_len
+
+
+def _accumulate(output: RequestOutput, delta: RequestDelta) -> None:
+    for news in delta.choices:
+        choice = output.outputs[news.index]
+        choice.token_ids.extend(news.token_ids)
+        if news.logprobs is not None:
+            choice.logprobs = [*(choice.logprobs or ()), *news.logprobs]
+        choice.finish_reason, choice.stop_reason = news.finish_reason, news.stop_reason
+        choice.cumulative_logprob, choice.score = news.cumulative_logprob, news.score
+    output.finished = delta.finished
+    output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+    if delta.prompt_logprobs is not None:
+        output.prompt_logprobs = list(delta.prompt_logprobs)
+
+
+def _copy(output: RequestOutput) -> RequestOutput:
+    choices = [
+        dataclasses.replace(
+            choice,
+            token_ids=list(choice.token_ids),
+            logprobs=None if choice.logprobs is None else list(choice.logprobs),
+        )
+        for choice in output.outputs
+    ]
+    return dataclasses.replace(output, outputs=choices)

@@ -1,0 +1,112 @@
+"""The tensors behind the pages, and how many pages memory allows."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import Paged
+from engine.config import EngineConfig, parse_bytes
+from engine.errors import ConfigError
+from engine.scheduling.plan import Int32
+
+DEFAULT_CPU_SHARE = 0.25
+DEFAULT_CPU_LIMIT = 4 * 2**30
+
+
+class KVCache:
+    """K and V of every layer, [num_blocks + 1, block_size, kv_heads, head_dim] each.
+
+    Block 0 belongs to no sequence: tables are padded with it, and what it holds stays zero.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.block_size = block_size
+        # Zeros, not garbage: on a CPU the system hands out such memory untouched until it is written.
+        self.layers = [
+            (
+                torch.zeros(num_blocks + 1, block_size, heads, dim, dtype=dtype, device=device),
+                torch.zeros(num_blocks + 1, block_size, heads, dim, dtype=dtype, device=device),
+            )
+            for heads, dim in shapes
+        ]
+
+    def copy_pages(self, copies: Int32) -> None:
+        """Copy pages [C, 2] (source, destination); all sources are read before anything is written."""
+        if not len(copies):
+            return
+        device = self.layers[0][0].device
+        source, target = torch.from_numpy(copies).to(device, torch.int64).unbind(1)
+        for keys, values in self.layers:
+            keys[target] = keys[source]
+            values[target] = values[source]
+
+    def paged(self, block_tables: Tensor) -> list[Paged]:
+        """Each layer's pages under one set of block tables."""
+        return [Paged(keys, values, block_tables) for keys, values in self.layers]
+
+
+def page_bytes(shapes: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes one page takes over all layers, K and V together."""
+    return 2 * block_size * dtype.itemsize * sum(heads * dim for heads, dim in shapes)
+
+
+def count_blocks(
+    config: EngineConfig,
+    shapes: Sequence[tuple[int, int]],
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """How many pages to make: what memory allows, and never more than max_num_seqs sequences of
+    max_model_len tokens can use.
+
+    Raises:
+        ConfigError: not one page fits.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    size = page_bytes(shapes, config.block_size, dtype)
+    useful = config.max_num_seqs * math.ceil(max_model_len / config.block_size)
+    if config.kv_cache_memory is not None:
+        memory, setting = parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory = int(free - (1.0 - config.gpu_memory_utilization) * total)
+        setting = "--gpu-memory-utilization"
+    else:
+        memory = min(int(DEFAULT_CPU_SHARE * available_memory()), DEFAULT_CPU_LIMIT)
+        setting = "--kv-cache-memory"
+    blocks = min(memory // size, useful)
+    if blocks < 1:
+        raise ConfigError(
+            f"No memory for the KV cache: {max(memory, 0)} bytes are available and one page of {config.block_size} "
+            f"tokens takes {size}. Raise {setting}, lower --block-size, or use a smaller model."
+        )
+    return blocks
+
+
+def available_memory() -> int:
+    """Bytes this process can still take on the host, its container's limit included."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return max(free, 0)

@@ -1,0 +1,101 @@
+"""Runs a step plan on the device: page copies, one forward pass, candidates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionMetadata
+from engine.execution.kv_cache import KVCache
+from engine.execution.sampler import sample, score_prompt
+from engine.model.transformer import Transformer
+from engine.scheduling.plan import Int32, StepPlan, StepResult
+
+
+class _Buffer:
+    """Device memory that one of a plan's arrays goes to, made once and reused in every step."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
+        self._data = torch.zeros(size, dtype=dtype, device=device)
+
+    def fill(self, values: Int32, length: int | None = None) -> Tensor:
+        """The values on the device, followed by zeros up to `length`."""
+        count = len(values)
+        length = count if length is None else length
+        if length > len(self._data):
+            self._data = torch.zeros(2 * length, dtype=self._data.dtype, device=self._data.device)
+        self._data[:count].copy_(torch.from_numpy(values))
+        self._data[count:length].zero_()
+        return self._data[:length]
+
+
+class ModelRunner:
+    """Owner of everything on the device.
+
+    Args:
+        model: the transformer, weights loaded.
+        cache: the pages' tensors.
+        max_num_batched_tokens: most tokens in a plan.
+        min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache, *, max_num_batched_tokens: int, min_rows: int = 1):
+        self.model = model
+        self.cache = cache
+        self.min_rows = min_rows
+        device = model.device
+        size = max(max_num_batched_tokens, min_rows)
+        self._token_ids = _Buffer(size, torch.int64, device)
+        self._positions = _Buffer(size, torch.int64, device)
+        self._slots = _Buffer(size, torch.int64, device)
+        self._tables = _Buffer(1024, torch.int32, device)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step."""
+        self.cache.copy_pages(plan.copies)
+        hidden = self._forward(plan)
+        if plan.sampling is not None:
+            result = sample(self._logits(hidden, plan.sampling.rows), plan.sampling)
+        else:
+            empty_int, empty_float = np.zeros((0, 0), dtype=np.int32), np.zeros((0, 0), dtype=np.float32)
+            result = StepResult(
+                tokens=empty_int,
+                scores=empty_float,
+                logprobs=empty_float,
+                ranks=empty_int,
+                top_ids=empty_int,
+                top_logprobs=empty_float,
+            )
+        if plan.prompt_logprobs is not None:
+            rows = torch.from_numpy(plan.prompt_logprobs.rows).to(hidden.device, torch.int64)
+            result = replace(
+                result, prompt_logprobs=score_prompt(self.model.logits, hidden[rows], plan.prompt_logprobs)
+            )
+        return result
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        padded = max(plan.num_tokens, self.min_rows)
+        tables = self._tables.fill(plan.block_tables.reshape(-1)).view(plan.block_tables.shape)
+        metadata = AttentionMetadata.build(
+            np.diff(plan.query_start).tolist(), plan.context_lens.tolist(), self.model.device
+        )
+        hidden: Tensor = self.model(
+            self._token_ids.fill(plan.token_ids, padded),
+            self._positions.fill(plan.positions, padded),
+            self.cache.paged(tables),
+            self._slots.fill(plan.slots),
+            metadata,
+        )
+        return hidden
+
+    def _logits(self, hidden: Tensor, rows: Int32) -> Tensor:
+        index = torch.from_numpy(rows).to(hidden.device, torch.int64)
+        wanted = hidden[index]
+        missing = self.min_rows - len(rows)
+        if missing > 0:
+            wanted = torch.cat((wanted, wanted.new_zeros(missing, wanted.shape[1])))
+        return self.model.logits(wanted)[: len(rows)]

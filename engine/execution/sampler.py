@@ -1,0 +1,204 @@
+"""Logits to candidates, for all rows of a step together.
+
+Order of operations as in `transformers`: logit_bias, repetition penalty, OpenAI's penalties, bans,
+forced tokens; then for rows that sample temperature, top-k, top-p, min-p. Beam rows start from
+log-probabilities instead of logits, as there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.scheduling.plan import Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
+
+_NEGATIVE_INFINITY = float("-inf")
+# Below this a softmax is one-hot in float32 for any two logits that differ.
+_GREEDY_TEMPERATURE = 1e-5
+# Rows scored at a time, so that prompt log-probabilities do not need all logits at once.
+_PROMPT_ROWS = 128
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
+    """Candidates for each row of float32 logits [S, vocabulary]."""
+    vocabulary = logits.shape[1]
+    normalizer = logits.logsumexp(dim=-1)
+    beams = np.flatnonzero(batch.beam_width)
+    processed = _process(logits, normalizer, batch, beams)
+    drawing = np.flatnonzero((batch.beam_width == 0) & (batch.temperature >= _GREEDY_TEMPERATURE))
+    width = int(max(batch.num_draws.max(), min(int(batch.beam_width.max()), vocabulary), 1))
+    tokens = processed.argmax(dim=-1, keepdim=True).repeat(1, width)
+    scores = torch.full((len(logits), width), _NEGATIVE_INFINITY, dtype=torch.float32, device=logits.device)
+    if len(beams):
+        index = _index(beams, logits)
+        count = min(int(batch.beam_width.max()), vocabulary)
+        best = processed[index].topk(count, dim=-1)
+        tokens[index[:, None], torch.arange(count, device=logits.device)] = best.indices
+        scores[index[:, None], torch.arange(count, device=logits.device)] = best.values
+    if len(drawing):
+        index = _index(drawing, logits)
+        drawn = _draw(processed[index], batch, drawing)
+        tokens[index[:, None], torch.arange(drawn.shape[1], device=logits.device)] = drawn
+    logprobs = logits.gather(1, tokens) - normalizer[:, None]
+    ranks, top_ids, top_logprobs = _report(logits, normalizer, logprobs, tokens, batch)
+    return StepResult(
+        tokens=_numpy(tokens).astype(np.int32),
+        scores=_numpy(scores),
+        logprobs=_numpy(logprobs),
+        ranks=ranks,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
+
+
+def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRows) -> TokenScores:
+    """Log-probability, rank and best alternatives of each target token.
+
+    Args:
+        hidden_to_logits: maps hidden states [N, hidden] to float32 logits [N, vocabulary].
+        hidden: [P, hidden].
+    """
+    assert callable(hidden_to_logits)
+    number = int(rows.num_logprobs.max())
+    parts: list[tuple[Tensor, ...]] = []
+    for start in range(0, len(rows.rows), _PROMPT_ROWS):
+        logits = hidden_to_logits(hidden[start : start + _PROMPT_ROWS])
+        targets = torch.from_numpy(rows.targets[start : start + _PROMPT_ROWS]).to(logits.device, torch.int64)
+        normalizer = logits.logsumexp(dim=-1, keepdim=True)
+        chosen = logits.gather(1, targets[:, None])
+        top = logits.topk(min(number, logits.shape[1]), dim=-1)
+        rank = (logits > chosen).sum(dim=-1) + 1
+        parts.append(((chosen - normalizer)[:, 0], rank, top.indices, top.values - normalizer))
+    logprobs, ranks, top_ids, top_logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
+    return TokenScores(
+        logprobs=_numpy(logprobs),
+        ranks=_numpy(ranks).astype(np.int32),
+        top_ids=_numpy(top_ids).astype(np.int32),
+        top_logprobs=_numpy(top_logprobs),
+    )
+
+
+def _process(logits: Tensor, normalizer: Tensor, batch: SamplingBatch, beams: np.ndarray) -> Tensor:
+    """Logits after penalties, bans and forced tokens; the input itself where there is nothing to do."""
+    touched = (batch.bias_row, batch.history_row, batch.ban_row, batch.force_row)
+    if not len(beams) and not any(len(rows) for rows in touched):
+        return logits
+    processed = logits.clone()
+    if len(beams):
+        index = _index(beams, logits)
+        processed[index] -= normalizer[index, None]
+    if len(batch.bias_row):
+        where = (_index(batch.bias_row, logits), _index(batch.bias_token, logits))
+        processed.index_put_(where, torch.from_numpy(batch.bias_value).to(logits.device), accumulate=True)
+    if len(batch.history_row):
+        _penalize(processed, batch)
+    if len(batch.ban_row):
+        processed[_index(batch.ban_row, logits), _index(batch.ban_token, logits)] = _NEGATIVE_INFINITY
+    if len(batch.force_row):
+        rows = _index(batch.force_row, logits)
+        processed[rows] = _NEGATIVE_INFINITY
+        processed[rows, _index(batch.force_token, logits)] = 0.0
+    return processed
+
+
+def _penalize(processed: Tensor, batch: SamplingBatch) -> None:
+    """Repetition, frequency and presence penalties on the tokens that occur, each token once."""
+    vocabulary = processed.shape[1]
+    key = batch.history_row.astype(np.int64) * vocabulary + batch.history_token
+    unique, inverse = np.unique(key, return_inverse=True)
+    count = np.bincount(inverse, weights=batch.history_is_output, minlength=len(unique)).astype(np.float32)
+    row, token = unique // vocabulary, unique % vocabulary
+    where = (_index(row, processed), _index(token, processed))
+
+    def column(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(processed.device)
+
+    score = processed[where]
+    repetition = column(batch.repetition_penalty[row])
+    score = torch.where(score < 0, score * repetition, score / repetition)
+    score = score - column(batch.frequency_penalty[row] * count + batch.presence_penalty[row] * (count > 0))
+    processed[where] = score
+
+
+def _draw(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
+    """Tokens [N, draws] by inverse CDF in vocabulary order, summed up in float64."""
+    device = logits.device
+    temperature = torch.from_numpy(batch.temperature[rows]).to(device)
+    scaled = logits / temperature[:, None]
+    scaled = _filter(scaled, batch, rows)
+    weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
+    min_p = batch.min_p[rows]
+    if (min_p > 0).any():
+        # The most probable token's weight is 1, so min_p is a threshold on the weights themselves.
+        weights = weights.masked_fill(weights < torch.from_numpy(min_p).to(device)[:, None], 0.0)
+    cumulative = weights.double().cumsum(dim=-1)
+    targets = torch.from_numpy(batch.uniforms[rows]).to(device) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, targets, right=True)
+    # Rounding may put a target at the very end; the last possible token is where the sum is reached.
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
+    return torch.minimum(drawn, last).clamp_(max=logits.shape[1] - 1)
+
+
+def _filter(scaled: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
+    """top-k, then top-p among what is left; -inf elsewhere."""
+    vocabulary = scaled.shape[1]
+    top_k = np.where(batch.top_k[rows] > 0, np.minimum(batch.top_k[rows], vocabulary), vocabulary)
+    top_p = batch.top_p[rows]
+    filtered = scaled
+    # Rows with a top_k need only their best k sorted; those with top_p alone need all.
+    limited = np.flatnonzero(top_k < vocabulary)
+    unlimited = np.flatnonzero((top_k == vocabulary) & (top_p < 1.0))
+    for group, width in ((limited, int(top_k[limited].max(initial=0))), (unlimited, vocabulary)):
+        if len(group):
+            if filtered is scaled:
+                filtered = scaled.clone()
+            index = _index(group, scaled)
+            filtered[index] = _filter_sorted(scaled[index], width, top_k[group], top_p[group])
+    return filtered
+
+
+def _filter_sorted(scaled: Tensor, width: int, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
+    device = scaled.device
+    best = scaled.topk(width, dim=-1) if width < scaled.shape[1] else scaled.sort(dim=-1, descending=True)
+    k = torch.from_numpy(top_k.astype(np.int64)).to(device)[:, None]
+    p = torch.from_numpy(top_p.astype(np.float64)).to(device)[:, None]
+    smallest = best.values.gather(1, k - 1)  # ties with the k-th stay, as in transformers
+    if (top_p < 1.0).any():
+        rank = torch.arange(width, device=device)
+        weights = (best.values - best.values[:, :1]).exp().double().masked_fill(rank >= k, 0.0)
+        cumulative = weights.cumsum(dim=-1)
+        before = cumulative - weights
+        keep = (before < p * cumulative[:, -1:]) | (p >= 1.0)
+        keep[:, 0] = True
+        nucleus = best.values.gather(1, (keep & (rank < k)).sum(dim=-1, keepdim=True) - 1)
+        smallest = torch.maximum(smallest, nucleus)
+    return scaled.masked_fill(scaled < smallest, _NEGATIVE_INFINITY)
+
+
+def _report(
+    logits: Tensor, normalizer: Tensor, logprobs: Tensor, tokens: Tensor, batch: SamplingBatch
+) -> tuple[Int32, Int32, Float32]:
+    """Ranks [S, C] and most probable tokens [S, L] for the rows that ask for them."""
+    rows = np.flatnonzero(batch.num_logprobs >= 0)
+    number = min(max(int(batch.num_logprobs.max()), 0), logits.shape[1])
+    ranks = np.zeros(tokens.shape, dtype=np.int32)
+    top_ids = np.zeros((len(logits), number), dtype=np.int32)
+    top_logprobs = np.zeros((len(logits), number), dtype=np.float32)
+    if len(rows):
+        index = _index(rows, logits)
+        raw, chosen = logits[index], logits.gather(1, tokens)[index]
+        for column in range(tokens.shape[1]):  # columns, not rows: draws or candidates, few
+            ranks[rows, column] = _numpy((raw > chosen[:, column : column + 1]).sum(dim=-1) + 1)
+        top = raw.topk(number, dim=-1)
+        top_ids[rows] = _numpy(top.indices)
+        top_logprobs[rows] = _numpy(top.values - normalizer[index, None])
+    return ranks, top_ids, top_logprobs
+
+
+def _index(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(like.device)
+
+
+def _numpy(values: Tensor) -> np.ndarray:
+    return values.detach().cpu().numpy()

@@ -1,0 +1,251 @@
+"""The model's own decoding defaults, and how a request's parameters are completed with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.errors import InvalidRequestError, ModelLoadError
+from engine.request import Decoding, SamplingParams
+
+logger = logging.getLogger("octavo.generation")
+
+DEFAULT_MAX_TOKENS = 16
+
+# Fields with an effect here, besides EOS.
+_HONOURED = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
+    "no_repeat_ngram_size",
+    "min_length",
+    "min_new_tokens",
+    "max_length",
+    "max_new_tokens",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "do_sample",
+)
+# Fields that would change the answer and are not implemented, with the values at which they do nothing.
+_NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "bad_words_ids": ([],),
+    "sequence_bias": ({}, []),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1, 1.0),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "penalty_alpha": (0.0,),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "renormalize_logits": (False,),
+    "remove_invalid_values": (False,),
+    "watermarking_config": ({},),
+    "stop_strings": ([], ""),
+    "max_time": (),
+    "dola_layers": (),
+    "token_healing": (False,),
+    "num_return_sequences": (1,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What a checkpoint says about decoding.
+
+    Attributes:
+        values: the honoured fields of `generation_config.json` that are set.
+        eos_ids: ids that end a sequence.
+        ignored: fields that would change the answer and are not implemented.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    eos_ids: frozenset[int] = frozenset()
+    ignored: tuple[str, ...] = ()
+
+
+def load_defaults(path: Path, hf_config: Any, *, honour: bool = True) -> GenerationDefaults:
+    """Defaults of a checkpoint folder: `generation_config.json`, or where there is none the same fields
+    in `config.json`, as `transformers` does.
+
+    Args:
+        honour: False keeps only the EOS ids.
+
+    Raises:
+        ModelLoadError: the file is not a JSON object.
+    """
+    source = path / "generation_config.json"
+    if not source.exists():
+        source = path / "config.json"
+    try:
+        stored = json.loads(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{source} cannot be read: {error}") from error
+    if not isinstance(stored, dict):
+        raise ModelLoadError(f"{source} must hold a JSON object, found {type(stored).__name__}.")
+    eos = stored.get("eos_token_id")
+    if eos is None:
+        eos = getattr(hf_config, "eos_token_id", None)
+    if not honour:
+        return GenerationDefaults(eos_ids=_ids(eos))
+    ignored = [
+        name
+        for name, neutral in _NOT_IMPLEMENTED.items()
+        if stored.get(name) is not None and stored[name] not in neutral
+    ]
+    if stored.get("do_sample") and (stored.get("num_beams") or 1) > 1:
+        ignored.append("do_sample with num_beams")
+    if ignored:
+        logger.warning(
+            "%s sets %s, which Octavo does not implement: answers may differ from the reference",
+            source.name,
+            ", ".join(f"{name}={stored.get(name)!r}" if name in stored else name for name in ignored),
+        )
+    values = {name: stored[name] for name in _HONOURED if stored.get(name) is not None}
+    return GenerationDefaults(values=values, eos_ids=_ids(eos), ignored=tuple(ignored))
+
+
+def _ids(value: Any) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset(int(i) for i in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+def resolve(
+    params: SamplingParams,
+    defaults: GenerationDefaults,
+    *,
+    prompt_len: int,
+    max_model_len: int,
+    vocab_size: int,
+    random_seed: int,
+) -> Decoding:
+    """Complete a request's parameters with the model's defaults and check them against its limits.
+
+    Raises:
+        InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values
+            that came together contradict each other.
+    """
+    values = defaults.values
+
+    def pick(name: str, given: Any, otherwise: Any) -> Any:
+        return given if given is not None else values.get(name, otherwise)
+
+    max_tokens = _max_tokens(params, values, prompt_len, max_model_len)
+    num_beams = _num_beams(params, values)
+    min_tokens = min(int(values.get("min_new_tokens", 0)), max_tokens)
+    if params.min_tokens is not None:
+        min_tokens = params.min_tokens
+    if min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens}).", param="min_tokens"
+        )
+    sampled = values.get("do_sample") is not False
+    for name, ids in (
+        ("logit_bias", params.logit_bias or ()),
+        ("stop_token_ids", params.stop_token_ids or ()),
+        ("suppress_tokens", params.suppress_tokens or ()),
+        ("begin_suppress_tokens", params.begin_suppress_tokens or ()),
+        ("forced_bos_token_id", (params.forced_bos_token_id,)),
+        ("forced_eos_token_id", (params.forced_eos_token_id,)),
+    ):
+        check_ids(name, [i for i in ids if i is not None], vocab_size)
+    return Decoding(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=float(pick("temperature", params.temperature, 1.0) if sampled or params.temperature else 0.0),
+        top_k=max(int(pick("top_k", params.top_k, 0)), 0),
+        top_p=float(pick("top_p", params.top_p, 1.0)),
+        min_p=float(pick("min_p", params.min_p, 0.0)),
+        seed=random_seed if params.seed is None else params.seed,
+        n=params.n,
+        repetition_penalty=float(pick("repetition_penalty", params.repetition_penalty, 1.0)),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        logit_bias=tuple((int(t), float(v)) for t, v in (params.logit_bias or {}).items()),
+        stop_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else defaults.eos_ids),
+        eos_ids=defaults.eos_ids,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        num_beams=num_beams,
+        length_penalty=float(pick("length_penalty", params.length_penalty, 1.0)),
+        early_stopping=pick("early_stopping", params.early_stopping, False),
+        no_repeat_ngram_size=int(pick("no_repeat_ngram_size", params.no_repeat_ngram_size, 0)),
+        min_length=0 if params.ignore_eos else int(pick("min_length", params.min_length, 0)),
+        suppress_tokens=_inside(pick("suppress_tokens", params.suppress_tokens, ()), vocab_size),
+        begin_suppress_tokens=_inside(pick("begin_suppress_tokens", params.begin_suppress_tokens, ()), vocab_size),
+        forced_bos_token_id=pick("forced_bos_token_id", params.forced_bos_token_id, None),
+        forced_eos_token_ids=tuple(sorted(_ids(pick("forced_eos_token_id", params.forced_eos_token_id, None)))),
+    )
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids outside [0, vocab_size).
+
+    Raises:
+        InvalidRequestError: names the first one.
+    """
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"{name} holds token id {token}, but the vocabulary has ids 0 to {vocab_size - 1}.",
+                param=name,
+                code="invalid_value",
+            )
+
+
+def _inside(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    # Published configs suppress ids of larger vocabularies (and -1 for "none").
+    return tuple(i for i in ids if 0 <= i < vocab_size)
+
+
+def _max_tokens(params: SamplingParams, values: Mapping[str, Any], prompt_len: int, max_model_len: int) -> int:
+    room = max_model_len - prompt_len
+    if room < 1:
+        raise InvalidRequestError(
+            f"the prompt has {prompt_len} tokens, but prompt and answer together may have {max_model_len} "
+            "(max_model_len). Shorten the prompt or raise --max-model-len.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if params.max_tokens is not None:
+        if params.max_tokens > room:
+            raise InvalidRequestError(
+                f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}, together "
+                f"{prompt_len + params.max_tokens}, but prompt and answer together may have {max_model_len} "
+                "(max_model_len). Lower max_tokens, shorten the prompt or raise --max-model-len.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return params.max_tokens
+    if "max_new_tokens" in values:
+        return min(int(values["max_new_tokens"]), room)
+    if int(values.get("max_length", 0)) > prompt_len:
+        return min(int(values["max_length"]) - prompt_len, room)
+    return min(max(DEFAULT_MAX_TOKENS, params.min_tokens or 0), room)
+
+
+def _num_beams(params: SamplingParams, values: Mapping[str, Any]) -> int:
+    if params.num_beams is not None:
+        return params.num_beams
+    # What only makes sense without beams, asked for by name, outweighs the model's default number of beams.
+    if params.temperature or params.top_k or params.top_p is not None or params.min_p or params.stop_strings:
+        return 1
+    beams = int(values.get("num_beams", 1))
+    return max(beams, params.n) if beams > 1 else 1

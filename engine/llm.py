@@ -1,0 +1,145 @@
+"""The offline face: prompts in, answers out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import InvalidRequestError, RequestFailedError
+from engine.outputs import EngineStats, RequestOutput
+from engine.request import SamplingParams, TokenInput
+from engine.text import OutputProcessor, Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int] | TokenInput
+
+# Shorter lists are done before a bar would tell anything.
+_PROGRESS_FROM = 32
+
+
+class LLM:
+    """A model to generate with, in this process.
+
+    Args:
+        model: local folder or hub id.
+        **settings: the other fields of `EngineConfig`.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
+    """
+
+    def __init__(self, model: str, **settings: Any):
+        config = EngineConfig(model=str(model), **settings)
+        self.engine = Engine(config)
+        self.tokenizer: Tokenizer | None = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(
+                config.tokenizer or self.engine.info.model_path,
+                revision=config.revision if config.tokenizer else None,
+                hf_token=config.hf_token,
+            )
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to all prompts, in their order; all run together.
+
+        Args:
+            prompts: text, token ids, or a list of either.
+            params: for all prompts, or one per prompt; None takes the model's defaults.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters are impossible; nothing was generated.
+            RequestFailedError: the engine failed on a request.
+        """
+        inputs = [self._input(prompt) for prompt in self._listed(prompts)]
+        each = self._params(params, len(inputs))
+        ids = [f"offline-{next(self._numbers)}" for _ in inputs]
+        processors: dict[str, OutputProcessor] = {}
+        results: dict[str, RequestOutput] = {}
+        try:
+            for request_id, input, chosen in zip(ids, inputs, each, strict=True):
+                self.engine.add_request(request_id, input, chosen)
+                processors[request_id] = OutputProcessor(self.tokenizer, input.token_ids, chosen)
+                results[request_id] = RequestOutput(
+                    request_id=request_id,
+                    prompt=input.text,
+                    prompt_token_ids=list(input.token_ids),
+                    outputs=[],
+                    finished=False,
+                )
+            show = len(inputs) >= _PROGRESS_FROM if use_tqdm is None else use_tqdm
+            with tqdm(total=len(inputs), desc="generating", unit="prompt", disable=not show) as bar:
+                self._run(processors, results, bar)
+        finally:
+            for request_id in processors:
+                self.engine.abort_request(request_id)
+        return [results[request_id] for request_id in ids]
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the engine."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Free the model and its pages."""
+        self.engine.close()
+
+    def _run(self, processors: dict[str, OutputProcessor], results: dict[str, RequestOutput], bar: Any) -> None:
+        unfinished = set(processors)
+        while unfinished:
+            for delta in self.engine.step_deltas():
+                if delta.request_id not in unfinished:
+                    continue  # of a request that somebody added to the engine directly
+                if delta.error is not None:
+                    raise RequestFailedError(delta.error)
+                processor, result = processors[delta.request_id], results[delta.request_id]
+                for news in processor.process(delta):
+                    if news.stopped_by_text:
+                        self.engine.abort_request(delta.request_id, choice=news.index)
+                if processor.finished:
+                    self.engine.abort_request(delta.request_id)
+                    result.outputs, result.finished = processor.outputs, True
+                    result.prompt_logprobs = processor.prompt_logprobs
+                    result.num_cached_tokens = processor.num_cached_tokens
+                    unfinished.remove(delta.request_id)
+                    bar.update()
+
+    def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+        if isinstance(prompts, (str, TokenInput)):
+            return [prompts]
+        items = list(prompts)
+        if items and isinstance(items[0], int):
+            return [items]
+        return items
+
+    def _input(self, prompt: Any) -> TokenInput:
+        if isinstance(prompt, TokenInput):
+            return prompt
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError(
+                    f"{self.engine.config.model} has no tokenizer, so prompts must be token ids. Set tokenizer to a "
+                    "folder that has one.",
+                    param="prompt",
+                )
+            return TokenInput(self.tokenizer.encode(prompt), prompt)
+        return TokenInput(prompt)
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            return [SamplingParams()] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequestError(f"{count} prompts came with {len(params)} SamplingParams.", param="params")
+        return list(params)

@@ -1,0 +1,143 @@
+"""Finding a checkpoint, in a local folder or on the hub, and reading its config."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from transformers import AutoConfig
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+
+# Everything a model needs, and no weights in other formats.
+_PATTERNS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+
+
+def locate(model: str, revision: str | None = None, hf_token: str | None = None) -> Path:
+    """The folder of a checkpoint, downloaded if `model` is a hub id.
+
+    Args:
+        model: local folder, or hub id such as "org/name".
+        revision: branch, tag or commit on the hub.
+        hf_token: token for gated models; else HF_TOKEN or the token of `hf auth login`.
+
+    Raises:
+        ModelLoadError: there is no such folder or model, access is denied, or the hub is out of reach.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(
+                f"The folder {path} holds no config.json, so it is no checkpoint in Hugging Face's layout. "
+                "Give the folder that holds config.json and the safetensors files."
+            )
+        return path
+    if path.exists():
+        raise ModelLoadError(f"{path} is a file; give the folder of the checkpoint that holds config.json.")
+    if _looks_like_path(model):
+        raise ModelLoadError(f"The folder {path} does not exist.")
+    return _download(model, revision, hf_token)
+
+
+def _looks_like_path(model: str) -> bool:
+    parts = model.replace("\\", "/").split("/")
+    return (
+        model.startswith((".", "~", os.sep))
+        or model.endswith("/")
+        or os.path.isabs(model)
+        or len(parts) > 2
+        or "\\" in model
+    )
+
+
+def _download(model: str, revision: str | None, hf_token: str | None) -> Path:
+    at = f"{model} (revision {revision})" if revision else model
+    try:
+        folder = snapshot_download(model, revision=revision, token=hf_token or None, allow_patterns=list(_PATTERNS))
+    except HFValidationError as error:
+        raise ModelLoadError(
+            f"{model!r} is neither an existing folder nor a valid hub id such as org/name ({error})."
+        ) from error
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"Access to {at} is restricted. Accept its conditions on https://huggingface.co/{model}, then give a "
+            "token that has access in HF_TOKEN."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"There is no folder {model}, and no model {at} on the hub; it may also be private. Check the name, or "
+            "give a token that has access in HF_TOKEN."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"The hub has the model {model}, but no revision {revision!r}; see --revision.") from error
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        raise ModelLoadError(_unreachable(model, at)) from error
+    except Exception as error:
+        # Whatever the HTTP client of the installed version raises, full disks, rate limits.
+        raise ModelLoadError(f"{at} could not be downloaded from the hub ({type(error).__name__}: {error}).") from error
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"The model {at} on the hub holds no config.json, so it cannot be loaded.")
+    return path
+
+
+def _unreachable(model: str, at: str) -> str:
+    why = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+    return (
+        f"There is no folder {model}, {at} is not complete in the local cache, and {why}. "
+        "Connect to the network, or give a local folder that holds the checkpoint."
+    )
+
+
+def read_config(path: Path) -> Any:
+    """The transformers config of a checkpoint folder; code in the checkpoint is never run.
+
+    Raises:
+        ModelLoadError: there is no readable config.
+        UnsupportedModelError: unknown model type, or quantised weights.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds, all of them about this file
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{path} brings its own model code (auto_map in config.json), which is never run. "
+                "Use a checkpoint whose architecture transformers itself knows."
+            ) from error
+        raise ModelLoadError(f"{path / 'config.json'} cannot be read: {_first_paragraph(error)}") from error
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise UnsupportedModelError(
+            f"{path} holds quantised weights ({method or 'method unknown'}), which are not supported. "
+            "Use the checkpoint in bfloat16, float16 or float32."
+        )
+    return config
+
+
+def _first_paragraph(error: Exception) -> str:
+    return str(error).strip().split("\n\n")[0] or type(error).__name__

@@ -1,0 +1,80 @@
+"""Gemma 2: norms before and after each sublayer, alternating windows, capped scores (arXiv:2408.00118)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.attention.base import Window
+from engine.model.families.common import activation, head, projected_block, rotary
+from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Norm, Sandwich, Stack, Tokens
+from engine.model.table import Entry, Family, WeightTable
+
+
+def spec(config: Any) -> ModelSpec:
+    norm = Norm("rms", config.rms_norm_eps, unit_offset=True)
+    causal = not config.use_bidirectional_attention
+    blocks = []
+    for layer_type in config.layer_types:
+        window = None
+        if layer_type == "sliding_attention":
+            # The config counts the token itself.
+            reach = config.sliding_window - 1
+            window = Window(left=reach, right=0 if causal else reach)
+        blocks.append(
+            Block(
+                placement=Sandwich(norm, norm, norm, norm),
+                attention=Attention(
+                    heads=config.num_attention_heads,
+                    kv_heads=config.num_key_value_heads,
+                    head_dim=config.head_dim,
+                    scale=config.query_pre_attn_scalar**-0.5,
+                    position=rotary(config, config.head_dim),
+                    causal=causal,
+                    window=window,
+                    qkv_bias=config.attention_bias,
+                    out_bias=config.attention_bias,
+                    softcap=config.attn_logit_softcapping,
+                ),
+                ffn=Gated(config.intermediate_size, activation(config.hidden_activation)),
+            )
+        )
+    decoder = Stack(
+        hidden_size=config.hidden_size,
+        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, scale=config.hidden_size**0.5),
+        blocks=tuple(blocks),
+        final_norm=norm,
+    )
+    return ModelSpec(
+        encoder=None,
+        decoder=decoder,
+        head=Lm(tied=config.tie_word_embeddings, softcap=config.final_logit_softcapping),
+    )
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    assert model.decoder is not None
+    entries = [
+        Entry("decoder.embedding.tokens", ("model.embed_tokens.weight",), shard_axis=0),
+        Entry("decoder.final_norm.weight", ("model.norm.weight",)),
+        *head(model, "lm_head"),
+    ]
+    norms = {
+        "attention.before": "input_layernorm",
+        "attention.after": "post_attention_layernorm",
+        "ffn.before": "pre_feedforward_layernorm",
+        "ffn.after": "post_feedforward_layernorm",
+    }
+    for i, block in enumerate(model.decoder.blocks):
+        target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
+        assert isinstance(block.ffn, Gated)
+        entries += [Entry(f"{target}.{ours}.weight", (f"{source}.{theirs}.weight",)) for ours, theirs in norms.items()]
+        entries += projected_block(target, source, block.attention, block.ffn)
+    return WeightTable(
+        tuple(entries),
+        prefix="model.",
+        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        head="lm_head.weight",
+    )
+
+
+FAMILY = Family("Gemma 2", spec, weights)

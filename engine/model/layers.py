@@ -1,0 +1,237 @@
+"""The layers that the parts of `engine.model.spec` become.
+
+T stands for tokens laid end to end, without a batch dimension. Parameters are allocated and not
+initialised: whoever builds a module fills them (`engine.model.weights`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.model import spec
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where parameters live, and in which format."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """An uninitialised parameter that never asks for gradients."""
+        return nn.Parameter(torch.empty(*shape, device=self.device, dtype=self.dtype), requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers share in one forward pass.
+
+    Attributes:
+        slots: [T] int64, where the new tokens' K and V go in the flattened pages.
+        metadata: the shape of the ragged batch.
+        rotations: for each rotary part, (cos [Tp, 1, head_dim], sin [Tp, 1, dim / 2]).
+    """
+
+    slots: Tensor
+    metadata: AttentionMetadata
+    rotations: dict[spec.Rotary, tuple[Tensor, Tensor]]
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias, weight [out, in]."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, place: Place):
+        super().__init__()
+        self.weight = place.parameter(outputs, inputs)
+        self.bias = place.parameter(outputs) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square norm, computed in float32.
+
+    The product with the weight happens in the input's format, after rounding; with a unit offset it
+    happens in float32, before rounding. Half-precision results depend on that order.
+    """
+
+    def __init__(self, part: spec.Norm, size: int, place: Place):
+        super().__init__()
+        self.weight = place.parameter(size)
+        self.shape = (size,)
+        self.eps = part.eps
+        self.unit_offset = part.unit_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.unit_offset:
+            return F.rms_norm(x.float(), self.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype) * self.weight
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with or without a bias."""
+
+    def __init__(self, part: spec.Norm, size: int, place: Place):
+        super().__init__()
+        self.weight = place.parameter(size)
+        self.bias = place.parameter(size) if part.bias else None
+        self.shape = (size,)
+        self.eps = part.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+def build_norm(part: spec.Norm | None, size: int, place: Place) -> nn.Module | None:
+    """The module of a norm over `size` features, or None for none."""
+    if part is None:
+        return None
+    return RmsNorm(part, size, place) if part.kind == "rms" else LayerNorm(part, size, place)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[spec.Activation, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu2": _relu2,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def rotary_frequencies(part: spec.Rotary) -> Tensor:
+    """[dim / 2] float32 radians per position, scaling applied."""
+    frequencies = 1.0 / (part.theta ** (torch.arange(0, part.dim, 2, dtype=torch.float32, device="cpu") / part.dim))
+    match part.scaling:
+        case None:
+            return frequencies
+        case spec.LinearScaling(factor):
+            return frequencies / factor
+        case spec.BandScaling(factor, low, high, original_length):
+            wavelengths = 2 * math.pi / frequencies
+            # 0 where the wave is so long that it is stretched, 1 where it is kept, blended between.
+            kept = ((original_length / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+            return (1 - kept) * frequencies / factor + kept * frequencies
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of all positions in [0, length), float32.
+
+    `cos` [length, head_dim] is 1 for features that do not rotate; `sin` is [length, dim / 2].
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, part: spec.Rotary, head_dim: int, length: int, device: torch.device):
+        super().__init__()
+        angles = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * rotary_frequencies(part)
+        cos = angles.cos()
+        turned = cos.repeat_interleave(2, dim=1) if part.interleaved else torch.cat((cos, cos), dim=1)
+        still = torch.ones(length, head_dim - part.dim, device="cpu")
+        self.register_buffer("cos", torch.cat((turned, still), dim=1).to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().to(device), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) of positions [T]."""
+        cos, sin = F.embedding(positions, self.cos), F.embedding(positions, self.sin)
+        return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+
+
+def rotate(x: Tensor, part: spec.Rotary, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [T, heads, head_dim] by the angles of their positions."""
+    half = part.dim // 2
+    if part.interleaved:
+        first, second = slice(0, part.dim, 2), slice(1, part.dim, 2)
+    else:
+        first, second = slice(0, half), slice(half, part.dim)
+    out = x * cos
+    out[..., first].addcmul_(x[..., second], sin, value=-1)
+    out[..., second].addcmul_(x[..., first], sin)
+    return out
+
+
+class SelfAttention(nn.Module):
+    """Attention of the new tokens over their sequences' pages, which first receive the tokens' own K and V."""
+
+    def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
+        super().__init__()
+        self.part = part
+        self.backend = backend
+        self.qkv = Linear(hidden_size, (part.heads + 2 * part.kv_heads) * part.head_dim, part.qkv_bias, place)
+        self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
+
+    def forward(self, x: Tensor, cache: Paged, step: Step) -> Tensor:
+        """[Tp, hidden] to [Tp, hidden]; tokens past the T of `step.slots` are padding: backends give them zeros."""
+        part, total, tokens = self.part, x.shape[0], step.slots.shape[0]
+        heads = self.qkv(x).view(total, part.heads + 2 * part.kv_heads, part.head_dim)
+        turning, values = heads.tensor_split((part.heads + part.kv_heads,), dim=1)
+        if isinstance(part.position, spec.Rotary):
+            turning = rotate(turning, part.position, *step.rotations[part.position])
+        queries, keys = turning.tensor_split((part.heads,), dim=1)
+        cache.keys.view(-1, part.kv_heads, part.head_dim).index_copy_(0, step.slots, keys[:tokens])
+        cache.values.view(-1, part.kv_heads, part.head_dim).index_copy_(0, step.slots, values[:tokens])
+        attended = self.backend.attend(
+            queries,
+            cache,
+            step.metadata,
+            causal=part.causal,
+            window=part.window,
+            scale=part.scale,
+            softcap=part.softcap,
+        )
+        out: Tensor = self.out(attended.reshape(total, part.heads * part.head_dim))
+        return out
+
+
+class DenseFeedForward(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, part: spec.Dense, hidden_size: int, place: Place):
+        super().__init__()
+        self.up = Linear(hidden_size, part.width, part.bias, place)
+        self.down = Linear(part.width, hidden_size, part.bias, place)
+        self.activation = ACTIVATIONS[part.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activation(self.up(x)))
+        return out
+
+
+class GatedFeedForward(nn.Module):
+    """down(activation(gate(x)) * up(x)); gate and up are one matrix, gate's rows first."""
+
+    def __init__(self, part: spec.Gated, hidden_size: int, place: Place):
+        super().__init__()
+        self.gate_up = Linear(hidden_size, 2 * part.width, part.bias, place)
+        self.down = Linear(part.width, hidden_size, part.bias, place)
+        self.activation = ACTIVATIONS[part.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(self.activation(gate).mul_(up))
+        return out

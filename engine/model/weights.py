@@ -1,0 +1,286 @@
+"""Strict loading of weights from safetensors.
+
+Every parameter is filled and every tensor of the checkpoint is used or known to be needless; names and
+shapes are checked before any data is read. Each tensor is read once and copied into its place.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from engine.attention.base import AttentionBackend
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model import families
+from engine.model.spec import Lm, ModelSpec
+from engine.model.table import WeightTable
+from engine.model.transformer import Transformer
+
+logger = logging.getLogger(__name__)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
+_SHOWN = 5
+
+
+def load_model(
+    path: Path,
+    config: Any,
+    model_spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+    max_model_len: int,
+    show_progress: bool = True,
+) -> Transformer:
+    """The model of a checkpoint folder, its weights converted to `dtype` on `device`.
+
+    Args:
+        config: of the checkpoint (`engine.model.checkpoint.read_config`).
+        model_spec: its parts (`engine.model.families.build_spec`).
+
+    Raises:
+        ModelLoadError: no safetensors, a file that cannot be read, names or shapes that do not match,
+            memory that does not suffice.
+        UnsupportedModelError: a part is not implemented.
+        ConfigError: max_model_len exceeds what the checkpoint has positions for.
+    """
+    family = families.find(config)
+    if family.weights is None:
+        raise UnsupportedModelError(f"{family.name} cannot be served yet.")
+    with Checkpoint(path) as checkpoint:
+        checkpoint.rename(family.weights(model_spec))
+        model_spec = _untie_if_different(checkpoint, family.weights(model_spec), model_spec)
+        table = family.weights(model_spec)
+        try:
+            model = Transformer(model_spec, backend, max_model_len, device=device, dtype=dtype)
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError(
+                f"The weights of {path} do not fit into the free memory of {device} as {dtype}: {error}. "
+                "Use a smaller model, a 16-bit --dtype, or another --device."
+            ) from error
+        _fill(checkpoint, _plan(checkpoint, table, model), show_progress)
+    return model.eval()
+
+
+def stored_dtype(path: Path, config: Any) -> torch.dtype:
+    """The format of a checkpoint's weights: what its config says, else that of its largest tensor."""
+    named = getattr(config, "dtype", None)
+    if isinstance(named, str):
+        named = getattr(torch, named.removeprefix("torch."), None)
+    if isinstance(named, torch.dtype):
+        return named
+    with Checkpoint(path) as checkpoint:
+        largest = max(checkpoint.names, key=lambda name: checkpoint.shape(name).numel(), default=None)
+        return torch.float32 if largest is None else _FORMATS.get(checkpoint.format(largest), torch.float32)
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors files, under the names of a weight table; a context manager."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.names: dict[str, tuple[Path, str]] = {}
+        self._handles: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for file in weight_files(self.path):
+                with _readable(file):
+                    handle = stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+                    self._handles[file] = handle
+                    keys = list(handle.keys())
+                for key in keys:
+                    if key in self.names:
+                        raise ModelLoadError(
+                            f"{self.path} holds the tensor {key} twice, in {self.names[key][0].name} and {file.name}."
+                        )
+                    self.names[key] = (file, key)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handles.clear()
+        self._stack.close()
+
+    def rename(self, table: WeightTable) -> None:
+        """Give the tensors the table's names where the file leaves the prefix out."""
+        wanted = {source for entry in table.entries for source in entry.sources}
+        renamed: dict[str, tuple[Path, str]] = {}
+        for name, place in self.names.items():
+            longer = table.prefix + name
+            known = name in wanted or name == table.head or table.ignores(name)
+            if not known and (longer in wanted or table.ignores(longer)):
+                name = longer
+            if name in renamed:
+                raise ModelLoadError(f"{self.path} holds the tensor {name} with and without its prefix.")
+            renamed[name] = place
+        self.names = renamed
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._slice(name).get_shape())
+
+    def format(self, name: str) -> str:
+        """The stored format, in safetensors' words: F32, BF16 …"""
+        return str(self._slice(name).get_dtype())
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a matrix."""
+        part: Tensor = self._slice(name)[start:stop]
+        return part
+
+    def read(self, name: str) -> Tensor:
+        file, key = self.names[name]
+        with _readable(file):
+            tensor: Tensor = self._handles[file].get_tensor(key)
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        file, key = self.names[name]
+        with _readable(file):
+            return self._handles[file].get_slice(key)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"{file} cannot be read as safetensors ({error}). It is damaged or incomplete: download it again."
+        ) from error
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder.
+
+    Raises:
+        ModelLoadError: there are none, the index is damaged, or it names a file that is missing or lies
+            outside the folder.
+    """
+    if (path / SINGLE_FILE).is_file():
+        return [path / SINGLE_FILE]
+    index = path / INDEX_FILE
+    if not index.is_file():
+        raise ModelLoadError(_no_weights(path))
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelLoadError(f"{index} is damaged: it holds no weight_map of tensor names to files.") from error
+    for shard in shards:
+        if not isinstance(shard, str) or not shard or shard in (".", "..") or "/" in shard or "\\" in shard:
+            raise ModelLoadError(
+                f"{index} names the file {shard!r}; a shard must be the plain name of a file in the same folder."
+            )
+        if not (path / shard).is_file():
+            raise ModelLoadError(f"{path} lacks {shard}, which {INDEX_FILE} names. Download the checkpoint again.")
+    if not shards:
+        raise ModelLoadError(f"{index} names no files.")
+    return [path / shard for shard in shards]
+
+
+def _no_weights(path: Path) -> str:
+    expected = f"{SINGLE_FILE} or {INDEX_FILE}"
+    found = sorted(f.name for f in path.iterdir() if f.suffix in (".safetensors", *_OTHER_SUFFIXES))
+    if not found:
+        return f"{path} holds no weights; expected {expected}."
+    shown = ", ".join(found[:_SHOWN])
+    if any(name.endswith(".safetensors") for name in found):
+        return f"{path} holds {shown}, but neither {expected}. Rename the file, or add the index of the shards."
+    return (
+        f"{path} holds weights in a format that is not read ({shown}); expected {expected}. Use a revision of the "
+        "model that has safetensors, or convert it once: load it with transformers and call "
+        "save_pretrained(folder), which writes safetensors."
+    )
+
+
+def _untie_if_different(checkpoint: Checkpoint, table: WeightTable, model_spec: ModelSpec) -> ModelSpec:
+    """A head that is tied by the config but stored with values of its own is not tied, as in transformers."""
+    head = model_spec.head
+    embedding = table.entries[0].sources[0]
+    if not (isinstance(head, Lm) and head.tied and table.head in checkpoint.names and embedding in checkpoint.names):
+        return model_spec
+    assert table.head is not None
+    shape = checkpoint.shape(table.head)
+    if shape == checkpoint.shape(embedding):
+        step = 8192
+        rows = range(0, shape[0], step)
+        if all(
+            torch.equal(checkpoint.rows(table.head, r, r + step), checkpoint.rows(embedding, r, r + step)) for r in rows
+        ):
+            del checkpoint.names[table.head]
+            return model_spec
+    logger.warning(
+        "%s: tie_word_embeddings is true, but %s is stored with values of its own, which are used.",
+        checkpoint.path,
+        table.head,
+    )
+    return replace(model_spec, head=replace(head, tied=False))
+
+
+def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, Tensor]:
+    """Where each stored tensor goes: its name to a view of a parameter, in the stored layout.
+
+    Raises:
+        ModelLoadError: names or shapes do not match.
+    """
+    parameters = dict(model.named_parameters())
+    views: dict[str, Tensor] = {}
+    for entry in table.entries:
+        parameter = parameters.pop(entry.target)
+        views.update(zip(entry.sources, entry.transform.views(parameter.data), strict=True))
+    if parameters:
+        raise ModelLoadError(f"The table of weight names fills no {_some(list(parameters))}.")
+    if missing := [name for name in views if name not in checkpoint.names]:
+        raise ModelLoadError(f"{checkpoint.path} lacks tensors that its config asks for: {_some(missing)}.")
+    if unexpected := [name for name in checkpoint.names if name not in views and not table.ignores(name)]:
+        raise ModelLoadError(f"{checkpoint.path} holds tensors that its config has no place for: {_some(unexpected)}.")
+    for name, view in views.items():
+        if checkpoint.shape(name) != view.shape:
+            raise ModelLoadError(
+                f"{checkpoint.path}: the tensor {name} should have shape {list(view.shape)} by the config, "
+                f"but is stored as {list(checkpoint.shape(name))}."
+            )
+        if checkpoint.format(name) not in _FORMATS:
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: the tensor {name} is stored as {checkpoint.format(name)}; only "
+                f"{', '.join(_FORMATS)} are read. Use a checkpoint that is not quantised."
+            )
+    return views
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
+
+
+def _fill(checkpoint: Checkpoint, views: dict[str, Tensor], show_progress: bool) -> None:
+    total = sum(view.numel() * view.element_size() for view in views.values())
+    # File order, so that a file is read from front to back.
+    order = [name for name in checkpoint.names if name in views]
+    with tqdm(
+        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", disable=not show_progress
+    ) as bar:
+        for name in order:
+            view = views[name]
+            view.copy_(checkpoint.read(name))
+            if view.dtype == torch.float16 and not bool(view.isfinite().all()):
+                raise ModelLoadError(
+                    f"{checkpoint.path}: values of the tensor {name} exceed the range of float16. "
+                    "Use --dtype bfloat16 or float32."
+                )
+            bar.update(view.numel() * view.element_size())

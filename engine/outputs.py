@@ -1,0 +1,125 @@
+"""What a caller gets back.
+
+The engine itself answers in deltas (`RequestDelta`): the tokens that became certain in one step. Texts
+and cumulative answers (`RequestOutput`) are made of them by `engine.text` and `engine.llm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of a token under the model's own distribution, before penalties,
+    temperature and filters; `rank` is 1 for the most probable token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# token id -> Logprob: the chosen token first, then the most probable ones in falling order.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceDelta:
+    """New, certain tokens of one answer.
+
+    Attributes:
+        index: which of the n answers.
+        token_ids: tokens since the last delta (may be empty), EOS or stop id included.
+        logprobs: one entry per token, if asked for.
+        finish_reason: set in the answer's last delta.
+        stop_reason: the stop token id that ended it (None for the model's EOS), or why it was aborted.
+        cumulative_logprob: sum of the tokens' log-probabilities so far (for beams only in the last delta,
+            and of the processed scores that the search added up).
+        score: in a beam's last delta: cumulative_logprob / length ** length_penalty.
+    """
+
+    index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDelta:
+    """What one step brought one request.
+
+    Attributes:
+        request_id: the request.
+        choices: answers with something new.
+        finished: no further delta will come.
+        prompt_logprobs: one entry per prompt token (the first is None), once, when all are known.
+        num_cached_tokens: prompt tokens taken from the prefix cache when first admitted.
+        error: why the request failed, if it did.
+    """
+
+    request_id: str
+    choices: Sequence[ChoiceDelta]
+    finished: bool = False
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer, cumulative. `token_ids` includes the EOS or stop id that ended it; `text` does not
+    show special tokens unless asked to."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    score: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """A request's answers so far; `finished` when they are complete."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """Counters since start and gauges of this moment. Pages: free + held + cached == total."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_held: int = 0
+    pages_cached: int = 0
+    block_size: int = 0
+    num_steps: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    computed_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_preemptions: int = 0
+    num_page_copies: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    peak_pages_held: int = 0

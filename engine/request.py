@@ -1,0 +1,311 @@
+"""What a caller hands in: inputs and parameters, frozen and validated at the border.
+
+Fields of `SamplingParams` that are None take the model's own default (`generation_config.json`), and
+where the model has none, the value given in the field's description. Names are vLLM's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.errors import InvalidRequestError
+
+EarlyStopping = bool | Literal["never"]
+
+MAX_SEED = 2**64 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInput:
+    """A prompt as token ids.
+
+    Attributes:
+        token_ids: the ids, each in [0, vocabulary size).
+        text: the text they came from, only carried along.
+    """
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2SeqInput:
+    """An encoder's input, and optionally the start of the decoder's answer (encoder-decoder models)."""
+
+    encoder_token_ids: Sequence[int]
+    decoder_token_ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PixelInput:
+    """An image as pixel values of shape [channels, height, width] (vision encoders)."""
+
+    pixel_values: Any
+
+
+EngineInput = TokenInput | Seq2SeqInput | PixelInput | Sequence[int]
+
+
+def _fail(param: str, message: str) -> None:
+    raise InvalidRequestError(message, param=param, code="invalid_value")
+
+
+def _check_number(
+    name: str,
+    value: Any,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    open_low: bool = False,
+    integer: bool = False,
+) -> None:
+    """Refuse a value that is no finite number or lies outside the range; None is always accepted."""
+    if value is None:
+        return
+    kinds = (int,) if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        _fail(name, f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}.")
+    if not math.isfinite(value):
+        _fail(name, f"{name} must be finite, got {value}.")
+    below = low is not None and (value <= low if open_low else value < low)
+    above = high is not None and value > high
+    if below or above:
+        lower = "" if low is None else f"{'greater than' if open_low else 'at least'} {low}"
+        upper = "" if high is None else f"at most {high}"
+        _fail(name, f"{name} must be {' and '.join(x for x in (lower, upper) if x)}, got {value}.")
+
+
+def _check_ids(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        _fail(name, f"{name} must be a list of token ids, got {value!r}.")
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            _fail(name, f"{name} must hold token ids (integers of at least 0), got {token!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to decode one request.
+
+    Attributes:
+        max_tokens: most tokens to generate (16 where neither caller nor model says otherwise).
+        min_tokens: EOS and stop ids are banned until this many tokens were generated (0).
+        temperature: softmax temperature, 0 for greedy (1.0; 0 where the model's own
+            `generation_config.json` says `do_sample: false`).
+        top_k: keep the k most probable tokens; 0 or -1 for all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p (1.0).
+        min_p: drop tokens less probable than min_p times the most probable one (0.0).
+        seed: makes sampling reproducible, whatever else is in the batch; drawn at random if None.
+        n: number of answers.
+        repetition_penalty: as in CTRL (arXiv:1909.05858), over prompt and output (1.0).
+        presence_penalty, frequency_penalty: OpenAI's, over the output only, in [-2, 2].
+        logit_bias: token id -> value added to its logit.
+        stop: strings that end the answer; not with beams.
+        stop_token_ids: ids that end the answer, besides the model's EOS.
+        ignore_eos: let the model's EOS be an ordinary token.
+        include_stop_str_in_output: keep the stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        logprobs: report the chosen token's log-probability and this many of the most probable.
+        prompt_logprobs: the same for each token of the prompt.
+        num_beams: beam search with that many beams if above 1; temperature and the filters are
+            then not applied.
+        length_penalty: a finished beam's score is its log-probability / length ** length_penalty (1.0).
+        early_stopping: True, False or "never", as in `transformers` (False).
+        no_repeat_ngram_size: no n-gram of that size occurs twice in prompt and output (0: off).
+        min_length: EOS is banned until prompt and output together have that many tokens (0).
+        suppress_tokens: ids that are never generated.
+        begin_suppress_tokens: ids that are not generated as the first token.
+        forced_bos_token_id: the second token of a sequence whose prompt is a single token.
+        forced_eos_token_id: the last token when max_tokens is reached.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int = 1
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
+    no_repeat_ngram_size: int | None = None
+    min_length: int | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def __post_init__(self) -> None:
+        _check_number("max_tokens", self.max_tokens, low=1, integer=True)
+        _check_number("min_tokens", self.min_tokens, low=0, integer=True)
+        _check_number("temperature", self.temperature, low=0.0)
+        _check_number("top_k", self.top_k, low=-1, integer=True)
+        _check_number("top_p", self.top_p, low=0.0, open_low=True, high=1.0)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_number("seed", self.seed, low=-(2**63), high=MAX_SEED, integer=True)
+        _check_number("n", self.n, low=1, integer=True)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_number("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, integer=True)
+        _check_number("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS, integer=True)
+        _check_number("num_beams", self.num_beams, low=1, integer=True)
+        _check_number("length_penalty", self.length_penalty)
+        _check_number("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0, integer=True)
+        _check_number("min_length", self.min_length, low=0, integer=True)
+        _check_number("forced_bos_token_id", self.forced_bos_token_id, low=0, integer=True)
+        _check_number("forced_eos_token_id", self.forced_eos_token_id, low=0, integer=True)
+        _check_ids("stop_token_ids", self.stop_token_ids)
+        _check_ids("suppress_tokens", self.suppress_tokens)
+        _check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
+        if self.early_stopping not in (None, True, False, "never"):
+            _fail("early_stopping", f'early_stopping must be true, false or "never", got {self.early_stopping!r}.')
+        self._check_stop()
+        self._check_bias()
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _fail("min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
+        if self.num_beams is not None and self.num_beams > 1:
+            self._check_beams(self.num_beams)
+
+    def _check_stop(self) -> None:
+        if self.stop is None:
+            return
+        stop: Any = self.stop
+        if not isinstance(stop, (str, Sequence)):
+            _fail("stop", f"stop must be a string or a list of strings, got {self.stop!r}.")
+        strings = self.stop_strings
+        if len(strings) > MAX_STOP_STRINGS:
+            _fail("stop", f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}.")
+        for text in strings:
+            if not isinstance(text, str) or not text:
+                _fail("stop", f"stop must hold non-empty strings, got {text!r}.")
+            if len(text) > MAX_STOP_LENGTH:
+                _fail("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters, got one of {len(text)}.")
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        bias: Any = self.logit_bias
+        if not isinstance(bias, Mapping):
+            _fail("logit_bias", f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.")
+        for token, value in self.logit_bias.items():
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                _fail("logit_bias", f"logit_bias keys must be token ids (integers of at least 0), got {token!r}.")
+            _check_number("logit_bias", value, low=-100.0, high=100.0)
+
+    def _check_beams(self, num_beams: int) -> None:
+        if self.n > num_beams:
+            _fail("n", f"n ({self.n}) must not exceed num_beams ({num_beams}) in beam search.")
+        if self.stop is not None and self.stop_strings:
+            _fail(
+                "stop",
+                f"stop strings cannot be used with beam search (num_beams is {num_beams}); use stop_token_ids instead.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How to turn hidden states into one vector.
+
+    Attributes:
+        pooling: mean over all tokens, the first token, or the last.
+        normalize: divide the vector by its Euclidean norm.
+    """
+
+    pooling: Literal["mean", "cls", "last"] = "mean"
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.pooling not in ("mean", "cls", "last"):
+            _fail("pooling", f'pooling must be "mean", "cls" or "last", got {self.pooling!r}.')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """`SamplingParams` with every default filled in for one prompt (see `engine.generation.resolve`).
+
+    `stop_ids` holds every id that ends a sequence: the model's EOS (unless ignored) and stop_token_ids;
+    `eos_ids` is the model's EOS alone, which `min_length` bans.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    eos_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    no_repeat_ngram_size: int = 0
+    min_length: int = 0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Most rows this request can occupy in one step."""
+        return max(self.n, self.num_beams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One accepted request; nobody changes it.
+
+    Attributes:
+        request_id: the caller's name for it, unique among unfinished requests.
+        prompt_token_ids: the prompt.
+        decoding: how to decode, all defaults filled in.
+        priority: lower runs earlier (vLLM's sense); ties by arrival.
+        cache_salt: requests share cached pages only with requests of the same salt.
+        deadline: `time.monotonic()` seconds after which the request is aborted, or None.
+        arrival_time: `time.monotonic()` seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    decoding: Decoding
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline: float | None = None
+    arrival_time: float = field(default=0.0)

@@ -1,0 +1,275 @@
+"""Turns a step's candidates into changed sequences and a delta for the caller.
+
+Helpers of the `Scheduler`, which owns the sequences: they fork and append, pages are its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.outputs import ChoiceDelta, FinishReason, Logprob, RequestDelta, TokenLogprobs
+from engine.scheduling.batch import Row
+from engine.scheduling.plan import Float32, Int32, StepResult
+from engine.scheduling.search import BeamSearch, Continuation, Hypothesis, sample, settled_lengths
+from engine.scheduling.sequence import Sequence, SequenceGroup
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What becomes of a group.
+
+    Attributes:
+        delta: news for the caller.
+        live: sequences that go on.
+        forks: (child, parent) pairs; the child needs references of the parent's pages.
+        dropped: sequences that are over; their pages are freed after all forks.
+        num_new_tokens: tokens the caller gained.
+    """
+
+    delta: RequestDelta
+    live: list[Sequence]
+    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    dropped: list[Sequence] = field(default_factory=list)
+    num_new_tokens: int = 0
+
+
+def apply_candidates(
+    group: SequenceGroup, result: StepResult, first: int, prompt_logprobs_complete: bool
+) -> Outcome:
+    """Let the search decide on rows first, first + 1, … of the result, one per sequence of the group."""
+    rows = slice(first, first + len(group.sequences))
+    prompt_logprobs = group.prompt_logprobs if prompt_logprobs_complete else None
+    scores = result.logprobs if group.beam is None else result.scores
+    if np.isnan(scores[rows, 0]).any():
+        delta = final_abort(group, "error", "the model's output is not a number (NaN) for this request")
+        return Outcome(delta, [], dropped=list(group.sequences))
+    if group.beam is None:
+        outcome = _apply_samples(group, result, rows)
+    else:
+        outcome = _apply_beams(group, group.beam, result, rows)
+    if prompt_logprobs is not None or not group.started:
+        outcome.delta = RequestDelta(
+            request_id=group.request.request_id,
+            choices=outcome.delta.choices,
+            finished=outcome.delta.finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=group.num_cached_tokens,
+        )
+    return outcome
+
+
+def final_abort(group: SequenceGroup, reason: FinishReason, message: str) -> RequestDelta:
+    """The last delta of a group that ends before its time."""
+    indices = (
+        range(group.request.decoding.n)
+        if group.beam is not None or not group.started
+        else [s.index for s in group.sequences]
+    )
+    return RequestDelta(
+        request_id=group.request.request_id,
+        choices=[ChoiceDelta(index=i, token_ids=(), finish_reason=reason, stop_reason=message) for i in indices],
+        finished=True,
+        num_cached_tokens=group.num_cached_tokens,
+        error=message if reason == "error" else None,
+    )
+
+
+def take_prompt_logprobs(rows: Seq[Row], result: StepResult) -> set[SequenceGroup]:
+    """Store the step's prompt log-probabilities; returns the groups whose list is complete now."""
+    scores = result.prompt_logprobs
+    complete: set[SequenceGroup] = set()
+    position = 0
+    for row in rows:
+        number = row.group.request.decoding.prompt_logprobs
+        if number is None or row.group.started:
+            continue
+        known = row.group.prompt_logprobs
+        end = min(row.start + row.count + 1, row.sequence.num_prompt)
+        if scores is not None:
+            while len(known) < end:
+                token = row.sequence.tokens[len(known)]
+                known.append(
+                    _entry(
+                        token,
+                        float(scores.logprobs[position]),
+                        int(scores.ranks[position]),
+                        scores.top_ids[position, :number],
+                        scores.top_logprobs[position, :number],
+                    )
+                )
+                position += 1
+        if row.sampled:
+            complete.add(row.group)
+    return complete
+
+
+def _entry(token: int, logprob: float, rank: int, top_ids: Int32, top_logprobs: Float32) -> TokenLogprobs:
+    entry = {token: Logprob(logprob, rank)}
+    for place, (other, value) in enumerate(zip(top_ids.tolist(), top_logprobs.tolist(), strict=True), start=1):
+        entry.setdefault(other, Logprob(value, place))
+    return entry
+
+
+def _token_logprobs(group: SequenceGroup, result: StepResult, row: int, column: int) -> TokenLogprobs | None:
+    number = group.request.decoding.logprobs
+    if number is None:
+        return None
+    return _entry(
+        int(result.tokens[row, column]),
+        float(result.logprobs[row, column]),
+        int(result.ranks[row, column]),
+        result.top_ids[row, :number],
+        result.top_logprobs[row, :number],
+    )
+
+
+def _stop_reason(group: SequenceGroup, token: int) -> int | None:
+    return None if token in group.request.decoding.eos_ids else token
+
+
+def _apply_samples(group: SequenceGroup, result: StepResult, rows: slice) -> Outcome:
+    decoding = group.request.decoding
+    parents = group.sequences
+    draws = 1 if group.started else decoding.n
+    outcome = Outcome(RequestDelta(request_id=group.request.request_id, choices=()), [])
+    choices: list[ChoiceDelta] = []
+    going_on: dict[Sequence, list[tuple[Continuation, int]]] = {}
+    continuations = sample([p.score for p in parents], result.tokens[rows], result.logprobs[rows], draws)
+    for continuation in continuations:
+        parent = parents[continuation.parent]
+        index = parent.index + continuation.column
+        reason: FinishReason | None = None
+        if continuation.token in decoding.stop_ids:
+            reason = "stop"
+        elif parent.num_output + 1 >= decoding.max_tokens:
+            reason = "length"
+        else:
+            going_on.setdefault(parent, []).append((continuation, index))
+        entry = _token_logprobs(group, result, rows.start + continuation.parent, continuation.column)
+        choices.append(
+            ChoiceDelta(
+                index=index,
+                token_ids=(continuation.token,),
+                logprobs=None if entry is None else (entry,),
+                finish_reason=reason,
+                stop_reason=_stop_reason(group, continuation.token) if reason == "stop" else None,
+                cumulative_logprob=continuation.score,
+            )
+        )
+    for parent in parents:
+        children = going_on.get(parent)
+        if not children:
+            outcome.dropped.append(parent)
+            continue
+        _extend(outcome, parent, children, None)
+    outcome.num_new_tokens = len(choices)
+    outcome.delta = RequestDelta(
+        request_id=group.request.request_id, choices=choices, finished=not outcome.live
+    )
+    return outcome
+
+
+def _extend(
+    outcome: Outcome,
+    parent: Sequence,
+    children: Seq[tuple[Continuation, int]],
+    entries: Seq[TokenLogprobs | None] | None,
+) -> list[Sequence]:
+    """The first child inherits the parent's sequence and pages, the others fork."""
+    forked = [parent.fork(index, ()) for _, index in children[1:]]
+    outcome.forks.extend((child, parent) for child in forked)
+    family = [parent, *forked]
+    for place, (sequence, (continuation, index)) in enumerate(zip(family, children, strict=True)):
+        sequence.index = index
+        sequence.tokens.append(continuation.token)
+        sequence.score = continuation.score
+        entry = entries[place] if entries is not None else None
+        if sequence.logprobs is not None and entry is not None:
+            sequence.logprobs.append(entry)
+    outcome.live.extend(family)
+    return family
+
+
+def _apply_beams(group: SequenceGroup, beam: BeamSearch, result: StepResult, rows: slice) -> Outcome:
+    parents = group.sequences
+    outcome = Outcome(RequestDelta(request_id=group.request.request_id, choices=()), [])
+    step = beam.advance(
+        [p.score for p in parents],
+        parents[0].num_output,
+        group.kept,
+        result.tokens[rows],
+        result.scores[rows],
+    )
+    new = []
+    for ending in step.endings:
+        parent = parents[ending.continuation.parent]
+        entry = _token_logprobs(group, result, rows.start + ending.continuation.parent, ending.continuation.column)
+        new.append(
+            Hypothesis(
+                token_ids=(*parent.output(), ending.continuation.token),
+                score=ending.score,
+                sum_logprob=ending.continuation.score,
+                by_length=ending.by_length,
+                logprobs=None if entry is None or parent.logprobs is None else (*parent.logprobs, entry),
+            )
+        )
+    group.kept = beam.merge(group.kept, new)
+    children: dict[int, list[tuple[Continuation, int]]] = {}
+    for place, continuation in enumerate(step.live):
+        children.setdefault(continuation.parent, []).append((continuation, place))
+    for number, parent in enumerate(parents):
+        family = children.get(number)
+        if family is None:
+            outcome.dropped.append(parent)
+            continue
+        entries = [_token_logprobs(group, result, rows.start + number, c.column) for c, _ in family]
+        _extend(outcome, parent, family, entries)
+    outcome.live.sort(key=lambda sequence: sequence.index)  # `index` is the place among the beams, best first
+    choices = _finished_beams(group) if step.done else _settled_beams(group, outcome.live)
+    outcome.num_new_tokens = sum(len(choice.token_ids) for choice in choices)
+    outcome.delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=step.done)
+    return outcome
+
+
+def _settled_beams(group: SequenceGroup, live: Seq[Sequence]) -> list[ChoiceDelta]:
+    """Tokens that became certain: see `settled_lengths`."""
+    start = live[0].num_prompt + min(group.settled)
+    base = min(group.settled)
+    outputs = [sequence.tokens.view(start).tolist() for sequence in live]
+    kept = [hypothesis.token_ids[base:] for hypothesis in group.kept]
+    lengths = settled_lengths(outputs, kept, [known - base for known in group.settled])
+    choices = []
+    for index, length in enumerate(lengths):
+        known, end = group.settled[index], base + length
+        if end > known:
+            logprobs = live[0].logprobs
+            choices.append(
+                ChoiceDelta(
+                    index=index,
+                    token_ids=tuple(outputs[0][known - base : length]),
+                    logprobs=None if logprobs is None else tuple(logprobs[known:end]),
+                )
+            )
+            group.settled[index] = end
+    return choices
+
+
+def _finished_beams(group: SequenceGroup) -> list[ChoiceDelta]:
+    choices = []
+    for index, hypothesis in enumerate(group.kept[: group.request.decoding.n]):
+        known = group.settled[index]
+        choices.append(
+            ChoiceDelta(
+                index=index,
+                token_ids=hypothesis.token_ids[known:],
+                logprobs=None if hypothesis.logprobs is None else hypothesis.logprobs[known:],
+                finish_reason="length" if hypothesis.by_length else "stop",
+                stop_reason=None if hypothesis.by_length else _stop_reason(group, hypothesis.token_ids[-1]),
+                cumulative_logprob=hypothesis.sum_logprob,
+                score=hypothesis.score,
+            )
+        )
+    return choices

@@ -1,0 +1,201 @@
+"""Pages of the KV cache: reference counts, prefix reuse, eviction.
+
+A page is in exactly one of three states:
+    held    some block table (or a pending copy) refers to it
+    cached  nobody refers to it, but its hash is known, so a later prompt may take it up again
+    free    neither
+`free + held + cached == total` after every operation. Page 0 is no page of the pool: it pads tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+PageHash = bytes
+
+
+class PageHasher:
+    """Chained 128-bit keyed hashes of full pages (BLAKE2b, RFC 7693).
+
+    The key is random per process, so nobody outside can make two prefixes collide; the root covers
+    everything besides the tokens that changes K and V (a tenant's salt).
+    """
+
+    def __init__(self, key: bytes | None = None):
+        self._key = os.urandom(32) if key is None else key
+
+    def root(self, salt: str | None) -> PageHash:
+        """Hash before the first page of a sequence."""
+        marker = b"\x00" if salt is None else b"\x01" + salt.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(marker, key=self._key, digest_size=16).digest()
+
+    def extend(self, parent: PageHash, token_ids: NDArray[np.int32]) -> PageHash:
+        """Hash of the page that holds token_ids and follows the page hashed as parent."""
+        return hashlib.blake2b(parent + token_ids.tobytes(), key=self._key, digest_size=16).digest()
+
+
+class BlockPool:
+    """All pages and who refers to them. Only this class changes reference counts and hashes."""
+
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True):
+        """A pool of num_blocks pages, numbered from 1."""
+        self.total = num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self.peak_held = 0
+        self._refs = [0] * (num_blocks + 1)
+        self._pins = [0] * (num_blocks + 1)
+        self._hash_of: list[PageHash | None] = [None] * (num_blocks + 1)
+        self._page_of: dict[PageHash, int] = {}
+        self._free = list(range(num_blocks, 0, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+
+    @property
+    def num_free(self) -> int:
+        """Pages without content worth keeping."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages nobody holds whose content may be taken up again."""
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Pages some table or pending copy refers to."""
+        return self.total - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be reserved now."""
+        return len(self._free) + len(self._cached)
+
+    def reserve(self, count: int) -> list[int] | None:
+        """Take count pages with one reference each, evicting the least recently used cached pages if
+        needed; None, and nothing changed, if there are not enough."""
+        if count > self.num_available:
+            return None
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._cached.popitem(last=False)
+                self._forget(page)
+            self._refs[page] = 1
+            pages.append(page)
+        self.peak_held = max(self.peak_held, self.num_held)
+        return pages
+
+    def fork(self, table: Iterable[int]) -> list[int]:
+        """A second table over the same pages: one more reference each."""
+        pages = list(table)
+        for page in pages:
+            self._refs[page] += 1
+        return pages
+
+    def free(self, table: Sequence[int]) -> None:
+        """Drop one reference of each page. The last pages of a table are evicted first later on, so
+        that the beginning, which others are likelier to share, stays longest."""
+        for page in reversed(table):
+            if self._refs[page] <= 0:
+                raise AssertionError(f"page {page} is freed but nobody holds it")
+            self._refs[page] -= 1
+            self._release_if_unused(page)
+
+    def is_shared(self, page: int) -> bool:
+        """Somebody else holds the page too, so that it must not be written."""
+        return self._refs[page] > 1
+
+    def is_published(self, page: int) -> bool:
+        """The page's content is known by hash, so that it must not be written."""
+        return self._hash_of[page] is not None
+
+    def references(self, page: int) -> int:
+        """How many tables hold the page."""
+        return self._refs[page]
+
+    def pin(self, page: int) -> None:
+        """Keep a page's content until `unpin`, whatever happens to its tables: it is the source of a copy."""
+        self._pins[page] += 1
+
+    def unpin(self, page: int) -> None:
+        """Undo one `pin`."""
+        self._pins[page] -= 1
+        self._release_if_unused(page)
+
+    def publish(self, page: int, page_hash: PageHash) -> None:
+        """Let later prompts find a full, written page. A page whose content is known already keeps
+        only its holders."""
+        if not self.enable_prefix_caching or page_hash in self._page_of or self._hash_of[page] is not None:
+            return
+        self._page_of[page_hash] = page
+        self._hash_of[page] = page_hash
+
+    def match(self, hashes: Iterable[PageHash]) -> list[int]:
+        """Longest run of known pages from the beginning; takes no reference (see `adopt`)."""
+        pages: list[int] = []
+        if not self.enable_prefix_caching:
+            return pages
+        for page_hash in hashes:
+            page = self._page_of.get(page_hash)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def adopt(self, pages: Sequence[int]) -> list[int]:
+        """Take one reference of each matched page, cached or held."""
+        for page in pages:
+            if self._refs[page] == 0 and self._pins[page] == 0:
+                del self._cached[page]
+            self._refs[page] += 1
+        self.peak_held = max(self.peak_held, self.num_held)
+        return list(pages)
+
+    def count_cached(self, pages: Iterable[int]) -> int:
+        """How many of these pages nobody holds, so that adopting them uses up available ones."""
+        return sum(1 for page in pages if page in self._cached)
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Compare all state with the tables that exist.
+
+        Raises:
+            AssertionError: a page is lost, held twice or counted wrongly.
+        """
+        expected = [0] * (self.total + 1)
+        for table in tables:
+            for page in table:
+                expected[page] += 1
+        if expected != self._refs:
+            wrong = [p for p in range(self.total + 1) if expected[p] != self._refs[p]]
+            raise AssertionError(f"reference counts differ from the block tables for pages {wrong[:10]}")
+        if any(self._pins):
+            raise AssertionError("pages are still pinned")
+        states = sorted([*self._free, *self._cached, *(p for p in range(1, self.total + 1) if self._refs[p] > 0)])
+        if states != list(range(1, self.total + 1)):
+            raise AssertionError("free, held and cached pages do not add up to the pool")
+        for page_hash, page in self._page_of.items():
+            if self._hash_of[page] != page_hash:
+                raise AssertionError(f"page {page} is found under a hash it does not have")
+        if any(self._hash_of[page] is None for page in self._cached):
+            raise AssertionError("a cached page has no hash")
+
+    def _release_if_unused(self, page: int) -> None:
+        if self._refs[page] or self._pins[page]:
+            return
+        if self._hash_of[page] is None:
+            self._free.append(page)
+        else:
+            self._cached[page] = None
+
+    def _forget(self, page: int) -> None:
+        page_hash = self._hash_of[page]
+        if page_hash is not None:
+            del self._page_of[page_hash]
+            self._hash_of[page] = None

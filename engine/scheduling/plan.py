@@ -1,0 +1,149 @@
+"""One step's work order and its answer: flat numpy arrays, built anew for each step.
+
+T tokens run in R rows (a row is one sequence's chunk); S of the T tokens are sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Bool = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """How to turn the logits of the S sampled tokens into candidates.
+
+    Attributes:
+        rows: [S] index into the flat tokens.
+        temperature, top_p, min_p: [S]; temperature 0 is greedy.
+        top_k: [S]; 0 keeps all.
+        repetition_penalty, presence_penalty, frequency_penalty: [S].
+        beam_width: [S] candidates wanted of a beam row, 0 for a row that samples.
+        num_draws: [S] tokens to draw (n on a request's first sample, else 1), 0 for beam rows.
+        uniforms: [S, max draws] numbers in [0, 1), one per draw.
+        num_logprobs: [S] how many most probable tokens to report, -1 for none.
+        bias_row, bias_token, bias_value: added to logits first (logit_bias).
+        history_row, history_token, history_is_output: tokens of the rows that have penalties.
+        ban_row, ban_token: set to -inf after the penalties.
+        force_row, force_token: rows in which only these tokens are possible, after the bans (a row may
+            have several).
+    """
+
+    rows: Int32
+    temperature: Float32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    repetition_penalty: Float32
+    presence_penalty: Float32
+    frequency_penalty: Float32
+    beam_width: Int32
+    num_draws: Int32
+    uniforms: Float64
+    num_logprobs: Int32
+    bias_row: Int32
+    bias_token: Int32
+    bias_value: Float32
+    history_row: Int32
+    history_token: Int32
+    history_is_output: Bool
+    ban_row: Int32
+    ban_token: Int32
+    force_row: Int32
+    force_token: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobRows:
+    """P prompt positions whose next token's log-probability is wanted.
+
+    Attributes:
+        rows: [P] index into the flat tokens.
+        targets: [P] the prompt token that follows.
+        num_logprobs: [P] how many most probable tokens to report.
+    """
+
+    rows: Int32
+    targets: Int32
+    num_logprobs: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one forward pass computes.
+
+    Attributes:
+        token_ids, positions: [T].
+        slots: [T] where each token's K and V go: block * block_size + offset.
+        query_start: [R + 1] first flat token of each row.
+        context_lens: [R] tokens of the sequence known to the cache after this step.
+        block_tables: [R, max blocks] page numbers, 0 where a row has fewer.
+        copies: [C, 2] pages to copy (source, destination) before anything is written; all sources are
+            read before any destination is written.
+        sampling: the sampled tokens, or None if no row is complete.
+        prompt_logprobs: prompt positions to score, or None.
+    """
+
+    token_ids: Int32
+    positions: Int32
+    slots: Int32
+    query_start: Int32
+    context_lens: Int32
+    block_tables: Int32
+    copies: Int32
+    sampling: SamplingBatch | None
+    prompt_logprobs: PromptLogprobRows | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.context_lens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """Log-probabilities of N tokens under the model's own distribution.
+
+    Attributes:
+        logprobs: [N] of the tokens.
+        ranks: [N], 1 for the most probable.
+        top_ids, top_logprobs: [N, L] the most probable tokens, L the largest number any row asked for.
+    """
+
+    logprobs: Float32
+    ranks: Int32
+    top_ids: Int32
+    top_logprobs: Float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Candidates for each of the S sampled tokens; unused columns are undefined.
+
+    Attributes:
+        tokens: [S, C] drawn tokens (first num_draws columns) or a beam row's best ones (first
+            beam_width columns, best first).
+        scores: [S, C] beam rows: processed log-probability of each candidate; -inf where impossible.
+        logprobs: [S, C] under the model's own distribution.
+        ranks: [S, C] rank under the model's own distribution, 0 where not asked for.
+        top_ids, top_logprobs: [S, L] most probable tokens, where asked for.
+        prompt_logprobs: for the plan's prompt positions, in their order.
+    """
+
+    tokens: Int32
+    scores: Float32
+    logprobs: Float32
+    ranks: Int32
+    top_ids: Int32
+    top_logprobs: Float32
+    prompt_logprobs: TokenScores | None = None

@@ -1,0 +1,417 @@
+"""Who runs in a step, with which tokens, on which pages; and what a step's answer means.
+
+There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and every
+step lets it catch up by as many as the step's budget allows. The shape is that of vLLM's v1
+scheduler; that groups of sequences (beams, n answers) run, wait and give way whole is our own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.errors import InvalidRequestError
+from engine.outputs import EngineStats, RequestDelta
+from engine.request import Request
+from engine.scheduling.apply import Outcome, apply_candidates, final_abort, take_prompt_logprobs
+from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.sequence import Sequence, SequenceGroup, Status, pages_needed, worst_case_pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the scheduler (see `EngineConfig`)."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in the making: what each group runs, and the pages to copy for it."""
+
+    budget: int
+    rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
+    copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
+    pinned: list[int] = field(default_factory=list)
+    preempted: bool = False
+
+    def drop(self, group: SequenceGroup) -> None:
+        """Take a group out again."""
+        self.budget += sum(row.count for row in self.rows.pop(group, ()))
+        self.copies.pop(group, None)
+
+
+class Scheduler:
+    """Queues, budget, preemption. The only writer of sequences and groups.
+
+    Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, hasher: PageHasher | None = None):
+        self.config = config
+        self.pool = pool
+        self._hasher = hasher or PageHasher()
+        self._groups: dict[str, SequenceGroup] = {}
+        self._waiting: list[tuple[tuple[int, int], SequenceGroup]] = []  # heap; may hold finished groups
+        self._num_waiting = 0
+        self._running: list[SequenceGroup] = []  # in order of service
+        self._deadlines: list[tuple[float, int, SequenceGroup]] = []
+        self._arrivals = 0
+        self._step: list[Row] | None = None
+        self._outbox: list[RequestDelta] = []
+        self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
+
+    # ---------------------------------------------------------------- requests in and out
+
+    def check_fits(self, request: Request) -> None:
+        """Refuse a request that could never run.
+
+        Raises:
+            InvalidRequestError: it needs more rows or pages than there are, or its id is taken.
+        """
+        decoding = request.decoding
+        if request.request_id in self._groups:
+            raise InvalidRequestError(
+                f"request id {request.request_id!r} is in use by an unfinished request.", param="request_id"
+            )
+        if decoding.width > self.config.max_num_seqs:
+            name = "num_beams" if decoding.num_beams > 1 else "n"
+            raise InvalidRequestError(
+                f"{name} is {decoding.width}, but a step holds at most {self.config.max_num_seqs} sequences "
+                f"(max_num_seqs). Ask for fewer, or raise --max-num-seqs.",
+                param=name,
+            )
+        size = self.config.block_size
+        pages = worst_case_pages(len(request.prompt_token_ids), decoding.max_tokens, decoding.width, size)
+        if pages > self.pool.total:
+            raise InvalidRequestError(
+                f"the request may need {pages} pages of {size} tokens ({len(request.prompt_token_ids)} prompt "
+                f"tokens, max_tokens {decoding.max_tokens}, {decoding.width} sequences), but the KV cache has "
+                f"{self.pool.total}. Lower max_tokens, n or num_beams, or raise --kv-cache-memory.",
+                param="max_tokens",
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `check_fits` accepts."""
+        self.check_fits(request)
+        group = SequenceGroup(request, self._arrivals, self._hasher.root(request.cache_salt))
+        self._arrivals += 1
+        self._groups[request.request_id] = group
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, group.arrival, group))
+        self._enqueue(group)
+
+    def abort(self, request_id: str, choice: int | None = None) -> bool:
+        """End a request, or one of its answers, without a further delta; False if it is not known."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        if choice is not None and group.request.decoding.n > 1:
+            if group.beam is not None or not group.started:
+                return False  # no sequence serves this answer alone
+            gone = [sequence for sequence in group.sequences if sequence.index == choice]
+            if len(gone) < len(group.sequences):
+                group.sequences = [sequence for sequence in group.sequences if sequence.index != choice]
+                for sequence in gone:
+                    self._release(sequence)
+                return bool(gone)
+        self.stats.num_aborted += 1
+        self._finish(group)
+        return True
+
+    def has_unfinished(self) -> bool:
+        """Some request is queued or runs, or has news to deliver."""
+        return bool(self._groups or self._outbox)
+
+    def groups(self) -> Iterator[SequenceGroup]:
+        """All unfinished groups."""
+        return iter(self._groups.values())
+
+    # ---------------------------------------------------------------- a step
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None if nothing can run."""
+        if self._step is not None:
+            raise AssertionError("schedule() was called twice without update() or fail()")
+        self._expire()
+        step = _Step(self.config.max_num_batched_tokens)
+        chunked = []
+        for group in list(self._running):
+            if group.status is not Status.RUNNING:
+                continue  # gave way to an older group
+            if all(count == 1 for _, count in group.work()):
+                self._plan_group(step, group)
+            else:
+                chunked.append(group)
+        for group in chunked:
+            if group.status is Status.RUNNING and step.budget > 0:
+                self._plan_group(step, group)
+        if not step.preempted:
+            self._admit(step)
+        for page in step.pinned:
+            self.pool.unpin(page)
+        rows = [row for group in self._running for row in step.rows.get(group, ())]
+        if not rows:
+            return None
+        copies = [pair for pairs in step.copies.values() for pair in pairs]
+        self.stats.num_page_copies += len(copies)
+        self._step = rows
+        return build_plan(rows, copies, self.config.block_size)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+        """Apply a step's answer: progress, published pages, continuations, finished requests."""
+        if self._step is None:
+            raise AssertionError("update() was called without schedule()")
+        rows, self._step = self._step, None
+        self.stats.num_steps += 1
+        self.stats.computed_tokens += plan.num_tokens
+        for row in rows:
+            row.sequence.num_computed += row.count
+            self._publish(row.group, row.sequence)
+        with_prompt_logprobs = take_prompt_logprobs(rows, result)
+        sampled: dict[SequenceGroup, int] = {}
+        position = 0
+        for row in rows:
+            if row.sampled:
+                sampled.setdefault(row.group, position)
+                position += 1
+        deltas = []
+        for group in dict.fromkeys(row.group for row in rows):
+            first = sampled.get(group)
+            if first is not None:
+                outcome = apply_candidates(group, result, first, group in with_prompt_logprobs)
+                delta = outcome.delta
+                if delta.choices or delta.finished or not group.started or delta.prompt_logprobs is not None:
+                    deltas.append(delta)
+                self._apply(group, outcome)
+            elif group.fork_point is not None and group.sequences[0].num_computed == group.fork_point:
+                self._fork_from_first(group)
+        return self._flush(deltas)
+
+    def fail(self, message: str) -> list[RequestDelta]:
+        """The planned step could not be run: end its requests with an error, and no others."""
+        rows, self._step = self._step or [], None
+        deltas = []
+        for group in dict.fromkeys(row.group for row in rows):
+            deltas.append(final_abort(group, "error", message))
+            self._finish(group)
+        return self._flush(deltas)
+
+    def take_outbox(self) -> list[RequestDelta]:
+        """News that no step brought (deadlines), when there was nothing to run."""
+        return self._flush([])
+
+    # ---------------------------------------------------------------- planning
+
+    def _plan_group(self, step: _Step, group: SequenceGroup) -> None:
+        """Give a running group its tokens and pages, evicting younger groups if pages are short."""
+        work = group.work()
+        total = sum(count for _, count in work)
+        completes = total <= step.budget
+        sampled = completes and group.fork_point is None
+        rows: list[Row] = []
+        copies: list[tuple[int, int]] = []
+        budget = step.budget
+        for sequence, count in work:
+            # All sequences of a group sample in the same step: until all can, each keeps its last token.
+            allowed = count if completes else min(count if len(work) == 1 else count - 1, budget)
+            if allowed == 0:
+                continue
+            if not self._reserve(step, group, sequence, sequence.num_computed + allowed, copies):
+                return
+            budget -= allowed
+            rows.append(Row(group, sequence, sequence.num_computed, allowed, sampled))
+        if rows:
+            step.rows[group] = rows
+            step.copies[group] = copies
+            step.budget -= sum(row.count for row in rows)
+
+    def _reserve(
+        self, step: _Step, group: SequenceGroup, sequence: Sequence, end: int, copies: list[tuple[int, int]]
+    ) -> bool:
+        """Make the pages up to token `end` writable by this sequence alone; False if the group itself
+        had to give way."""
+        size = self.config.block_size
+        page = sequence.num_computed // size
+        copy = page < len(sequence.table) and self.pool.is_shared(sequence.table[page])
+        needed = pages_needed(end, size) - len(sequence.table) + copy
+        if needed <= 0:
+            return True
+        while (pages := self.pool.reserve(needed)) is None:
+            victim = self._running[-1]
+            self._preempt(step, victim)
+            if victim is group:
+                return False
+            # The victim may have been the other holder of the page.
+            if copy and not self.pool.is_shared(sequence.table[page]):
+                copy, needed = False, needed - 1
+        if copy:
+            source, target = sequence.table[page], pages.pop()
+            self.pool.pin(source)
+            step.pinned.append(source)
+            self.pool.free([source])
+            sequence.table[page] = target
+            copies.append((source, target))
+        sequence.table.extend(pages)
+        return True
+
+    def _admit(self, step: _Step) -> None:
+        """Take waiting groups in, in order, as long as rows, budget and pages last."""
+        while step.budget > 0 and (group := self._next_waiting()) is not None:
+            while not self._can_admit(group):
+                lowest = self._running[-1] if self._running else None
+                if lowest is None or lowest.request.priority <= group.request.priority:
+                    return
+                self._preempt(step, lowest)
+            self._start(group)
+            self._plan_group(step, group)
+
+    def _can_admit(self, group: SequenceGroup) -> bool:
+        if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
+            return False
+        size = self.config.block_size
+        hits = self._match(group)
+        common = group.sequences[0].num_tokens if group.fork_point is None else group.fork_point
+        pages = pages_needed(common, size) - len(hits)
+        if group.fork_point is not None:
+            pages += sum(pages_needed(s.num_tokens, size) - common // size for s in group.sequences)
+        return pages <= self.pool.num_available - self.pool.count_cached(hits)
+
+    def _match(self, group: SequenceGroup) -> list[int]:
+        if group.request.decoding.prompt_logprobs is not None and not group.started:
+            return []  # every prompt position must be computed to be scored
+        sequence = group.sequences[0]
+        known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
+        num_pages = known // self.config.block_size
+        if not self.pool.enable_prefix_caching:
+            return []
+        return self.pool.match(
+            sequence.extend_hashes(self._hasher, group.root, self.config.block_size, num_pages)
+        )
+
+    def _start(self, group: SequenceGroup) -> None:
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        sequence = group.sequences[0]
+        hits = self._match(group)
+        sequence.table.extend(self.pool.adopt(hits))
+        sequence.num_published = len(hits)
+        sequence.num_computed = len(hits) * self.config.block_size
+        self.stats.prefix_queries += sequence.num_tokens
+        self.stats.prefix_hits += sequence.num_computed
+        if not group.admitted:
+            group.admitted = True
+            group.num_cached_tokens = sequence.num_computed
+            self.stats.prompt_tokens += sequence.num_prompt
+        group.status = Status.RUNNING
+        insort(self._running, group, key=lambda g: g.key)
+        if group.fork_point == sequence.num_computed:
+            self._fork_from_first(group)
+
+    def _preempt(self, step: _Step, group: SequenceGroup) -> None:
+        """Take a group's pages; it starts over later, from what the prefix cache still has."""
+        step.drop(group)
+        step.preempted = True
+        self.stats.num_preemptions += 1
+        self._running.remove(group)
+        for sequence in group.sequences:
+            self._release(sequence)
+        group.fork_point = group.common_prefix() if len(group.sequences) > 1 else None
+        self._enqueue(group)
+
+    # ---------------------------------------------------------------- bookkeeping
+
+    def _enqueue(self, group: SequenceGroup) -> None:
+        group.status = Status.WAITING
+        heapq.heappush(self._waiting, (group.key, group))
+        self._num_waiting += 1
+
+    def _next_waiting(self) -> SequenceGroup | None:
+        while self._waiting and self._waiting[0][1].status is Status.FINISHED:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _fork_from_first(self, group: SequenceGroup) -> None:
+        """The common prefix is computed: all other sequences go on from the first one's pages."""
+        first = group.sequences[0]
+        for sequence in group.sequences[1:]:
+            sequence.table.extend(self.pool.fork(first.table))
+            sequence.num_computed = first.num_computed
+            sequence.num_published = first.num_published
+        group.fork_point = None
+
+    def _publish(self, group: SequenceGroup, sequence: Sequence) -> None:
+        full = sequence.num_computed // self.config.block_size
+        if full <= sequence.num_published or not self.pool.enable_prefix_caching:
+            return
+        hashes = sequence.extend_hashes(self._hasher, group.root, self.config.block_size, full)
+        for page in range(sequence.num_published, full):
+            self.pool.publish(sequence.table[page], hashes[page])
+        sequence.num_published = full
+
+    def _apply(self, group: SequenceGroup, outcome: Outcome) -> None:
+        """Fork, drop and finish as the search decided; forks come before anything is freed."""
+        for child, parent in outcome.forks:
+            child.table.extend(self.pool.fork(parent.table))
+        for sequence in outcome.dropped:
+            self._release(sequence)
+        group.sequences = outcome.live
+        group.started = True
+        self.stats.generation_tokens += outcome.num_new_tokens
+        if outcome.delta.finished:
+            self.stats.num_finished += 1
+            self._finish(group)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.free(list(sequence.table))
+        sequence.table = type(sequence.table)()
+        sequence.num_computed = 0
+        sequence.num_published = 0
+
+    def _finish(self, group: SequenceGroup) -> None:
+        if group.status is Status.RUNNING:
+            self._running.remove(group)
+            for sequence in group.sequences:
+                self._release(sequence)
+        elif group.status is Status.WAITING:
+            self._num_waiting -= 1
+        group.status = Status.FINISHED
+        group.sequences = []
+        del self._groups[group.request.request_id]
+
+    def _expire(self) -> None:
+        now = time.monotonic() if self._deadlines else 0.0
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].status is Status.FINISHED):
+            group = heapq.heappop(self._deadlines)[2]
+            if group.status is not Status.FINISHED:
+                self.stats.num_aborted += 1
+                self._outbox.append(final_abort(group, "abort", "deadline"))
+                self._finish(group)
+
+    def _flush(self, deltas: list[RequestDelta]) -> list[RequestDelta]:
+        news, self._outbox = [*self._outbox, *deltas], []
+        return news
+
+    def snapshot(self) -> EngineStats:
+        """Counters and gauges of this moment."""
+        stats, pool = self.stats, self.pool
+        stats.num_running, stats.num_waiting = len(self._running), self._num_waiting
+        stats.pages_free, stats.pages_held, stats.pages_cached = pool.num_free, pool.num_held, pool.num_cached
+        stats.peak_pages_held = pool.peak_held
+        return stats
+
+    def check_integrity(self) -> None:
+        """Compare the pool with the tables of all live sequences; for tests and for idle moments.
+
+        Raises:
+            AssertionError: something leaked or is held twice.
+        """
+        self.pool.check_integrity(list(s.table) for g in self._groups.values() for s in g.sequences)

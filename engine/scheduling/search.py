@@ -1,0 +1,199 @@
+"""Decoding as pure functions: candidates in, continuations out.
+
+Sampling and beam search answer in the same words, so the scheduler applies both in the same way.
+Beam search is that of `transformers` (`generate` with num_beams, length_penalty, early_stopping and
+num_return_sequences); scores are added in float32, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.outputs import TokenLogprobs
+from engine.request import EarlyStopping
+from engine.scheduling.plan import Float32, Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Sequence number `parent` of the group goes on with `token`.
+
+    Attributes:
+        parent: index among the sequences given.
+        token: the new token.
+        score: the sequence's new accumulated log-probability.
+        column: column of the parent's candidates the token came from.
+    """
+
+    parent: int
+    token: int
+    score: float
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished beam.
+
+    Attributes:
+        token_ids: its output, the ending token included.
+        score: sum_logprob / len(token_ids) ** length_penalty.
+        sum_logprob: accumulated processed log-probability.
+        by_length: it ended because max_tokens was reached.
+        logprobs: one entry per token, if asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    score: float
+    sum_logprob: float
+    by_length: bool
+    logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A candidate that ends: which continuation, and how it is ranked."""
+
+    continuation: Continuation
+    score: float
+    by_length: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """What a step of beam search decided.
+
+    Attributes:
+        live: beams that go on, best first; empty when done.
+        endings: candidates that ended and are good enough to be considered, best first.
+        done: the search is over once the endings are merged.
+    """
+
+    live: tuple[Continuation, ...]
+    endings: tuple[Ending, ...]
+    done: bool
+
+
+def sample(scores: Sequence[float], tokens: Int32, logprobs: Float32, num_draws: int) -> list[Continuation]:
+    """Each sequence is its own parent; a request's first sample may draw several tokens from one row.
+
+    Args:
+        scores: [B] accumulated log-probability of each sequence.
+        tokens, logprobs: [B, C] drawn tokens.
+        num_draws: how many columns count.
+    """
+    return [
+        Continuation(parent, int(tokens[parent, draw]), scores[parent] + float(logprobs[parent, draw]), draw)
+        for parent in range(len(scores))
+        for draw in range(num_draws)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Rules of one beam search.
+
+    Attributes:
+        num_beams: live beams kept.
+        length_penalty: exponent of the length that a finished score is divided by.
+        early_stopping: True stops as soon as num_beams hypotheses are kept; False when the best live
+            beam, at its present length, cannot beat the worst kept one; "never" when it cannot at any
+            length up to max_tokens.
+        stop_ids: tokens that end a beam.
+        max_tokens: output length at which every beam ends.
+    """
+
+    num_beams: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    stop_ids: frozenset[int]
+    max_tokens: int
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates each row must return so that num_beams unfinished ones are left."""
+        return max(2, 1 + len(self.stop_ids)) * self.num_beams
+
+    def advance(
+        self,
+        beam_scores: Sequence[float],
+        length: int,
+        kept: Sequence[Hypothesis],
+        tokens: Int32,
+        candidate_scores: Float32,
+    ) -> BeamStep:
+        """One step.
+
+        Args:
+            beam_scores: [B] accumulated scores of the live beams (one at the first step).
+            length: output tokens each live beam has before this step.
+            kept: finished hypotheses so far, best first, at most num_beams.
+            tokens, candidate_scores: [B, K] each beam's best tokens and their processed log-probabilities.
+        """
+        width = min(self.num_candidates, tokens.shape[1])
+        totals = candidate_scores[:, :width].astype(np.float32) + np.asarray(beam_scores, np.float32)[:, None]
+        flat = totals.ravel()
+        order = np.argsort(-flat, kind="stable")[: self.num_candidates]
+        at_limit = length + 1 >= self.max_tokens
+        live: list[Continuation] = []
+        endings: list[Ending] = []
+        for rank, index in enumerate(order.tolist()):
+            if flat[index] == -np.inf:
+                break
+            parent, column = divmod(index, width)
+            continuation = Continuation(parent, int(tokens[parent, column]), float(flat[index]), column)
+            stops = continuation.token in self.stop_ids
+            if stops or at_limit:
+                if rank < self.num_beams:
+                    endings.append(Ending(continuation, self.final_score(flat[index], length + 1), not stops))
+            elif len(live) < self.num_beams:
+                live.append(continuation)
+        done = at_limit or not live or self._cannot_improve(live[0].score, length + 1, kept, endings)
+        return BeamStep(() if done else tuple(live), tuple(endings), done)
+
+    def final_score(self, sum_logprob: float, length: int) -> float:
+        """Score of a hypothesis of that many output tokens."""
+        return float(np.float32(sum_logprob) / np.float32(length**self.length_penalty))
+
+    def merge(self, kept: Sequence[Hypothesis], new: Sequence[Hypothesis]) -> list[Hypothesis]:
+        """The best num_beams hypotheses; earlier ones first where scores are equal."""
+        return sorted([*kept, *new], key=lambda h: -h.score)[: self.num_beams]
+
+    def _cannot_improve(
+        self, best_live: float, length: int, kept: Sequence[Hypothesis], endings: Sequence[Ending]
+    ) -> bool:
+        scores = sorted([*(h.score for h in kept), *(e.score for e in endings)], reverse=True)[: self.num_beams]
+        if len(scores) < self.num_beams:
+            return False
+        if self.early_stopping is True:
+            return True
+        longest = self.early_stopping == "never" and self.length_penalty > 0.0
+        best_possible = self.final_score(best_live, self.max_tokens if longest else length)
+        return not best_possible > scores[-1]
+
+
+def settled_lengths(live: Sequence[Sequence[int]], kept: Sequence[Sequence[int]], known: Sequence[int]) -> list[int]:
+    """How many output tokens of each answer can never change.
+
+    Answer i will be a hypothesis ranked at or above i now, or a continuation of a live beam: kept
+    scores never change, so later hypotheses only push others down. What all of those have in common
+    is settled.
+
+    Args:
+        live: outputs of the live beams.
+        kept: outputs of the kept hypotheses, best first.
+        known: [n] lengths settled before; they only grow.
+    """
+    lengths = []
+    for index, start in enumerate(known):
+        group = [*live, *kept[: index + 1]]
+        first = group[0]
+        end = min(len(tokens) for tokens in group)
+        position = start
+        while position < end and all(tokens[position] == first[position] for tokens in group):
+            position += 1
+        lengths.append(position)
+    return lengths

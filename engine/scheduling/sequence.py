@@ -1,0 +1,269 @@
+"""What the scheduler knows of a request while it is alive: its sequences and their progress.
+
+Only the `Scheduler` changes these objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+
+import numpy as np
+
+from engine.outputs import TokenLogprobs
+from engine.request import Request
+from engine.scheduling.block_pool import PageHash, PageHasher
+from engine.scheduling.plan import Int32
+from engine.scheduling.search import BeamSearch, Hypothesis
+
+
+class IntBuffer:
+    """A growing int32 array: O(1) append, and slices that need no conversion."""
+
+    __slots__ = ("_data", "_size")
+
+    def __init__(self, values: Iterable[int] = ()):
+        self._data = np.array(list(values), dtype=np.int32)
+        self._size = len(self._data)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._data[: self._size].tolist())
+
+    def __getitem__(self, index: int) -> int:
+        if not -self._size <= index < self._size:
+            raise IndexError(f"index {index} is outside the buffer's {self._size} values")
+        return int(self._data[index if index >= 0 else self._size + index])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._data[: self._size][index] = value
+
+    def extend(self, values: Iterable[int]) -> None:
+        """Append values."""
+        new = np.array(list(values), dtype=np.int32)
+        end = self._size + len(new)
+        if end > len(self._data):
+            grown = np.empty(max(end, 2 * len(self._data), 16), dtype=np.int32)
+            grown[: self._size] = self._data[: self._size]
+            self._data = grown
+        self._data[self._size : end] = new
+        self._size = end
+
+    def append(self, value: int) -> None:
+        """Append one value."""
+        if self._size == len(self._data):
+            self.extend((value,))
+        else:
+            self._data[self._size] = value
+            self._size += 1
+
+    def view(self, start: int = 0, end: int | None = None) -> Int32:
+        """A slice that shares memory; valid until the next append."""
+        return self._data[start : self._size if end is None else end]
+
+    def copy(self) -> IntBuffer:
+        """An independent buffer of equal content."""
+        other = IntBuffer()
+        other._data = self._data[: self._size].copy()
+        other._size = self._size
+        return other
+
+
+class Sequence:
+    """One line of tokens with its pages.
+
+    Attributes:
+        index: which of the request's answers it is (sampling); for beams only a number.
+        tokens: prompt and output.
+        num_prompt: tokens of the prompt.
+        num_computed: tokens whose K and V are in the pages.
+        table: pages, in order.
+        hashes: of the full pages at the beginning, as far as they were needed.
+        num_published: full pages already offered to the prefix cache.
+        score: accumulated log-probability of the output.
+        logprobs: one entry per output token, if asked for (beams only: other answers send them at once).
+    """
+
+    __slots__ = (
+        "hashes",
+        "index",
+        "logprobs",
+        "num_computed",
+        "num_prompt",
+        "num_published",
+        "score",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, index: int, prompt: Iterable[int], *, with_logprobs: bool):
+        self.index = index
+        self.tokens = IntBuffer(prompt)
+        self.num_prompt = len(self.tokens)
+        self.num_computed = 0
+        self.table = IntBuffer()
+        self.hashes: list[PageHash] = []
+        self.num_published = 0
+        self.score = 0.0
+        self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that still have to be computed before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    def output(self) -> tuple[int, ...]:
+        """Tokens generated so far."""
+        return tuple(self.tokens.view(self.num_prompt).tolist())
+
+    def extend_hashes(self, hasher: PageHasher, root: PageHash, block_size: int, num_pages: int) -> list[PageHash]:
+        """Hashes of the first num_pages pages, which the known tokens must fill."""
+        while len(self.hashes) < num_pages:
+            start = len(self.hashes) * block_size
+            parent = self.hashes[-1] if self.hashes else root
+            self.hashes.append(hasher.extend(parent, self.tokens.view(start, start + block_size)))
+        return self.hashes[:num_pages]
+
+    def fork(self, index: int, table: Iterable[int]) -> Sequence:
+        """A copy that goes its own way over pages whose references the caller has taken."""
+        child = Sequence(index, (), with_logprobs=False)
+        child.tokens = self.tokens.copy()
+        child.num_prompt = self.num_prompt
+        child.num_computed = self.num_computed
+        child.table.extend(table)
+        child.hashes = list(self.hashes)
+        child.num_published = self.num_published
+        child.score = self.score
+        child.logprobs = None if self.logprobs is None else list(self.logprobs)
+        return child
+
+
+class Status(Enum):
+    """Where a group is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class SequenceGroup:
+    """All sequences of one request; admitted, preempted and aborted whole.
+
+    Attributes:
+        request: what was asked for.
+        arrival: number that orders requests of equal priority.
+        root: hash before the first page: whatever changes K and V besides the tokens.
+        sequences: the live ones; one until the first sample. Beams: best first.
+        status: where the group is.
+        started: the first token was sampled.
+        fork_point: after a preemption, the number of tokens all sequences have in common: the first
+            sequence computes them for all, then the others fork from it. None otherwise.
+        beam: the rules of the beam search, None for sampling.
+        kept: finished beams, best first.
+        settled: tokens of each answer already sent (beams).
+        prompt_logprobs: as far as known; the first entry is None.
+        num_cached_tokens: prompt tokens found in the cache at first admission.
+        admitted: it has run before.
+    """
+
+    def __init__(self, request: Request, arrival: int, root: PageHash):
+        decoding = request.decoding
+        self.request = request
+        self.arrival = arrival
+        self.root = root
+        with_logprobs = decoding.logprobs is not None and decoding.num_beams > 1
+        self.sequences = [Sequence(0, request.prompt_token_ids, with_logprobs=with_logprobs)]
+        self.status = Status.WAITING
+        self.started = False
+        self.fork_point: int | None = None
+        self.beam: BeamSearch | None = None
+        if decoding.num_beams > 1:
+            self.beam = BeamSearch(
+                num_beams=decoding.num_beams,
+                length_penalty=decoding.length_penalty,
+                early_stopping=decoding.early_stopping,
+                stop_ids=decoding.stop_ids,
+                max_tokens=decoding.max_tokens,
+            )
+        self.kept: list[Hypothesis] = []
+        self.settled = [0] * decoding.n
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.num_cached_tokens = 0
+        self.admitted = False
+        # One row of the sampler's parameters; they do not change from step to step.
+        self.parameters = np.array(
+            [
+                decoding.temperature,
+                decoding.top_k,
+                decoding.top_p,
+                decoding.min_p,
+                decoding.repetition_penalty,
+                decoding.presence_penalty,
+                decoding.frequency_penalty,
+                0 if self.beam is None else self.beam.num_candidates,
+                -1 if decoding.logprobs is None else decoding.logprobs,
+            ],
+            dtype=np.float64,
+        )
+        self.has_penalties = (
+            decoding.repetition_penalty != 1.0
+            or decoding.presence_penalty != 0.0
+            or decoding.frequency_penalty != 0.0
+        )
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Order of service: lower priority number first, then arrival."""
+        return (self.request.priority, self.arrival)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step to set aside for it."""
+        if self.beam is not None or not self.started:
+            return self.request.decoding.width
+        return len(self.sequences)
+
+    def work(self) -> list[tuple[Sequence, int]]:
+        """Which sequences have how many tokens to compute now."""
+        if self.fork_point is not None:
+            first = self.sequences[0]
+            return [(first, self.fork_point - first.num_computed)]
+        return [(sequence, sequence.remaining) for sequence in self.sequences]
+
+    def common_prefix(self) -> int:
+        """Tokens all sequences share, leaving each at least one to compute."""
+        length = min(sequence.num_tokens for sequence in self.sequences) - 1
+        first = self.sequences[0].tokens.view(0, length)
+        for sequence in self.sequences[1:]:
+            different = np.flatnonzero(first[:length] != sequence.tokens.view(0, length))
+            if len(different):
+                length = int(different[0])
+        return length
+
+
+def pages_needed(num_tokens: int, block_size: int) -> int:
+    """Pages that hold num_tokens tokens."""
+    return -(-num_tokens // block_size)
+
+
+def worst_case_pages(num_prompt: int, max_tokens: int, width: int, block_size: int) -> int:
+    """Most pages a request can ever hold at once.
+
+    The full pages of the prompt are shared by all sequences; everything after them may be each
+    one's own. The last token is never computed.
+    """
+    longest = pages_needed(num_prompt + max_tokens - 1, block_size)
+    if width == 1:
+        return longest
+    shared = num_prompt // block_size
+    return shared + width * (longest - shared)

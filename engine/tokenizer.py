@@ -1,0 +1,260 @@
+"""A model's tokenizer: ids to text and back, chat messages to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer
+from engine.errors import InvalidRequestError, ModelLoadError
+from engine.outputs import Logprob, TokenLogprobs
+
+# What a folder that has a tokenizer holds at least one of.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model*",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "merges.txt",
+    "*.spm",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tekken.json",
+)
+# Files that say which tokenizer class to use and complete it.
+COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
+
+
+class Tokenizer:
+    """A `transformers` tokenizer, reduced to what serving needs; safe to use from several threads.
+
+    Args:
+        hf: the tokenizer object, fast (Rust) or slow (Python).
+
+    Attributes:
+        eos_token_id: the tokenizer's own end-of-sequence id, or None.
+        bos_token_id: the tokenizer's own beginning-of-sequence id, or None.
+        vocab_size: number of ids, added tokens included.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+        self._fast: Any = getattr(hf, "_tokenizer", None) if getattr(hf, "is_fast", False) else None
+        if self._fast is not None:
+            # A tokenizer.json may come with training's truncation and padding. They are switched off
+            # once: `transformers` sets them anew for every call, which is not safe between threads.
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            added = self._fast.get_added_tokens_decoder()
+            self._special = frozenset(token for token, what in added.items() if what.special)
+        else:
+            self._special = frozenset(hf.all_special_ids)
+        self.eos_token_id: int | None = hf.eos_token_id
+        self.bos_token_id: int | None = hf.bos_token_id
+        self.vocab_size: int = len(hf)
+        self._known: dict[int, bool] = {}
+        self._texts: dict[int, str] = {}
+        self._anchor: tuple[int, str] | None = None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own chat template (Jinja), or None."""
+        template = getattr(self._hf, "chat_template", None)
+        if isinstance(template, Mapping):
+            template = template.get("default")
+        return template if isinstance(template, str) else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Text to ids.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode (unpaired surrogates).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"The text is not valid Unicode: character {error.start} is the unpaired surrogate "
+                f"{text[error.start]!a}. Send it as UTF-8.",
+                param="prompt",
+                code="invalid_value",
+            ) from error
+        if self._fast is not None:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Ids to text, all at once; ids that the tokenizer does not know have no text."""
+        return self._decode(self.visible(ids, skip_special_tokens))
+
+    def visible(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
+        """The ids that have text: known to the tokenizer and, if asked, not special."""
+        hidden = self._special if skip_special_tokens else frozenset()
+        return [token for token in ids if token not in hidden and self._is_known(token)]
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """A detokenizer for one answer to that prompt; it is to be given visible ids only."""
+        tail: list[int] = []
+        for token in reversed(prompt_token_ids):
+            if token not in self._special and self._is_known(token):
+                tail.append(token)
+                if len(tail) == MAX_CONTEXT + CHARACTER:
+                    break
+        return Detokenizer(self._decode, tail[::-1])
+
+    def token_text(self, token: int) -> str:
+        """The text of one token as it stands within a text, a leading space included; U+FFFD for a token
+        that is only part of a character; "" for an id that the tokenizer does not know."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._text_within(token)
+        return text
+
+    def describe(self, entry: TokenLogprobs) -> TokenLogprobs:
+        """The same log-probabilities with every `decoded_token` filled in."""
+        return {token: Logprob(item.logprob, item.rank, self.token_text(token)) for token, item in entry.items()}
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Messages to the text of a prompt, by the model's chat template in `transformers`' sandbox.
+
+        The template writes the special tokens itself: encode the result with `add_special_tokens=False`.
+
+        Args:
+            messages: {"role": ..., "content": ...} each.
+            chat_template: used instead of the model's own.
+            add_generation_prompt: end with what opens the assistant's answer.
+            variables: further names that the template may use (tools, enable_thinking ...).
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses these messages.
+        """
+        if chat_template is None and self.chat_template is None:
+            raise InvalidRequestError(
+                "The model's tokenizer has no chat template, so chat messages cannot be turned into a prompt. "
+                "Use the completions endpoint, or pass a chat template.",
+                param="messages",
+                code="no_chat_template",
+            )
+        try:
+            text = self._hf.apply_chat_template(
+                list(messages),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **variables,
+            )
+        except ImportError:
+            raise  # jinja2 is missing: not the caller's fault
+        except Exception as error:  # a template may fail in any way on messages that it was not made for
+            raise InvalidRequestError(
+                f"The model's chat template does not accept these messages: {error or type(error).__name__}",
+                param="messages",
+                code="invalid_messages",
+            ) from error
+        return str(text)
+
+    def _decode(self, ids: list[int]) -> str:
+        """Ids to text, hiding none. The Rust tokenizer is asked directly: microseconds a call, and
+        without `transformers`' clean-up of spaces, which cannot be undone once streamed."""
+        if self._fast is not None:
+            text: str = self._fast.decode(ids, skip_special_tokens=False)
+            return text
+        return str(self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _is_known(self, token: int) -> bool:
+        known = self._known.get(token)
+        if known is None:
+            if token < 0:
+                known = False
+            elif self._fast is not None:
+                known = self._fast.id_to_token(token) is not None
+            else:
+                known = token < self.vocab_size
+            self._known[token] = known
+        return known
+
+    def _text_within(self, token: int) -> str:
+        if not self._is_known(token):
+            return ""
+        alone = self._decode([token])
+        if token in self._special:
+            return alone
+        if self._anchor is None:
+            self._anchor = self._find_anchor()
+        before, before_text = self._anchor
+        text = self._decode([before, token])
+        return text[len(before_text) :] if before_text and text.startswith(before_text) else alone
+
+    def _find_anchor(self) -> tuple[int, str]:
+        """An ordinary token that stands for "some text before": printable and unchanged by what follows.
+        ("", if there is none among the first thousand.)"""
+        for token in range(min(self.vocab_size, 1000)):
+            if token in self._special or not self._is_known(token):
+                continue
+            # A token such as <0x41> would join the bytes of the token after it.
+            if self._fast is not None and self._fast.id_to_token(token).startswith("<"):
+                continue
+            text = self._decode([token])
+            if text.strip() == text != "" and REPLACEMENT not in text:
+                return token, text
+        return 0, ""
+
+
+def load_tokenizer(
+    path_or_id: str | Path, revision: str | None = None, hf_token: str | None = None
+) -> Tokenizer | None:
+    """Load a model's tokenizer, without running any code that comes with it.
+
+    Args:
+        path_or_id: a folder, or a model's id on the hub (offline mode is honoured).
+        revision: branch, tag or commit on the hub.
+        hf_token: access token for the hub.
+
+    Returns:
+        The tokenizer, or None where there are no tokenizer files at all.
+
+    Raises:
+        ModelLoadError: the tokenizer cannot be fetched, or its files cannot be read.
+    """
+    folder = Path(path_or_id)
+    if not folder.is_dir():
+        folder = _download(str(path_or_id), revision, hf_token)
+    if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
+        return None
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return Tokenizer(hf)
+    except Exception as error:  # tokenizers fail with bare exceptions of many kinds
+        raise ModelLoadError(
+            f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}). A complete "
+            "tokenizer.json is enough; a tokenizer.model needs the package sentencepiece or tiktoken. To use the "
+            "model with token ids only, remove the tokenizer's files."
+        ) from error
+
+
+def _download(model: str, revision: str | None, hf_token: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import
+
+    patterns = [*TOKENIZER_FILES, *COMPANION_FILES]
+    try:
+        return Path(snapshot_download(model, revision=revision, token=hf_token, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"{model!r} is no local folder, and its tokenizer cannot be fetched from the hub"
+            f"{'' if revision is None else f' at revision {revision!r}'} ({type(error).__name__}: {error}). Check the "
+            "name and the revision, set HF_TOKEN for a gated model, or give a folder."
+        ) from error

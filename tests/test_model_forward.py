@@ -1,0 +1,275 @@
+"""The transformer against `transformers` on tiny random checkpoints, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from engine.attention.base import AttentionMetadata, Paged
+from engine.attention.reference import TorchReference
+from engine.errors import ConfigError
+from engine.model import checkpoint, families, spec, weights
+from engine.model.layers import Place, RmsNorm, RotaryTable, rotate
+from engine.model.transformer import Sublayer, Transformer
+
+VOCAB = 61
+CPU = torch.device("cpu")
+BLOCK = 4
+PAGES = 24
+MAX_LEN = 40
+
+
+def llama(**changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(values | changes)))
+
+
+def gpt2(**changes: Any) -> Any:
+    values = {"vocab_size": VOCAB, "n_embd": 20, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**(values | changes)))
+
+
+def gemma2(**changes: Any) -> Any:
+    values = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 10,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    }
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**(values | changes)))
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama-grouped-untied": llama,
+    "llama-tied": lambda: llama(tie_word_embeddings=True, num_key_value_heads=1),
+    "llama-multihead-theta": lambda: llama(num_key_value_heads=6, rope_parameters={"rope_theta": 777.0}),
+    "llama-biases-own-head-dim": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=10),
+    "llama-linear-scaling": lambda: llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}),
+    "llama-band-scaling": lambda: llama(head_dim=16, rope_parameters=LLAMA3_ROPE),
+    "llama-gelu": lambda: llama(hidden_act="gelu", rms_norm_eps=1e-2),
+    "gpt2-odd-head-dim": gpt2,
+    "gpt2-scales": lambda: gpt2(scale_attn_by_inverse_layer_idx=True, n_inner=30, activation_function="relu"),
+    "gpt2-unscaled": lambda: gpt2(scale_attn_weights=False, layer_norm_epsilon=1e-2, reorder_and_upcast_attn=True),
+    "gpt2-untied": lambda: gpt2(tie_word_embeddings=False, activation_function="gelu"),
+    "gemma2-windows-softcaps": gemma2,
+}
+
+
+def randomised(model: Any) -> Any:
+    """No weight is left at 0 or 1, so that a norm or bias that is forgotten shows."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            centre = 1.0 if "norm" in name or "ln_" in name else 0.0
+            parameter.copy_(centre + 0.3 * noise)
+    return model.eval()
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, max_model_len: int = MAX_LEN) -> Transformer:
+    config = checkpoint.read_config(checkpoint.locate(str(path)))
+    return weights.load_model(
+        path,
+        config,
+        families.build_spec(config),
+        dtype=dtype,
+        device=CPU,
+        backend=TorchReference(),
+        max_model_len=max_model_len,
+        show_progress=False,
+    )
+
+
+class Pages:
+    """Rows of one model in a paged cache whose untouched slots are NaN."""
+
+    def __init__(self, model: Transformer, tables: list[list[int]]):
+        self.model = model
+        self.tables = torch.tensor(tables, dtype=torch.int32)
+        empty = [torch.full((PAGES, BLOCK, h, d), torch.nan, dtype=model.dtype) for h, d in model.kv_shapes()]
+        self.caches = [Paged(tensor, tensor.clone(), self.tables) for tensor in empty]
+        self.lengths = [0] * len(tables)
+
+    def step(self, chunks: list[list[int]], padding: int = 0) -> list[Tensor]:
+        """Hidden states of each row's next tokens."""
+        ids, positions, slots = [], [], []
+        for row, chunk in enumerate(chunks):
+            for token in chunk:
+                position = self.lengths[row]
+                ids.append(token)
+                positions.append(position)
+                slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
+                self.lengths[row] += 1
+        metadata = AttentionMetadata.build([len(c) for c in chunks], self.lengths.copy(), CPU)
+        with torch.inference_mode():
+            hidden = self.model(
+                torch.tensor(ids + [0] * padding, dtype=torch.int32),
+                torch.tensor(positions + [0] * padding, dtype=torch.int32),
+                self.caches,
+                torch.tensor(slots),
+                metadata,
+            )
+        assert hidden.shape[0] == len(ids) + padding
+        return list(hidden[: len(ids)].split([len(c) for c in chunks]))
+
+
+TABLES = [[5, 2, 9, 1, 7, 3], [4, 8, 6, 10, 11, 12]]
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert float((ours - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_transformers_whole_in_chunks_and_in_company(name: str, tmp_path: Path) -> None:
+    reference = randomised(MODELS[name]())
+    reference.set_attn_implementation("eager")
+    reference.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(VOCAB, (21,), generator=generator).tolist()
+    other = torch.randint(VOCAB, (9,), generator=generator).tolist()
+    with torch.no_grad():
+        answers = [reference(torch.tensor([p]), output_hidden_states=True) for p in (prompt, other)]
+    hidden, hidden_other = (a.hidden_states[-1][0] for a in answers)
+    model = load(tmp_path)
+
+    (whole,) = Pages(model, TABLES[:1]).step([prompt])
+    close(whole, hidden)
+    with torch.inference_mode():
+        close(model.logits(whole), answers[0].logits[0])
+
+    pages = Pages(model, TABLES)
+    pieces = [pages.step([prompt[:6], other[:8]], padding=3), pages.step([prompt[6:20], other[8:]])]
+    close(torch.cat([pieces[0][0], pieces[1][0]]), hidden[:20])
+    close(torch.cat([pieces[0][1], pieces[1][1]]), hidden_other)
+    alone = Pages(model, TABLES[:1])
+    alone.step([prompt[:20]])
+    close(alone.step([prompt[20:]], padding=5)[0], hidden[20:])
+
+
+def test_writes_only_the_slots_it_is_given(tmp_path: Path) -> None:
+    randomised(llama()).save_pretrained(tmp_path)
+    pages = Pages(load(tmp_path), TABLES[:1])
+    pages.step([[1, 2, 3, 4, 5]], padding=4)
+    for cache in pages.caches:
+        for tensor in (cache.keys, cache.values):
+            written = tensor.isfinite().all(-1).all(-1).nonzero().tolist()
+            assert written == [[2, 0], [5, 0], [5, 1], [5, 2], [5, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_follows_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
+    reference = randomised(llama())
+    reference.save_pretrained(tmp_path)
+    model = load(tmp_path, dtype)
+    assert model.dtype == dtype
+    prompt = list(range(1, 12))
+    (hidden,) = Pages(model, TABLES[:1]).step([prompt])
+    assert hidden.dtype == dtype
+    with torch.inference_mode():
+        logits = model.logits(hidden)
+        expected = reference(torch.tensor([prompt])).logits[0]
+    assert logits.dtype == torch.float32
+    tolerance = 0.05 if dtype == torch.bfloat16 else 0.01
+    assert float((logits - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_rms_norm_rounds_like_transformers(unit_offset: bool, dtype: torch.dtype) -> None:
+    x = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight = torch.randn(40, generator=torch.Generator().manual_seed(2)).to(dtype)
+    theirs = (Gemma2RMSNorm if unit_offset else LlamaRMSNorm)(40, eps=1e-5).to(dtype)
+    ours = RmsNorm(spec.Norm("rms", 1e-5, unit_offset=unit_offset), 40, Place(CPU, dtype))
+    with torch.no_grad():
+        theirs.weight.copy_(weight)
+        ours.weight.copy_(weight)
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+
+
+@pytest.mark.parametrize("parameters", [{"rope_theta": 1e4}, {"rope_theta": 5e5}, LLAMA3_ROPE])
+def test_rotary_tables_equal_transformers(parameters: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(head_dim=16, rope_parameters=dict(parameters), max_position_embeddings=4096)
+    positions = torch.tensor([0, 1, 77, 4095])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    decoder = families.llama.spec(config).decoder
+    assert decoder is not None
+    part = decoder.blocks[0].attention.position
+    assert isinstance(part, spec.Rotary)
+    table = RotaryTable(part, 16, 4096, CPU)
+    ours_cos, ours_sin = table(positions, torch.float32)
+    torch.testing.assert_close(ours_cos[:, 0], cos[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours_sin[:, 0], sin[0, :, :8], rtol=1e-5, atol=1e-6)
+
+
+def test_interleaved_rotation_turns_neighbouring_pairs_and_leaves_the_rest() -> None:
+    part = spec.Rotary(dim=6, theta=100.0, interleaved=True)
+    x = torch.randn(5, 2, 10, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([0, 3, 1, 9, 4])
+    out = rotate(x, part, *RotaryTable(part, 10, 16, CPU)(positions, torch.float32))
+    angles = positions[:, None] * 100.0 ** (-torch.arange(3) / 3)
+    turned = torch.view_as_complex(x[..., :6].reshape(5, 2, 3, 2)) * torch.polar(torch.ones(5, 1, 3), angles[:, None])
+    torch.testing.assert_close(out[..., :6], torch.view_as_real(turned).flatten(-2))
+    assert torch.equal(out[..., 6:], x[..., 6:])
+
+
+def test_learned_positions_limit_the_length(tmp_path: Path) -> None:
+    randomised(gpt2()).save_pretrained(tmp_path)
+    assert load(tmp_path, max_model_len=64).spec.max_positions == 64
+    with pytest.raises(ConfigError, match=r"max_model_len is 65.*64 tokens.*--max-model-len"):
+        load(tmp_path, max_model_len=65)
+
+
+def test_parameters_ask_for_no_gradients_and_shapes_are_told(tmp_path: Path) -> None:
+    randomised(llama()).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert model.kv_shapes() == [(2, 4)] * 3
+    assert (model.vocab_size, model.device, model.training) == (VOCAB, CPU, False)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_sublayer_norms_before_and_after_and_adds(before: bool, after: bool) -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x: Tensor, factor: float) -> Tensor:
+            return factor * x
+
+    norms = [torch.nn.LayerNorm(8) if wanted else None for wanted in (before, after)]
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    inner = 2.0 * (torch.nn.functional.layer_norm(x, (8,)) if before else x)
+    expected = x + (torch.nn.functional.layer_norm(inner, (8,)) if after else inner)
+    torch.testing.assert_close(Sublayer(norms[0], Twice(), norms[1])(x, 2.0), expected)

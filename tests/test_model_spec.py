@@ -1,0 +1,339 @@
+"""Configs to parts: what each family is made of, and what is refused before any weight is read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import engine.model
+from engine.attention.base import Window
+from engine.errors import UnsupportedModelError
+from engine.model import families
+from engine.model.spec import (
+    AfterSublayer,
+    BandScaling,
+    Classifier,
+    Dense,
+    Experts,
+    Gated,
+    Learned,
+    LinearScaling,
+    Lm,
+    MaskedLm,
+    ModelSpec,
+    Norm,
+    PerHead,
+    Pool,
+    Post,
+    Pre,
+    RelativeBuckets,
+    Rotary,
+    Sandwich,
+    Slopes,
+    Stack,
+)
+from engine.model.transformer import unsupported
+
+CLASSES = {
+    "LlamaForCausalLM": transformers.LlamaConfig,
+    "LlamaModel": transformers.LlamaConfig,
+    "GPT2LMHeadModel": transformers.GPT2Config,
+    "Gemma2ForCausalLM": transformers.Gemma2Config,
+    "T5ForConditionalGeneration": transformers.T5Config,
+    "ModernBertModel": transformers.ModernBertConfig,
+    "ModernBertForMaskedLM": transformers.ModernBertConfig,
+    "ModernBertForSequenceClassification": transformers.ModernBertConfig,
+}
+
+
+def make(architecture: str, **values: Any) -> ModelSpec:
+    return families.describe(CLASSES[architecture](architectures=[architecture], **values))
+
+
+def decoder(model: ModelSpec) -> Stack:
+    assert model.decoder is not None
+    return model.decoder
+
+
+def test_llama_by_default() -> None:
+    model = make("LlamaForCausalLM")
+    stack = decoder(model)
+    norm = Norm("rms", 1e-6)
+    assert model.encoder is None
+    assert model.head == Lm(tied=False)
+    assert len(stack.blocks) == 32
+    assert len(set(stack.blocks)) == 1
+    assert stack.final_norm == norm
+    block = stack.blocks[0]
+    assert block.placement == Pre(norm, norm)
+    assert block.cross is None
+    assert block.ffn == Gated(11008, "silu")
+    attention = block.attention
+    assert (attention.heads, attention.kv_heads, attention.head_dim) == (32, 32, 128)
+    assert attention.position == Rotary(128, 10_000.0)
+    assert attention.causal
+    assert attention.window is None
+    assert attention.scale == 128**-0.5
+    assert not attention.qkv_bias
+    assert not attention.out_bias
+    assert model.vocab_size == 32000
+    assert model.max_positions is None
+
+
+def test_llama_altered() -> None:
+    model = make(
+        "LlamaForCausalLM",
+        num_key_value_heads=8,
+        head_dim=96,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
+        num_hidden_layers=2,
+    )
+    block = decoder(model).blocks[1]
+    assert model.head == Lm(tied=True)
+    assert (block.attention.kv_heads, block.attention.head_dim) == (8, 96)
+    assert block.attention.qkv_bias
+    assert block.attention.out_bias
+    assert isinstance(block.ffn, Gated)
+    assert block.ffn.bias
+    assert block.attention.position == Rotary(96, 5e5, scaling=LinearScaling(4.0))
+
+
+def test_rotary_settings_of_older_configs() -> None:
+    """config.json with rope_theta and rope_scaling of their own, as most published checkpoints have it."""
+    model = make(
+        "LlamaForCausalLM",
+        rope_theta=500_000.0,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    expected = Rotary(128, 500_000.0, scaling=BandScaling(8.0, 1.0, 4.0, 8192))
+    assert decoder(model).blocks[0].attention.position == expected
+    model = make("LlamaForCausalLM", rope_theta=20_000.0, rope_scaling={"type": "linear", "factor": 2.0})
+    assert decoder(model).blocks[0].attention.position == Rotary(128, 20_000.0, scaling=LinearScaling(2.0))
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+def test_other_rotary_scalings_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"rope_type '{kind}'.*Implemented: default, linear, llama3"):
+        make("LlamaForCausalLM", rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+
+
+def test_partial_rotation_is_refused_where_the_family_has_none() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor must be 1.*0.5"):
+        make("LlamaForCausalLM", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+
+
+def test_unknown_activation_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'laplace'.*Implemented: .*silu"):
+        make("LlamaForCausalLM", hidden_act="laplace")
+
+
+def test_gpt2_by_default() -> None:
+    model = make("GPT2LMHeadModel")
+    stack = decoder(model)
+    norm = Norm("layer", 1e-5, bias=True)
+    assert model.head == Lm(tied=True)
+    assert model.max_positions == 1024
+    assert stack.embedding.positions == Learned(1024)
+    assert len(stack.blocks) == 12
+    assert len(set(stack.blocks)) == 1
+    assert stack.final_norm == norm
+    block = stack.blocks[0]
+    assert block.placement == Pre(norm, norm)
+    assert block.ffn == Dense(3072, "gelu_tanh", bias=True)
+    assert block.attention.position is None
+    assert block.attention.qkv_bias
+    assert block.attention.out_bias
+    assert (block.attention.heads, block.attention.kv_heads, block.attention.scale) == (12, 12, 0.125)
+
+
+def test_gpt2_altered() -> None:
+    stack = decoder(make("GPT2LMHeadModel", scale_attn_by_inverse_layer_idx=True, n_inner=100))
+    assert [b.attention.scale for b in stack.blocks[:3]] == [0.125, 0.0625, 0.125 / 3]
+    assert stack.blocks[0].ffn == Dense(100, "gelu_tanh", bias=True)
+    assert decoder(make("GPT2LMHeadModel", scale_attn_weights=False)).blocks[0].attention.scale == 1.0
+    crossing = make("GPT2LMHeadModel", add_cross_attention=True)
+    assert unsupported(crossing) == ["cross-attention"]
+
+
+def test_gemma2_by_default() -> None:
+    model = make("Gemma2ForCausalLM")
+    stack = decoder(model)
+    norm = Norm("rms", 1e-6, unit_offset=True)
+    assert model.head == Lm(tied=True, softcap=30.0)
+    assert stack.embedding.scale == 2304**0.5  # type: ignore[union-attr]
+    assert [b.attention.window for b in stack.blocks] == [Window(4095), None] * 13
+    assert {b.placement for b in stack.blocks} == {Sandwich(norm, norm, norm, norm)}
+    attention = stack.blocks[0].attention
+    assert (attention.softcap, attention.scale, attention.heads, attention.kv_heads) == (50.0, 1 / 16, 8, 4)
+    assert stack.blocks[0].ffn == Gated(9216, "gelu_tanh")
+    assert unsupported(model) == []
+
+
+def test_gemma2_altered() -> None:
+    model = make(
+        "Gemma2ForCausalLM",
+        num_hidden_layers=3,
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+        sliding_window=7,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        query_pre_attn_scalar=144,
+    )
+    blocks = decoder(model).blocks
+    assert [b.attention.window for b in blocks] == [None, None, Window(6)]
+    assert blocks[0].attention.softcap is None
+    assert blocks[0].attention.scale == 1 / 12
+    assert model.head == Lm(tied=True)
+    both_ways = make("Gemma2ForCausalLM", use_bidirectional_attention=True)
+    assert unsupported(both_ways) == ["bidirectional attention"]
+
+
+def test_t5_by_default() -> None:
+    model = make("T5ForConditionalGeneration")
+    norm = Norm("rms", 1e-6)
+    assert model.encoder is not None
+    assert model.head == Lm(tied=True, input_scale=512**-0.5)
+    assert model.encoder.shared_bias == RelativeBuckets(32, 128, bidirectional=True)
+    assert decoder(model).shared_bias == RelativeBuckets(32, 128, bidirectional=False)
+    assert len(model.encoder.blocks) == len(decoder(model).blocks) == 6
+    encoder_block, decoder_block = model.encoder.blocks[0], decoder(model).blocks[0]
+    assert encoder_block.placement == Pre(norm, norm)
+    assert encoder_block.cross is None
+    assert decoder_block.placement == Pre(norm, norm, norm)
+    assert decoder_block.cross is not None
+    assert not encoder_block.attention.causal
+    assert decoder_block.attention.causal
+    assert not decoder_block.cross.causal
+    assert encoder_block.attention.scale == 1.0
+    assert encoder_block.attention.position is None
+    assert encoder_block.ffn == Dense(2048, "relu")
+    assert {"encoder stacks", "cross-attention", "RelativeBuckets shared by all layers"} <= set(unsupported(model))
+
+
+def test_t5_altered() -> None:
+    model = make(
+        "T5ForConditionalGeneration",
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+        d_kv=16,
+        num_decoder_layers=2,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+    )
+    assert decoder(model).blocks[0].ffn == Gated(2048, "gelu_tanh")
+    assert isinstance(model.head, Lm)
+    assert model.head.input_scale == 1.0
+    assert model.encoder is not None
+    assert (len(model.encoder.blocks), len(decoder(model).blocks)) == (6, 2)
+    assert decoder(model).blocks[0].attention.head_dim == 16
+    assert model.encoder.shared_bias == RelativeBuckets(8, 20, bidirectional=True)
+
+
+def test_modernbert_by_default() -> None:
+    model = make("ModernBertForMaskedLM")
+    norm = Norm("layer", 1e-5)
+    assert model.decoder is None
+    assert model.encoder is not None
+    blocks = model.encoder.blocks
+    assert blocks[0].placement == Pre(None, norm)
+    assert {b.placement for b in blocks[1:]} == {Pre(norm, norm)}
+    local = [i for i, b in enumerate(blocks) if b.attention.window == Window(64, 64)]
+    assert local == [i for i in range(22) if i % 3]
+    thetas = [b.attention.position.theta for b in blocks if isinstance(b.attention.position, Rotary)]
+    assert thetas == [10_000.0 if i % 3 else 160_000.0 for i in range(22)]
+    assert not any(b.attention.causal for b in blocks)
+    assert blocks[0].ffn == Gated(1152, "gelu")
+    assert model.encoder.embedding.norm == norm  # type: ignore[union-attr]
+    assert model.head == MaskedLm(tied=True, activation="gelu", norm=norm, dense_bias=False, bias=True)
+    assert {"encoder stacks", "MaskedLm heads", "models without a decoder"} <= set(unsupported(model))
+
+
+def test_modernbert_altered() -> None:
+    assert make("ModernBertModel").head == Pool()
+    model = make(
+        "ModernBertForSequenceClassification",
+        num_labels=5,
+        classifier_pooling="mean",
+        local_attention=32,
+        global_attn_every_n_layers=2,
+        num_hidden_layers=4,
+        local_rope_theta=1.0e3,
+        global_rope_theta=2.0e3,
+        norm_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    assert isinstance(model.head, Classifier)
+    assert (model.head.labels, model.head.pooling) == (5, "mean")
+    assert model.encoder is not None
+    blocks = model.encoder.blocks
+    assert [b.attention.window for b in blocks] == [None, Window(16, 16)] * 2
+    assert [b.attention.position.theta for b in blocks] == [2.0e3, 1.0e3] * 2  # type: ignore[union-attr]
+    assert blocks[1].placement == Pre(*[Norm("layer", 1e-5, bias=True)] * 2)
+    assert blocks[0].attention.qkv_bias
+    assert isinstance(blocks[0].ffn, Gated)
+    assert blocks[0].ffn.bias
+
+
+def test_parts_without_a_module_are_named() -> None:
+    model = make("LlamaForCausalLM", num_hidden_layers=2)
+    first, second = decoder(model).blocks
+    norm = Norm("rms", 1e-6)
+
+    def with_block(**changes: Any) -> list[str]:
+        return unsupported(replace(model, decoder=replace(decoder(model), blocks=(first, replace(second, **changes)))))
+
+    assert unsupported(model) == []
+    assert with_block(placement=AfterSublayer(norm, norm)) == []
+    assert with_block(placement=Post(norm, norm)) == ["Post norm placement"]
+    assert with_block(ffn=Experts(Gated(8, "silu"), 4, 2)) == ["mixtures of experts"]
+    assert with_block(attention=replace(second.attention, clip=8.0)) == ["clipped queries, keys and values"]
+    assert with_block(attention=replace(second.attention, qk_norm=PerHead(norm))) == ["normalised queries and keys"]
+    assert with_block(attention=replace(second.attention, position=Slopes((0.5,)))) == ["Slopes in attention"]
+
+
+@pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "ModernBertForMaskedLM"])
+def test_described_families_are_refused_for_serving(architecture: str) -> None:
+    config = CLASSES[architecture](architectures=[architecture])
+    with pytest.raises(UnsupportedModelError, match=rf"{architecture} needs parts .*encoder stacks.*LlamaForCausalLM"):
+        families.build_spec(config)
+    assert architecture not in families.supported()
+
+
+def test_unknown_architecture_lists_the_supported() -> None:
+    config = transformers.LlamaConfig(architectures=["FooForCausalLM"])
+    with pytest.raises(UnsupportedModelError, match=r"'FooForCausalLM'.*GPT2LMHeadModel, .*LlamaForCausalLM"):
+        families.build_spec(config)
+    with pytest.raises(UnsupportedModelError, match='no "architectures"'):
+        families.build_spec(transformers.LlamaConfig())
+
+
+def test_a_headless_model_needs_a_tied_head() -> None:
+    tied = transformers.LlamaConfig(architectures=["LlamaModel"], tie_word_embeddings=True)
+    assert families.build_spec(tied).head == Lm(tied=True)
+    untied = transformers.LlamaConfig(architectures=["LlamaModel"], tie_word_embeddings=False)
+    with pytest.raises(UnsupportedModelError, match="no language-model head"):
+        families.build_spec(untied)
+
+
+def test_no_family_is_named_in_the_transformer() -> None:
+    folder = Path(next(iter(engine.model.__path__)))
+    names = {f.stem for f in (folder / "families").glob("*.py")} - {"__init__", "common"}
+    names |= {"llama", "gpt", "gemma", "bert", "t5", "mistral", "mixtral", "falcon", "bloom", "bart", "qwen", "phi"}
+    for file in ("transformer.py", "layers.py"):
+        text = (folder / file).read_text(encoding="utf-8").lower()
+        assert [name for name in sorted(names) if re.search(rf"(?<![a-z]){name}", text)] == []

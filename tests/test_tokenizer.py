@@ -1,0 +1,128 @@
+"""Loading a tokenizer, what it refuses, and chat templates."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from engine.errors import InvalidRequestError, ModelLoadError
+from engine.text import Tokenizer, load_tokenizer
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "chat_templates" / "models" / "templates"
+TEXT = "Once upon a time, there was a little girl."
+
+
+@cache
+def byte_level() -> Tokenizer:
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator([TEXT], trainer)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>"))
+
+
+def loaded(path: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(path)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_encoding_ignores_truncation_and_padding_that_the_file_brings(tmp_path: Path) -> None:
+    hf = byte_level()._hf
+    hf.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    spec["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps(spec))
+    assert loaded(tmp_path).encode(TEXT) == hf.encode(TEXT)
+
+
+def test_unpaired_surrogates_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="unpaired surrogate"):
+        byte_level().encode("a\ud800b")
+
+
+def test_a_folder_without_a_tokenizer_gives_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert load_tokenizer(tmp_path) is None
+    assert load_tokenizer(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("content", ["{", '{"version": "1.0"}', "\x00\x01"])
+def test_a_broken_tokenizer_is_a_clear_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelLoadError, match="cannot be loaded") as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_no_code_from_the_model_runs(tmp_path: Path) -> None:
+    hf = byte_level()._hf
+    hf.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    config["tokenizer_class"] = "Evil"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    with contextlib.suppress(ModelLoadError):  # refusing is as good as ignoring
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    plain = byte_level()
+    assert plain.chat_template is None
+    with pytest.raises(InvalidRequestError, match="no chat template") as caught:
+        plain.apply_chat_template(messages)
+    assert caught.value.param == "messages"
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
+        "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% if mood is defined %}{{ mood }}{% endif %}"
+    )
+    plain._hf.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = loaded(tmp_path)
+    assert tokenizer.chat_template == template
+    assert tokenizer.apply_chat_template(messages) == "<s>[user]hi[assistant]"
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False, mood="!") == "<s>[user]hi!"
+    assert plain.apply_chat_template(messages, chat_template=template) == "<s>[user]hi[assistant]"
+    with pytest.raises(InvalidRequestError, match="no system role"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "x"}])
+    with pytest.raises(InvalidRequestError):
+        plain.apply_chat_template(messages, chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
+
+
+def test_real_chat_templates_render_or_refuse() -> None:
+    if not TEMPLATES.is_dir():
+        pytest.skip("no chat templates among the shared data")
+    tokenizer = byte_level()
+    rendered = 0
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        try:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": "What is an octavo?"}], chat_template=path.read_text()
+            )
+        except InvalidRequestError:
+            continue
+        assert "What is an octavo?" in text
+        rendered += 1
+    assert rendered > 30
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "../missing"])
+def test_a_path_that_is_neither_folder_nor_hub_id(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="is no local folder"):
+        load_tokenizer(name)
