@@ -1,0 +1,41 @@
+"""How attention is computed: the interface in `base`, one module per backend, chosen once at start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from engine.attention.base import AttentionBackend, AttentionPart
+from engine.attention.reference import TorchReference
+from engine.errors import ConfigError
+
+__all__ = ["select"]
+
+# Fastest first; the reference computes everything and comes last.
+BACKENDS: tuple[type[AttentionBackend], ...] = (TorchReference,)
+
+logger = logging.getLogger("octavo.attention")
+
+
+def select(device: torch.device | str, parts: Iterable[AttentionPart] = ()) -> AttentionBackend:
+    """The first backend that can compute all of a model's attention parts on a device.
+
+    The choice, and why faster backends were passed over, is logged here and nowhere later.
+
+    Raises:
+        ConfigError: no backend can, with each one's reasons.
+    """
+    device = torch.device(device)
+    parts = list(parts)
+    refusals: list[str] = []
+    for backend in BACKENDS:
+        # Layers share parts, so reasons repeat: each is said once, in the order in which it first came up.
+        reasons = list(dict.fromkeys(reason for part in parts for reason in backend.unsupported(part, device)))
+        if not reasons:
+            passed = f"; passed over: {'; '.join(refusals)}" if refusals else ""
+            logger.info("attention on %s: %s backend%s", device, backend.name, passed)
+            return backend()
+        refusals.append(f"{backend.name} ({', '.join(reasons)})")
+    raise ConfigError(f"no attention backend serves this model on {device}: {'; '.join(refusals)}. Change `device`")

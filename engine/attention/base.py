@@ -1,0 +1,142 @@
+"""What a backend must know to compute attention, and the interface every backend has.
+
+All batches are ragged: R rows of T tokens laid end to end, never padded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Sliding window: a query at position p sees keys in [p - left, p + right]."""
+
+    left: int
+    right: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceBias:
+    """A bias per head that depends only on key position - query position (ALiBi, T5's buckets).
+
+    Attributes:
+        table: [heads, N] bias by distance.
+        zero: column of distance 0; distances beyond either end take the end's value.
+    """
+
+    table: Tensor
+    zero: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """K and V of one layer in pages.
+
+    Attributes:
+        keys, values: [num_blocks, block_size, kv_heads, head_dim]. Block 0 belongs to no sequence.
+        block_tables: [R, max blocks] int32.
+    """
+
+    keys: Tensor
+    values: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """K and V laid end to end without a cache (encoders).
+
+    Attributes:
+        keys, values: [tokens, kv_heads, head_dim].
+        starts: [R] int32 first token of each row.
+    """
+
+    keys: Tensor
+    values: Tensor
+    starts: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """The shape of one ragged batch, on the host and on the device; built once per step.
+
+    Attributes:
+        query_lens: R queries per row (host).
+        context_lens: R keys per row (host), the row's own new tokens included. The last query of a
+            row stands at position context_len - 1 when causal.
+        query_start: [R + 1] int32 (device).
+        context: [R] int32 (device).
+        cache: a backend's own per-step work (tiles, masks), keyed by the backend.
+    """
+
+    query_lens: list[int]
+    context_lens: list[int]
+    query_start: Tensor
+    context: Tensor
+    cache: dict[object, object]
+
+    @staticmethod
+    def build(query_lens: list[int], context_lens: list[int], device: torch.device) -> AttentionMetadata:
+        """Metadata for R rows."""
+        starts = [0]
+        for length in query_lens:
+            starts.append(starts[-1] + length)
+        return AttentionMetadata(
+            query_lens=query_lens,
+            context_lens=context_lens,
+            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            context=torch.tensor(context_lens, dtype=torch.int32, device=device),
+            cache={},
+        )
+
+
+class AttentionPart(Protocol):
+    """What of a model's attention decides whether a backend can serve it."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def window(self) -> Window | None: ...
+    @property
+    def softcap(self) -> float | None: ...
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention."""
+
+    name: str
+
+    @classmethod
+    def unsupported(cls, part: AttentionPart, device: torch.device) -> list[str]:
+        """Why this backend cannot compute `part` on `device`, one reason an entry; empty when it can."""
+        return []
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        kv: Paged | Ragged,
+        metadata: AttentionMetadata,
+        *,
+        causal: bool = True,
+        window: Window | None = None,
+        scale: float,
+        bias: DistanceBias | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
+
+        heads is a multiple of kv_heads; head h reads key head h // (heads // kv_heads).
+        """

@@ -1,0 +1,163 @@
+"""Exact attention in plain torch, on CPU and CUDA: the oracle that every other backend is tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPart,
+    DistanceBias,
+    Paged,
+    Ragged,
+    Window,
+)
+from engine.attention.tiles import CHUNK, Group, Shape, Step, plan
+
+# MKL multiplies rows four at a time, and a remainder by kernels whose sums differ in the last bits. Tiles
+# of one query are padded to whole fours, so that they too get the bits that a larger tile gives.
+ROWS = 4
+
+
+class TorchReference(AttentionBackend):
+    """Tiles of queries walk chunks of keys with a running softmax.
+
+    The running softmax is arXiv:1805.02867, its tiling arXiv:2205.14135. Scores, softmax and sums are in
+    float32 for every dtype; keys and values are gathered by slot and never expanded over grouped queries.
+
+    A query's result is the same to the bit whoever else is in the batch and however its prompt was
+    chunked, on a CPU (cuBLAS makes no such promise). The one exception: a row with a single query is a tile
+    of its own, which gives the bits of a larger tile where the CPU's matrix product sums whole fours of rows
+    alike (MKL with AVX-512 does), and may differ from them in the last bits elsewhere.
+
+    Positions that a query does not see are never read from outside its own row, so NaN or inf left in a
+    page by another sequence cannot reach it.
+    """
+
+    name = "torch"
+
+    @classmethod
+    def unsupported(cls, part: AttentionPart, device: torch.device) -> list[str]:
+        """Computes every part; made for the CPU and CUDA."""
+        if device.type in ("cpu", "cuda"):
+            return []
+        return [f"{cls.name} attention runs on cpu and cuda; the device is {device.type}"]
+
+    @torch.no_grad()
+    def attend(
+        self,
+        q: Tensor,
+        kv: Paged | Ragged,
+        metadata: AttentionMetadata,
+        *,
+        causal: bool = True,
+        window: Window | None = None,
+        scale: float,
+        bias: DistanceBias | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
+
+        Scores are scale * q k, then softcap * tanh(. / softcap), then + bias: transformers' order.
+        Queries stand at the last positions of their row when causal, at its first ones otherwise.
+        Tokens past the sum of the query lengths, and queries that see no key, give zeros.
+
+        Raises:
+            ValueError: shapes or lengths contradict each other.
+        """
+        heads, head_dim = q.shape[1:]
+        kv_heads = kv.keys.shape[-2]
+        if heads % kv_heads or kv.keys.shape[-1] != head_dim or kv.keys.shape != kv.values.shape:
+            raise ValueError(
+                f"q {tuple(q.shape)}, keys {tuple(kv.keys.shape)} and values {tuple(kv.values.shape)} do not "
+                "agree: heads must be a multiple of kv_heads, and head_dim the same"
+            )
+        if bias is not None and bias.table.shape[0] != heads:
+            raise ValueError(f"the distance bias has {bias.table.shape[0]} heads, the queries have {heads}")
+        groups = self._groups(metadata, kv, Shape(heads, kv_heads, head_dim, causal, window))
+        if q.shape[0] < sum(metadata.query_lens):
+            raise ValueError(f"q has {q.shape[0]} tokens, the rows have {sum(metadata.query_lens)} queries")
+        if isinstance(kv, Paged):  # view, not reshape: a copy of the whole pool must never happen silently
+            keys, values = kv.keys.view(-1, head_dim), kv.values.view(-1, head_dim)
+        else:
+            keys, values = kv.keys.reshape(-1, head_dim), kv.values.reshape(-1, head_dim)
+        out = q.new_zeros(q.shape)
+        for group in groups:
+            result = _attend_group(q, keys, values, group, kv_heads, scale, bias, softcap)
+            if group.places is not None:
+                result = result.index_select(0, group.places)
+            out.index_copy_(0, group.tokens, result.to(q.dtype))
+        return out
+
+    def _groups(self, metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple[Group, ...]:
+        """The tiles of this batch: worked out by the first layer of a step, shared by the others."""
+        where = kv.block_tables if isinstance(kv, Paged) else kv.starts
+        size = kv.keys.shape[1] if isinstance(kv, Paged) else None
+        key = (self.name, shape, size, where.data_ptr(), where.shape, where.stride(), kv.keys.device)
+        found = metadata.cache.get(key)
+        if found is None:
+            # The tensor is kept with the tiles: its address stays taken, and so remains a sound key.
+            found = metadata.cache[key] = (where, plan(metadata, kv, shape))
+        groups: tuple[Group, ...] = found[1]  # type: ignore[index]
+        return groups
+
+
+def _attend_group(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: Group,
+    kv_heads: int,
+    scale: float,
+    bias: DistanceBias | None,
+    softcap: float | None,
+) -> Tensor:
+    """Results [tiles * width, heads, head_dim] float32 of a group.
+
+    keys, values: [slots * kv_heads, head_dim].
+    """
+    heads, head_dim = q.shape[1:]
+    fold = heads // kv_heads
+    rows = -(-fold // ROWS) * ROWS if group.width == 1 else fold
+    shape = (group.tiles, kv_heads, rows, group.width)
+    queries = q.index_select(0, group.queries).view(group.tiles, group.width, kv_heads, fold, head_dim)
+    folded = queries.new_zeros((*shape, head_dim), dtype=torch.float32)
+    folded[:, :, :fold] = queries.permute(0, 2, 3, 1, 4)
+    folded = folded.mul_(scale).view(group.tiles * kv_heads, rows * group.width, head_dim)
+
+    best = folded.new_full((*folded.shape[:2], 1), torch.finfo(torch.float32).min)
+    total = torch.zeros_like(best)
+    acc = torch.zeros_like(folded)
+    for step in group.steps:
+        n = step.tiles * kv_heads
+        chunk = keys.index_select(0, step.rows).view(n, CHUNK, head_dim).float()
+        scores = torch.bmm(folded[:n], chunk.transpose(1, 2))
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        tiled = scores.view(step.tiles, *shape[1:], CHUNK)
+        if bias is not None:
+            tiled[:, :, :fold].add_(_bias(bias, step, kv_heads, group.width))
+        if step.mask is not None:
+            tiled[step.masked :].add_(step.mask)
+        # The running maximum starts finite, so that a query whose keys are all masked so far sums to 0.
+        peak = torch.maximum(best[:n], scores.amax(-1, keepdim=True))
+        weights = scores.sub_(peak).exp_()
+        decay = best[:n].sub_(peak).exp_()
+        total[:n].mul_(decay).add_(weights.sum(-1, keepdim=True))
+        chunk = values.index_select(0, step.rows).view(n, CHUNK, head_dim).float()
+        acc[:n].mul_(decay).baddbmm_(weights, chunk)
+        best[:n] = peak
+    acc.div_(total.clamp_min_(torch.finfo(torch.float32).tiny))
+    result = acc.view(*shape, head_dim)[:, :, :fold].permute(0, 3, 1, 2, 4)
+    return result.reshape(group.tiles * group.width, heads, head_dim)
+
+
+def _bias(bias: DistanceBias, step: Step, kv_heads: int, width: int) -> Tensor:
+    """[tiles, kv_heads, fold, width, CHUNK], a strided view of one line of distances per tile."""
+    heads, columns = bias.table.shape
+    line = torch.arange(width + CHUNK - 1, device=bias.table.device)
+    index = (step.distance + line + bias.zero).clamp_(0, columns - 1)
+    lines = bias.table.index_select(1, index.view(-1)).view(kv_heads, heads // kv_heads, step.tiles, len(line))
+    return lines.permute(2, 0, 1, 3).unfold(3, CHUNK, 1)
