@@ -47,7 +47,8 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         deadline: float | None = None,
     ) -> AsyncIterator[RequestDelta]:
-        """Submit a request and iterate over its deltas; the last one has `finished` set.
+        """Submit a request and iterate over its deltas; the first, without choices, says that it was
+        accepted, the last one has `finished` set.
 
         The request is aborted, and its pages freed, when the iterator is closed early or its task is
         cancelled. Deltas that pile up while nobody reads are handed out one by one, none is lost.

@@ -236,18 +236,16 @@ class Engine:
     def _log_start(self, seconds: float) -> None:
         info = self.info
         tokens = info.num_blocks * info.block_size
+        logger.info("loaded %s (%s, %s) in %.1f s", info.model, info.dtype, info.device, seconds)
         logger.info(
-            "loaded %s (%s, %s) in %.1f s: %d pages of %d tokens hold %d tokens, that is %.1f requests of the full "
-            "%d tokens",
-            info.model,
-            info.dtype,
-            info.device,
-            seconds,
+            "KV cache: %d pages of %d tokens = %d tokens; %.1f requests of the full %d tokens fit, "
+            "and at most %d sequences run in one step",
             info.num_blocks,
             info.block_size,
             tokens,
             tokens / info.max_model_len,
             info.max_model_len,
+            info.max_num_seqs,
         )
 
 

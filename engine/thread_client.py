@@ -63,6 +63,7 @@ class ThreadEngineClient(EngineClient):
                 self._engine.add_request(
                     request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline
                 )
+                self._hand_over([(request_id, RequestDelta(request_id=request_id, choices=()))])
             except OctavoError as error:
                 self._hand_over([(request_id, error)])
 

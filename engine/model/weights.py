@@ -26,10 +26,11 @@ from engine.model.spec import Lm, ModelSpec
 from engine.model.table import WeightTable
 from engine.model.transformer import Transformer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("octavo.model")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING = "decoder.embedding.tokens"
 _FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
@@ -62,12 +63,17 @@ def load_model(
     if family.weights is None:
         raise UnsupportedModelError(f"{family.name} cannot be served yet.")
     with Checkpoint(path) as checkpoint:
-        checkpoint.rename(family.weights(model_spec))
-        model_spec = _untie_if_different(checkpoint, family.weights(model_spec), model_spec)
         table = family.weights(model_spec)
+        checkpoint.rename(table)
+        if isinstance(model_spec.head, Lm) and model_spec.head.tied and _has_own_head(checkpoint, table):
+            model_spec = replace(model_spec, head=replace(model_spec.head, tied=False))
+            table = family.weights(model_spec)
         try:
             model = Transformer(model_spec, backend, max_model_len, device=device, dtype=dtype)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            # The CPU's allocator raises a plain RuntimeError.
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+                raise
             raise ModelLoadError(
                 f"The weights of {path} do not fit into the free memory of {device} as {dtype}: {error}. "
                 "Use a smaller model, a 16-bit --dtype, or another --device."
@@ -77,15 +83,18 @@ def load_model(
 
 
 def stored_dtype(path: Path, config: Any) -> torch.dtype:
-    """The format of a checkpoint's weights: what its config says, else that of its largest tensor."""
+    """The format of a checkpoint's weights: what its config says, else that of its largest tensor.
+
+    float32 where that is none of float32, float16 and bfloat16.
+    """
     named = getattr(config, "dtype", None)
     if isinstance(named, str):
         named = getattr(torch, named.removeprefix("torch."), None)
-    if isinstance(named, torch.dtype):
-        return named
-    with Checkpoint(path) as checkpoint:
-        largest = max(checkpoint.names, key=lambda name: checkpoint.shape(name).numel(), default=None)
-        return torch.float32 if largest is None else _FORMATS.get(checkpoint.format(largest), torch.float32)
+    if named is None:
+        with Checkpoint(path) as checkpoint:
+            largest = max(checkpoint.names, key=lambda name: checkpoint.shape(name).numel(), default=None)
+            named = None if largest is None else _FORMATS.get(checkpoint.format(largest))
+    return named if named in (torch.float16, torch.bfloat16) else torch.float32
 
 
 class Checkpoint:
@@ -208,28 +217,28 @@ def _no_weights(path: Path) -> str:
     )
 
 
-def _untie_if_different(checkpoint: Checkpoint, table: WeightTable, model_spec: ModelSpec) -> ModelSpec:
-    """A head that is tied by the config but stored with values of its own is not tied, as in transformers."""
-    head = model_spec.head
-    embedding = table.entries[0].sources[0]
-    if not (isinstance(head, Lm) and head.tied and table.head in checkpoint.names and embedding in checkpoint.names):
-        return model_spec
-    assert table.head is not None
-    shape = checkpoint.shape(table.head)
-    if shape == checkpoint.shape(embedding):
-        step = 8192
-        rows = range(0, shape[0], step)
-        if all(
-            torch.equal(checkpoint.rows(table.head, r, r + step), checkpoint.rows(embedding, r, r + step)) for r in rows
-        ):
-            del checkpoint.names[table.head]
-            return model_spec
+def _has_own_head(checkpoint: Checkpoint, table: WeightTable) -> bool:
+    """Whether an output matrix is stored that differs from the embedding it is said to be tied to.
+
+    Then it is used, as in transformers. One that equals the embedding is dropped from the checkpoint.
+    """
+    head = table.head
+    embedding = next(entry.sources[0] for entry in table.entries if entry.target == EMBEDDING)
+    if head is None or head not in checkpoint.names or embedding not in checkpoint.names:
+        return False
+    shape, step = checkpoint.shape(head), 8192
+    if shape == checkpoint.shape(embedding) and all(
+        torch.equal(checkpoint.rows(head, row, row + step), checkpoint.rows(embedding, row, row + step))
+        for row in range(0, shape[0], step)
+    ):
+        del checkpoint.names[head]
+        return False
     logger.warning(
         "%s: tie_word_embeddings is true, but %s is stored with values of its own, which are used.",
         checkpoint.path,
-        table.head,
+        head,
     )
-    return replace(model_spec, head=replace(head, tied=False))
+    return True
 
 
 def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, Tensor]:

@@ -36,9 +36,7 @@ class Outcome:
     num_new_tokens: int = 0
 
 
-def apply_candidates(
-    group: SequenceGroup, result: StepResult, first: int, prompt_logprobs_complete: bool
-) -> Outcome:
+def apply_candidates(group: SequenceGroup, result: StepResult, first: int, prompt_logprobs_complete: bool) -> Outcome:
     """Let the search decide on rows first, first + 1, … of the result, one per sequence of the group."""
     rows = slice(first, first + len(group.sequences))
     prompt_logprobs = group.prompt_logprobs if prompt_logprobs_complete else None
@@ -166,9 +164,7 @@ def _apply_samples(group: SequenceGroup, result: StepResult, rows: slice) -> Out
             continue
         _extend(outcome, parent, children, None)
     outcome.num_new_tokens = len(choices)
-    outcome.delta = RequestDelta(
-        request_id=group.request.request_id, choices=choices, finished=not outcome.live
-    )
+    outcome.delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=not outcome.live)
     return outcome
 
 

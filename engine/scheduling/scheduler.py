@@ -40,13 +40,12 @@ class _Step:
     budget: int
     rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
     copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
-    pinned: list[int] = field(default_factory=list)
     preempted: bool = False
 
-    def drop(self, group: SequenceGroup) -> None:
-        """Take a group out again."""
+    def drop(self, group: SequenceGroup) -> list[tuple[int, int]]:
+        """Take a group out again; the copies that are not needed any more."""
         self.budget += sum(row.count for row in self.rows.pop(group, ()))
-        self.copies.pop(group, None)
+        return self.copies.pop(group, [])
 
 
 class Scheduler:
@@ -156,12 +155,12 @@ class Scheduler:
                 self._plan_group(step, group)
         if not step.preempted:
             self._admit(step)
-        for page in step.pinned:
-            self.pool.unpin(page)
+        copies = [pair for pairs in step.copies.values() for pair in pairs]
+        for source, _ in copies:
+            self.pool.unpin(source)
         rows = [row for group in self._running for row in step.rows.get(group, ())]
         if not rows:
             return None
-        copies = [pair for pairs in step.copies.values() for pair in pairs]
         self.stats.num_page_copies += len(copies)
         self._step = rows
         return build_plan(rows, copies, self.config.block_size)
@@ -218,7 +217,7 @@ class Scheduler:
         completes = total <= step.budget
         sampled = completes and group.fork_point is None
         rows: list[Row] = []
-        copies: list[tuple[int, int]] = []
+        copies = step.copies.setdefault(group, [])
         budget = step.budget
         for sequence, count in work:
             # All sequences of a group sample in the same step: until all can, each keeps its last token.
@@ -231,7 +230,6 @@ class Scheduler:
             rows.append(Row(group, sequence, sequence.num_computed, allowed, sampled))
         if rows:
             step.rows[group] = rows
-            step.copies[group] = copies
             step.budget -= sum(row.count for row in rows)
 
     def _reserve(
@@ -256,7 +254,6 @@ class Scheduler:
         if copy:
             source, target = sequence.table[page], pages.pop()
             self.pool.pin(source)
-            step.pinned.append(source)
             self.pool.free([source])
             sequence.table[page] = target
             copies.append((source, target))
@@ -279,10 +276,9 @@ class Scheduler:
             return False
         size = self.config.block_size
         hits = self._match(group)
-        common = group.sequences[0].num_tokens if group.fork_point is None else group.fork_point
-        pages = pages_needed(common, size) - len(hits)
-        if group.fork_point is not None:
-            pages += sum(pages_needed(s.num_tokens, size) - common // size for s in group.sequences)
+        # Full pages before the fork point are shared; the page it lies in is one sequence's in the end.
+        shared = 0 if group.fork_point is None else group.fork_point // size
+        pages = shared + sum(pages_needed(s.num_tokens, size) - shared for s in group.sequences) - len(hits)
         return pages <= self.pool.num_available - self.pool.count_cached(hits)
 
     def _match(self, group: SequenceGroup) -> list[int]:
@@ -293,9 +289,7 @@ class Scheduler:
         num_pages = known // self.config.block_size
         if not self.pool.enable_prefix_caching:
             return []
-        return self.pool.match(
-            sequence.extend_hashes(self._hasher, group.root, self.config.block_size, num_pages)
-        )
+        return self.pool.match(sequence.extend_hashes(self._hasher, group.root, self.config.block_size, num_pages))
 
     def _start(self, group: SequenceGroup) -> None:
         heapq.heappop(self._waiting)
@@ -318,12 +312,13 @@ class Scheduler:
 
     def _preempt(self, step: _Step, group: SequenceGroup) -> None:
         """Take a group's pages; it starts over later, from what the prefix cache still has."""
-        step.drop(group)
         step.preempted = True
         self.stats.num_preemptions += 1
         self._running.remove(group)
         for sequence in group.sequences:
             self._release(sequence)
+        for source, _ in step.drop(group):
+            self.pool.unpin(source)
         group.fork_point = group.common_prefix() if len(group.sequences) > 1 else None
         self._enqueue(group)
 

@@ -216,9 +216,7 @@ class SequenceGroup:
             dtype=np.float64,
         )
         self.has_penalties = (
-            decoding.repetition_penalty != 1.0
-            or decoding.presence_penalty != 0.0
-            or decoding.frequency_penalty != 0.0
+            decoding.repetition_penalty != 1.0 or decoding.presence_penalty != 0.0 or decoding.frequency_penalty != 0.0
         )
 
     @property

@@ -1,0 +1,131 @@
+"""One error body, OpenAI's, for everything that can go wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from engine import EngineDeadError, InvalidRequestError
+
+logger = logging.getLogger("octavo.server")
+
+_SHOWN = 80  # characters of a wrong value that an error message repeats
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, for people (`message`) and for programs (`type`, `param`, `code`)."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """OpenAI's error body."""
+
+    error: ErrorDetail
+
+
+# Declared for every route: "4XX" also keeps FastAPI from documenting 422, which is never sent.
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "The request is at fault."},
+    "5XX": {"model": ErrorResponse, "description": "The server is at fault."},
+}
+
+
+class ApiError(HTTPException):
+    """An error with the status and body that the client is to see."""
+
+    def __init__(
+        self,
+        status_code: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(status_code, message, dict(headers) if headers else None)
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def payload(self) -> dict[str, Any]:
+        """The body as a JSON-ready dictionary."""
+        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def body(self) -> str:
+        """The body as ASCII JSON: a message may repeat what the client sent, lone surrogates included."""
+        return json.dumps(self.payload())
+
+    def response(self) -> Response:
+        """The error as an answer."""
+        return Response(self.body(), self.status_code, self.headers, media_type="application/json")
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value) if not isinstance(value, (list, dict)) or len(value) < _SHOWN else f"{type(value).__name__}"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def describe_validation(problems: list[Any]) -> ApiError:
+    """One sentence from pydantic's list: the first field at fault, with all that is said about it."""
+    first = problems[0]
+    location = [part for part in first["loc"] if part not in ("body", "path", "query")]
+    if not location:
+        return ApiError(
+            400, "The body must be a JSON object, sent with Content-Type: application/json.", code="invalid_body"
+        )
+    param = str(location[0])
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is required.", param=param, code="missing_required_parameter")
+    reasons = dict.fromkeys(
+        problem["msg"] for problem in problems if param in problem["loc"] and problem["type"] != "missing"
+    )
+    message = f"{param}: {', or: '.join(reasons)}; got {_shown(first['input'])}."
+    return ApiError(400, message, param=param, code="invalid_type")
+
+
+def to_api_error(problem: Exception) -> ApiError:
+    """The answer to any exception; what is the server's own fault is logged and answered without detail."""
+    if isinstance(problem, ApiError):
+        return problem
+    if isinstance(problem, RequestValidationError):
+        return describe_validation(list(problem.errors()))
+    if isinstance(problem, InvalidRequestError):
+        return ApiError(400, str(problem), param=problem.param, code=problem.code)
+    if isinstance(problem, StarletteHTTPException):
+        return ApiError(problem.status_code, str(problem.detail), headers=problem.headers)
+    if isinstance(problem, EngineDeadError):
+        logger.error("The engine is dead: %s", problem)
+        return ApiError(503, "The engine has stopped and cannot serve requests.", code="engine_dead")
+    logger.error("A request failed: %r", problem, exc_info=problem)
+    return ApiError(500, "The server failed to answer this request; its log says why.", code="internal_error")
+
+
+def _on_error(request: Request, problem: Exception) -> Response:
+    error = to_api_error(problem)
+    if error.code is None and error.status_code == 404:
+        where = f"{request.method} {request.url.path}"
+        error = ApiError(404, f"Unknown route: {where}. /docs lists the routes.", code="unknown_route")
+    elif error.code is None and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "other methods")
+        message = f"{request.url.path} does not answer {request.method}; it answers {allowed}."
+        error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    return error.response()
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception with OpenAI's error body."""
+    for kind in (StarletteHTTPException, RequestValidationError, InvalidRequestError, EngineDeadError, Exception):
+        app.add_exception_handler(kind, _on_error)

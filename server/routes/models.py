@@ -1,0 +1,32 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from server.context import Service, ServiceDep
+from server.errors import ERROR_RESPONSES
+from server.schemas import ModelCard, ModelList
+
+router = APIRouter()
+
+
+def _card(service: Service) -> ModelCard:
+    info = service.client.info
+    return ModelCard(
+        id=service.model_id, created=service.created, root=service.model_id, max_model_len=info.max_model_len
+    )
+
+
+@router.get("/v1/models", responses=ERROR_RESPONSES, summary="List the served models")
+async def list_models(service: ServiceDep) -> ModelList:
+    """The one model that this server serves."""
+    return ModelList(data=[_card(service)])
+
+
+# A path, because hub ids hold a slash.
+@router.get("/v1/models/{model_id:path}", responses=ERROR_RESPONSES, summary="Describe a served model")
+async def get_model(model_id: str, service: ServiceDep) -> ModelCard:
+    """The model of that id; 404 for any other than the served one."""
+    service.check_model(model_id)
+    return _card(service)

@@ -1,0 +1,225 @@
+"""The HTTP bodies of /v1/completions and /v1/models, in OpenAI's shapes with vLLM's extra fields.
+
+The sampling fields are made from `SamplingParams` itself, so that a new one needs no second
+declaration; values are checked there too, here only their types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model
+from pydantic_core import PydanticCustomError
+
+from engine import SamplingParams
+from server.errors import ApiError
+
+MAX_PROMPTS = 2048  # prompts in one request, as at OpenAI
+# Fields that say nothing about the answer: ignored without a word.
+HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+class StrictJsonRequest(Request):
+    """A request whose JSON must be standard JSON: no NaN, no Infinity, and every string valid Unicode."""
+
+    async def json(self) -> Any:
+        content = await self.body()
+        try:
+            value = json.loads(content, parse_constant=_refuse_constant)
+            if b"\\u" in content:  # the one way to write half a surrogate pair
+                json.dumps(value, ensure_ascii=False).encode()
+            return value
+        except RecursionError:
+            raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
+        except ValueError as problem:  # syntax, encoding, numbers of too many digits
+            reason = str(problem).encode("ascii", "backslashreplace").decode()
+            raise ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json") from None
+
+
+class StrictJsonRoute(APIRoute):
+    """A route that reads its body as `StrictJsonRequest` does."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handle(StrictJsonRequest(request.scope, request.receive))
+
+        return strict
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _check_prompt(value: Any) -> list[str | list[int]]:
+    """Any of the four forms as a list of prompts."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    texts_or_ids = isinstance(prompts, list) and (
+        all(isinstance(item, str) for item in prompts) or all(_is_ids(item) for item in prompts)
+    )
+    if not texts_or_ids or not prompts:
+        message = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
+        raise PydanticCustomError("prompt", message)
+    if len(prompts) > MAX_PROMPTS:
+        raise PydanticCustomError("prompt", f"may hold at most {MAX_PROMPTS} prompts, got {len(prompts)}")
+    return list(prompts)
+
+
+_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        _IDS_SCHEMA,
+        {"type": "array", "minItems": 1, "items": _IDS_SCHEMA},
+    ]
+}
+Prompts = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+
+
+def _integer_keys(value: Any) -> Any:
+    """JSON keys are strings; logit_bias means token ids."""
+    if not isinstance(value, dict):
+        return value
+    digits = re.compile(r"[0-9]{1,10}", re.ASCII)
+    return {int(key) if isinstance(key, str) and digits.fullmatch(key) else key: bias for key, bias in value.items()}
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The sentences of a class's `Attributes:` section, by field name."""
+    text = (cls.__doc__ or "").partition("Attributes:")[2]
+    docs: dict[str, str] = {}
+    for names, sentence in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", text, re.MULTILINE):
+        for name in names.split(", "):
+            docs[name] = re.sub(r"\s+", " ", sentence)
+    return docs
+
+
+def _sampling_fields() -> dict[str, Any]:
+    docs, hints = field_docs(SamplingParams), get_type_hints(SamplingParams)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(SamplingParams):
+        kind: Any = hints[field.name] | None
+        if field.name == "logit_bias":
+            kind = Annotated[kind, BeforeValidator(_integer_keys)]
+        fields[field.name] = (kind, Field(default=None, description=docs.get(field.name)))
+    return fields
+
+
+class _Body(BaseModel):
+    # Strict: "16" is no integer and 1 is no boolean. Unknown fields are kept, to be reported.
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+if TYPE_CHECKING:
+    _SamplingBody = _Body
+else:
+    _SamplingBody = create_model("SamplingFields", __base__=_Body, **_sampling_fields())
+
+
+class StreamOptions(_Body):
+    """How to stream."""
+
+    include_usage: bool | None = Field(None, description="End the stream with a chunk that holds the usage.")
+
+
+class CompletionRequest(_SamplingBody):
+    """Body of POST /v1/completions. Null means the default, for every field but the prompt."""
+
+    model: str | None = Field(None, description="The served model's id; may be left out.")
+    prompt: Prompts = Field(description="One prompt or several, as text or as token ids.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+    stream_options: StreamOptions | None = None
+    echo: bool | None = Field(None, description="Begin each answer with its prompt.")
+    best_of: int | None = Field(None, ge=1, description="Generate that many answers and keep the n most probable.")
+    suffix: str | None = Field(None, description="Not supported.")
+    use_beam_search: bool | None = Field(None, description="num_beams = max(n, best_of), at least 2.")
+    return_token_ids: bool | None = Field(None, description="Add the token ids of answer and prompt to each choice.")
+
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingParams)}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def ignored_fields(self) -> list[str]:
+        """Names of unknown fields that might have been meant to change the answer."""
+        return sorted(name for name in self.model_extra or {} if name not in HARMLESS)
+
+
+class PromptTokensDetails(BaseModel):
+    """Part of `Usage`."""
+
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Tokens of the whole request. Answers that best_of threw away count too."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry per token. `text_offset` counts characters from the start of the choice's text and is
+    approximate where a token holds only part of a character."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One answer, or in a stream one answer's next piece. `stop_reason` is the stop string or the stop
+    token id that ended it, null for the model's own end of sequence."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """Answer of POST /v1/completions, and one event of its stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """One served model."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "octavo"
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """Answer of GET /v1/models."""
+
+    object: str = "list"
+    data: list[ModelCard]

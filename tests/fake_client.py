@@ -1,0 +1,135 @@
+"""An engine client that plays a script, and a tokenizer of one token per byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from engine import (
+    ChoiceDelta,
+    EngineDeadError,
+    EngineStats,
+    Logprob,
+    RequestDelta,
+    SamplingParams,
+    TokenInput,
+)
+from engine.client import EngineClient, EngineInfo
+from engine.text import Tokenizer
+
+EOS = 256
+VOCAB_SIZE = 257
+# A step of a script: a delta, an exception to raise, or an event to wait for.
+Step = RequestDelta | Exception | asyncio.Event
+Script = Callable[[str, TokenInput, SamplingParams], Iterable[Step]]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0 to 255 are bytes, 256 is the end of sequence."""
+    return Tokenizer(hf_byte_tokenizer())
+
+
+def hf_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """The same as a `transformers` tokenizer."""
+    # GPT-2's byte-to-character table: printable bytes as themselves, the others from U+0100 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    vocab = {chars[byte]: byte for byte in range(256)} | {"<eos>": EOS}
+    rust = RustTokenizer(models.BPE(vocab=vocab, merges=[]))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<eos>")
+
+
+def entry(token: int, top: int, logprob: float = -0.5) -> dict[int, Logprob]:
+    """The chosen token and the `top` most probable: it and the ids after it."""
+    ranked = [token, *((token + step) % 128 for step in range(1, top))]
+    return {item: Logprob(logprob - rank, rank + 1) for rank, item in enumerate(ranked)}
+
+
+def say(request_id: str, texts: Sequence[str], params: SamplingParams, finish: str = "length") -> list[RequestDelta]:
+    """Deltas of one byte per step in which choice i says texts[i]."""
+    spoken = [text.encode() for text in texts]
+    deltas = []
+    for step in range(max(map(len, spoken))):
+        choices = []
+        for index, said in enumerate(spoken):
+            if step >= len(said):
+                continue
+            last = step == len(said) - 1
+            logprobs = None if params.logprobs is None else [entry(said[step], params.logprobs)]
+            choices.append(
+                ChoiceDelta(
+                    index=index,
+                    token_ids=[said[step]],
+                    logprobs=logprobs,
+                    finish_reason=finish if last else None,  # type: ignore[arg-type]
+                    cumulative_logprob=-float(len(said)) * (index + 1) if last else None,
+                )
+            )
+        deltas.append(RequestDelta(request_id=request_id, choices=choices, finished=step == max(map(len, spoken)) - 1))
+    return deltas
+
+
+class FakeClient(EngineClient):
+    """Plays `script`; records what was asked of it."""
+
+    def __init__(self, script: Script):
+        self.info = EngineInfo(
+            model="fake", model_path="fake", dtype="float32", device="cpu", max_model_len=64, vocab_size=VOCAB_SIZE,
+            block_size=16, num_blocks=10, max_num_seqs=8, max_num_beams=16,
+        )  # fmt: skip
+        self.script = script
+        self.dead = False
+        self.closed = False
+        self.asked: dict[str, tuple[TokenInput, SamplingParams]] = {}
+        self.running: set[str] = set()
+        self.cut_short: list[str] = []
+        self.aborted: list[tuple[str, int | None]] = []
+
+    async def generate(self, request_id: str, input: Any, params: Any, **options: Any) -> AsyncIterator[RequestDelta]:
+        if self.dead:
+            raise EngineDeadError("dead")
+        self.asked[request_id] = (input, params)
+        self.running.add(request_id)
+        complete = False
+        try:
+            for step in self.script(request_id, input, params):
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, Exception):
+                    complete = True
+                    raise step
+                else:
+                    await asyncio.sleep(0)
+                    complete = step.finished
+                    yield step
+        finally:
+            self.running.discard(request_id)
+            if not complete:
+                self.cut_short.append(request_id)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        self.aborted.append((request_id, choice))
+
+    def stats(self) -> EngineStats:
+        if self.dead:
+            raise EngineDeadError("dead")
+        return EngineStats(
+            num_running=len(self.running), pages_total=10, pages_held=2, pages_cached=3, pages_free=5, num_steps=7,
+            step_seconds=0.5, prompt_tokens=11, generation_tokens=12, num_preemptions=1, prefix_queries=9,
+            prefix_hits=4, num_page_copies=6,
+        )  # fmt: skip
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.dead
+
+    async def close(self) -> None:
+        self.closed = True

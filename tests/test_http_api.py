@@ -1,0 +1,646 @@
+"""The HTTP face over a scripted engine: shapes, errors, streams, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from fake_client import EOS, FakeClient, Script, Step, byte_tokenizer, entry, say
+
+from engine import (
+    ChoiceDelta,
+    EngineDeadError,
+    InvalidRequestError,
+    RequestDelta,
+    RequestFailedError,
+    SamplingParams,
+    TokenInput,
+)
+from server.app import create_app
+
+MODEL = "org/fake"
+
+
+def repeat_prompt(request_id: str, source: TokenInput, params: SamplingParams) -> Iterable[Step]:
+    """Every choice says its prompt and its own number."""
+    text = bytes(source.token_ids).decode()
+    deltas = say(request_id, [f"<{text}{index}>" for index in range(params.n)], params)
+    if params.prompt_logprobs is not None:
+        known = [None, *(entry(token, params.prompt_logprobs) for token in source.token_ids[1:])]
+        deltas[0] = replace(deltas[0], prompt_logprobs=known)
+    deltas[0] = replace(deltas[0], num_cached_tokens=1)
+    return deltas
+
+
+class Api:
+    """An app over a script, called in process."""
+
+    def __init__(self, script: Script = repeat_prompt, *, tokenizer: bool = True):
+        self.client = FakeClient(script)
+        self.app = create_app(self.client, byte_tokenizer() if tokenizer else None, MODEL)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+                return await http.request(method, path, **options)
+
+        return asyncio.run(asyncio.wait_for(call(), 20))
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.request("POST", "/v1/completions", json=body)
+
+    def stream(self, **body: Any) -> list[Any]:
+        answer = self.complete(stream=True, **body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["cache-control"] == "no-cache"
+        blocks = answer.text.split("\n\n")
+        assert blocks.pop() == ""
+        assert all(block.startswith("data: ") for block in blocks)
+        data = [block.removeprefix("data: ") for block in blocks]
+        assert data.pop() == "[DONE]"
+        return [json.loads(item) for item in data]
+
+    def sampling(self) -> SamplingParams:
+        (asked,) = self.client.asked.values()
+        return asked[1]
+
+
+def error(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+def joined(events: list[Any]) -> dict[int, dict[str, Any]]:
+    """Text and ends of each choice of a stream."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for choice in event["choices"]:
+            whole = found.setdefault(choice["index"], {"text": "", "finish": [], "events": []})
+            whole["text"] += choice["text"]
+            whole["events"].append(choice)
+            if choice["finish_reason"] is not None:
+                whole["finish"].append(choice["finish_reason"])
+    return found
+
+
+# ---------------------------------------------------------------- completions
+
+
+def test_one_prompt_has_openais_shape() -> None:
+    body = Api().complete(model=MODEL, prompt="ab").json()
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["model"] == MODEL
+    assert body["created"] > 1_700_000_000
+    assert body["choices"] == [
+        {"index": 0, "text": "<ab0>", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 5,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("a", ["<a0>"]),
+        (["a", "bc"], ["<a0>", "<bc0>"]),
+        ([97, 98], ["<ab0>"]),
+        ([[97], [98, 99]], ["<a0>", "<bc0>"]),
+    ],
+)
+def test_the_four_forms_of_a_prompt(prompt: Any, texts: list[str]) -> None:
+    choices = Api().complete(prompt=prompt).json()["choices"]
+    assert [choice["text"] for choice in choices] == texts
+    assert [choice["index"] for choice in choices] == list(range(len(texts)))
+
+
+def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
+    body = Api().complete(prompt=["a", "b"], n=3).json()
+    assert [choice["text"] for choice in body["choices"]] == [f"<{p}{i}>" for p in "ab" for i in range(3)]
+    assert [choice["index"] for choice in body["choices"]] == list(range(6))
+    assert body["usage"]["prompt_tokens"] == 2
+    assert body["usage"]["completion_tokens"] == 24
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    fields = {
+        "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "n": 2,
+        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"5": 1.5},
+        "stop": ["zz"], "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True,
+        "skip_special_tokens": False, "logprobs": 2, "prompt_logprobs": 1, "num_beams": 1, "length_penalty": 0.8,
+        "early_stopping": "never", "no_repeat_ngram_size": 2, "min_length": 1, "suppress_tokens": [1],
+        "begin_suppress_tokens": [2], "forced_bos_token_id": 3, "forced_eos_token_id": 6,
+    }  # fmt: skip
+    assert set(fields) == set(SamplingParams.__dataclass_fields__)
+    api = Api()
+    assert api.complete(prompt="a", **fields).status_code == 200
+    assert api.sampling() == SamplingParams(**(fields | {"logit_bias": {5: 1.5}}))
+
+
+def test_null_and_missing_mean_the_default() -> None:
+    api = Api()
+    nulls = dict.fromkeys([*SamplingParams.__dataclass_fields__, "echo", "best_of", "suffix", "stream", "model"])
+    answer = api.complete(prompt="a", stream_options=None, **nulls)
+    assert answer.status_code == 200
+    assert api.sampling() == SamplingParams()
+    assert "x-octavo-ignored-fields" not in answer.headers
+
+
+def test_unknown_fields_are_ignored_and_reported() -> None:
+    answer = Api().complete(prompt="a", user="me", frobnicate=1, **{"bad name\r\nx": 1})
+    assert answer.status_code == 200
+    assert answer.headers["x-octavo-ignored-fields"] == "frobnicate"
+
+
+def test_stop_string_ends_the_choice_and_the_engines_work_on_it() -> None:
+    api = Api()
+    body = api.complete(prompt="a|b", stop="|", n=2).json()
+    assert [choice["text"] for choice in body["choices"]] == ["<a", "<a"]
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"stop"}
+    assert {choice["stop_reason"] for choice in body["choices"]} == {"|"}
+    assert body["usage"]["completion_tokens"] == 6
+    (request_id,) = api.client.asked
+    assert api.client.aborted == [(request_id, 0), (request_id, 1)]
+    assert api.client.cut_short == [request_id]
+    assert not api.client.running
+
+
+def test_eos_is_a_stop_without_text() -> None:
+    def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterator[Step]:
+        yield RequestDelta(request_id=request_id, choices=[ChoiceDelta(index=0, token_ids=[65])])
+        last = ChoiceDelta(index=0, token_ids=[EOS], finish_reason="stop")
+        yield RequestDelta(request_id=request_id, choices=[last], finished=True)
+
+    choice = Api(script).complete(prompt="a", return_token_ids=True).json()["choices"][0]
+    assert choice["text"] == "A"
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] is None
+    assert choice["token_ids"] == [65, EOS]
+    assert choice["prompt_token_ids"] == [97]
+
+
+def test_logprobs() -> None:
+    logprobs = Api().complete(prompt="a", logprobs=2).json()["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["<", "a", "0", ">"],
+        "token_logprobs": [-0.5] * 4,
+        "top_logprobs": [
+            {"<": -0.5, "=": -1.5},
+            {"a": -0.5, "b": -1.5},
+            {"0": -0.5, "1": -1.5},
+            {">": -0.5, "?": -1.5},
+        ],
+        "text_offset": [0, 1, 2, 3],
+    }
+
+
+def test_minus_infinity_can_be_said_in_json() -> None:
+    def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterator[Step]:
+        impossible = ChoiceDelta(
+            index=0, token_ids=[65], logprobs=[entry(65, 1, float("-inf"))], finish_reason="length"
+        )
+        yield RequestDelta(request_id=request_id, choices=[impossible], finished=True)
+
+    logprobs = Api(script).complete(prompt="a", logprobs=0).json()["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [-9999.0]
+
+
+@pytest.mark.parametrize("prompt", ["ab", [97, 98]])
+def test_echo_with_logprobs_covers_the_prompt(prompt: Any) -> None:
+    api = Api()
+    body = api.complete(prompt=[prompt, prompt] if isinstance(prompt, str) else prompt, echo=True, logprobs=1).json()
+    for choice in body["choices"]:
+        assert choice["text"] == "ab<ab0>"
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == list("ab<ab0>")
+        assert logprobs["token_logprobs"] == [None, *[-0.5] * 6]
+        assert logprobs["top_logprobs"] == [None, *({token: -0.5} for token in "b<ab0>")]
+        assert logprobs["text_offset"] == list(range(7))
+        assert "prompt_logprobs" not in choice
+    assert all(params.prompt_logprobs == 1 for _, params in api.client.asked.values())
+
+
+def test_prompt_logprobs_in_vllms_shape() -> None:
+    choice = Api().complete(prompt="ab", prompt_logprobs=1).json()["choices"][0]
+    assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]
+    assert choice["text"] == "<ab0>"
+
+
+def test_best_of_keeps_the_most_probable() -> None:
+    api = Api()
+    body = api.complete(prompt=["a", "b"], n=2, best_of=4).json()
+    assert api.client.asked[f"{body['id']}-0"][1].n == 4
+    # The script's answers get less probable with their number, except that all tokens are alike here:
+    # the cumulative log-probability is what it says.
+    assert [choice["text"] for choice in body["choices"]] == ["<a0>", "<a1>", "<b0>", "<b1>"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in body["choices"])
+    assert body["usage"]["completion_tokens"] == 32  # all that was generated
+
+
+def test_best_of_orders_by_score_and_not_by_number() -> None:
+    def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterator[Step]:
+        choices = [
+            ChoiceDelta(index=index, token_ids=[65 + index], finish_reason="length", cumulative_logprob=score)
+            for index, score in enumerate([-3.0, -1.0, -2.0])
+        ]
+        yield RequestDelta(request_id=request_id, choices=choices, finished=True)
+
+    body = Api(script).complete(prompt="a", n=2, best_of=3).json()
+    assert [choice["text"] for choice in body["choices"]] == ["B", "C"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_beams", "n"),
+    [
+        ({"use_beam_search": True}, 2, 1),
+        ({"use_beam_search": True, "n": 3}, 3, 3),
+        ({"use_beam_search": True, "n": 2, "best_of": 5}, 5, 2),
+        ({"use_beam_search": True, "num_beams": 6}, 6, 1),
+        ({"num_beams": 4, "n": 2}, 4, 2),
+        ({"num_beams": 4, "n": 2, "best_of": 5}, 5, 2),
+    ],
+)
+def test_beam_search_aliases(fields: dict[str, Any], num_beams: int, n: int) -> None:
+    api = Api()
+    assert len(api.complete(prompt="a", **fields).json()["choices"]) == n
+    assert api.sampling().num_beams == num_beams
+    assert api.sampling().n == n
+
+
+def test_without_a_tokenizer_ids_go_in_and_out() -> None:
+    api = Api(tokenizer=False)
+    assert error(api.complete(prompt="a"))["code"] == "no_tokenizer"
+    choice = api.complete(prompt=[97], return_token_ids=True, logprobs=0, echo=True).json()["choices"][0]
+    assert choice["text"] == ""
+    assert bytes(choice["token_ids"]) == b"<a0>"
+    assert choice["logprobs"]["tokens"] == ["97", "60", "97", "48", "62"]
+    events = api.stream(prompt=[97], return_token_ids=True)
+    assert [event["choices"][0]["token_ids"] for event in events] == [[60], [97], [48], [62]]
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "ab"},
+        {"prompt": "aé|b", "stop": ["b0"]},
+        {"prompt": ["a", "b☃"], "n": 2},
+        {"prompt": "ab", "echo": True, "logprobs": 1},
+        {"prompt": "a", "return_token_ids": True, "prompt_logprobs": 0},
+    ],
+)
+def test_a_stream_adds_up_to_the_unstreamed_answer(fields: dict[str, Any]) -> None:
+    whole = Api().complete(**fields).json()["choices"]
+    events = Api().stream(**fields)
+    assert all(len(event["choices"]) == 1 for event in events)
+    assert all("usage" not in event for event in events)
+    assert len({event["id"] for event in events}) == 1
+    choices = joined(events)
+    assert len(choices) == len(whole)
+    for expected in whole:
+        streamed = choices[expected["index"]]
+        assert streamed["text"] == expected["text"]
+        assert streamed["finish"] == [expected["finish_reason"]]
+        assert streamed["events"][-1]["finish_reason"] is not None
+        if expected["logprobs"] is not None:
+            parts = [event["logprobs"] for event in streamed["events"] if event["logprobs"]]
+            for key in expected["logprobs"]:
+                assert [item for part in parts for item in part[key]] == expected["logprobs"][key]
+        if "token_ids" in expected:
+            assert [token for event in streamed["events"] for token in event["token_ids"]] == expected["token_ids"]
+            assert streamed["events"][0]["prompt_logprobs"] == expected["prompt_logprobs"]
+
+
+def test_a_character_never_arrives_in_halves() -> None:
+    pieces = [choice["text"] for choice in joined(Api().stream(prompt="é☃"))[0]["events"]]
+    assert pieces == ["<", "é", "☃", "0", ">"]
+
+
+def test_stream_usage_comes_last_and_alone() -> None:
+    events = Api().stream(prompt="ab", stream_options={"include_usage": True})
+    assert all(event["usage"] is None for event in events[:-1])
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["total_tokens"] == 7
+    assert "usage" not in Api().stream(prompt="ab", stream_options={"include_usage": False})[-1]
+
+
+def test_an_error_inside_a_stream_is_an_event_and_the_end() -> None:
+    def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterator[Step]:
+        yield RequestDelta(request_id=request_id, choices=[ChoiceDelta(index=0, token_ids=[65])])
+        yield RequestFailedError("secret detail")
+
+    api = Api(script)
+    answer = api.complete(prompt="a", stream=True)
+    assert answer.status_code == 200
+    blocks = [json.loads(block.removeprefix("data: ")) for block in answer.text.strip().split("\n\n")]
+    assert blocks[0]["choices"][0]["text"] == "A"
+    assert blocks[1]["error"]["type"] == "server_error"
+    assert len(blocks) == 2
+    assert "secret" not in answer.text
+    assert 'octavo_request_success_total{finished_reason="error"} 1.0' in api.request("GET", "/metrics").text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_refused_prompt_fails_the_request_and_ends_the_others(stream: bool) -> None:
+    def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterator[Step]:
+        if bytes(source.token_ids) == b"bad":
+            yield InvalidRequestError("prompt is too long", param="prompt", code="context_length_exceeded")
+        yield RequestDelta(request_id=request_id, choices=[ChoiceDelta(index=0, token_ids=[65])])
+        yield asyncio.Event()
+
+    api = Api(script)
+    problem = error(api.complete(prompt=["good", "bad"], stream=stream))
+    assert problem["code"] == "context_length_exceeded"
+    assert problem["param"] == "prompt"
+    assert not api.client.running
+    assert len(api.client.cut_short) == 1
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": [257]}, "prompt"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "n": "2"}, "n"),
+        ({"prompt": "a", "n": True}, "n"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "top_k": -2}, "top_k"),
+        ({"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": [1]}, "logit_bias"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "a", "stop": [1]}, "stop"),
+        ({"prompt": "a", "stop": 5}, "stop"),
+        ({"prompt": "a", "ignore_eos": "yes"}, "ignore_eos"),
+        ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({"prompt": "a", "early_stopping": "often"}, "early_stopping"),
+        ({"prompt": "a", "suffix": "x"}, "suffix"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "a", "stream": True, "stream_options": 5}, "stream_options"),
+        ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+        ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": "a", "num_beams": 2, "n": 3}, "n"),
+        ({"prompt": "a", "num_beams": 2, "stop": "x"}, "stop"),
+        ({"prompt": ["a"] * 2049}, "prompt"),
+    ],
+)
+def test_what_is_wrong_is_400_and_names_the_field(fields: dict[str, Any], param: str) -> None:
+    api = Api()
+    problem = error(api.complete(**fields))
+    assert problem["type"] == "invalid_request_error"
+    assert problem["param"] == param
+    assert param in problem["message"]
+    assert len(problem["message"]) < 400
+    assert not api.client.asked
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"a"',
+        b"null",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "stop": "\\ud800"}',
+        b'{"prompt": "a", "model": "\\ud800"}',
+        b"[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8"])
+def test_bodies_that_are_no_valid_json_object_are_400(content: bytes, content_type: str) -> None:
+    answer = Api().request("POST", "/v1/completions", content=content, headers={"Content-Type": content_type})
+    error(answer)
+
+
+def test_a_body_of_another_type_is_400_and_says_what_to_send() -> None:
+    answer = Api().request("POST", "/v1/completions", data={"prompt": "a"})
+    assert "application/json" in error(answer)["message"]
+
+
+def test_an_unknown_model_is_404() -> None:
+    problem = error(Api().complete(prompt="a", model="gpt-9"), 404)
+    assert problem["code"] == "model_not_found"
+    assert problem["param"] == "model"
+    assert "gpt-9" in problem["message"]
+
+
+def test_unknown_routes_and_wrong_methods() -> None:
+    api = Api()
+    assert error(api.request("GET", "/v1/nothing"), 404)["code"] == "unknown_route"
+    answer = api.request("GET", "/v1/completions")
+    assert error(answer, 405)["code"] == "method_not_allowed"
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (EngineDeadError("secret"), 503, "engine_dead"),
+        (RequestFailedError("secret"), 500, "internal_error"),
+        (RuntimeError("secret"), 500, "internal_error"),
+        (InvalidRequestError("too long", param="prompt", code="x"), 400, "x"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_failures_of_the_engine(failure: Exception, status: int, code: str, stream: bool) -> None:
+    answer = Api(lambda *_: [failure]).complete(prompt="a", stream=stream)
+    assert error(answer, status)["code"] == code
+    assert "secret" not in answer.text
+
+
+def test_an_engine_that_falls_silent_is_an_error() -> None:
+    error(Api(lambda *_: []).complete(prompt="a"), 500)
+    failed = RequestDelta(request_id="x", choices=(), finished=True, error="secret")
+    answer = Api(lambda *_: [failed]).complete(prompt="a")
+    error(answer, 500)
+    assert "secret" not in answer.text
+
+
+# ---------------------------------------------------------------- disconnects
+
+
+def call_raw(api: Api, body: dict[str, Any], *, leave_after: int) -> list[Any]:
+    """Call the app as a server would, and disconnect once so many messages were sent; what was sent."""
+    sent: list[Any] = []
+
+    async def call() -> None:
+        left = asyncio.Event()
+        content = json.dumps(body).encode()
+        messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if len(sent) >= leave_after:
+                left.set()
+
+        if leave_after == 0:
+            asyncio.get_running_loop().call_later(0.05, left.set)
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+            "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")], "client": ("c", 1), "server": ("s", 1),
+        }  # fmt: skip
+        await asyncio.wait_for(api.app(scope, receive, send), 5)
+        assert not api.client.running, "requests must be gone when the app returns"
+
+    asyncio.run(call())
+    return sent
+
+
+def endless(request_id: str, source: TokenInput, params: SamplingParams) -> Iterator[Step]:
+    yield RequestDelta(request_id=request_id, choices=[ChoiceDelta(index=0, token_ids=[65])])
+    yield asyncio.Event()
+
+
+def test_a_client_that_leaves_an_unstreamed_request_ends_it() -> None:
+    api = Api(endless)
+    call_raw(api, {"prompt": ["a", "b", "c"]}, leave_after=0)
+    assert len(api.client.cut_short) == 3
+    assert 'octavo_request_success_total{finished_reason="abort"} 3.0' in api.request("GET", "/metrics").text
+
+
+def test_a_client_that_leaves_a_stream_ends_it() -> None:
+    api = Api(endless)
+    sent = call_raw(api, {"prompt": ["a", "b"], "stream": True}, leave_after=2)
+    assert sent[0]["status"] == 200
+    assert len(api.client.cut_short) == 2
+
+
+def test_a_client_that_leaves_before_the_first_token() -> None:
+    api = Api(lambda *_: [asyncio.Event()])
+    assert call_raw(api, {"prompt": "a", "stream": True}, leave_after=0) == []
+    assert len(api.client.cut_short) == 1
+
+
+# ---------------------------------------------------------------- the other routes
+
+
+def test_models() -> None:
+    api = Api()
+    (card,) = api.request("GET", "/v1/models").json()["data"]
+    assert card["id"] == MODEL
+    assert card["object"] == "model"
+    assert card["max_model_len"] == 64
+    assert api.request("GET", f"/v1/models/{MODEL}").json() == card
+    assert error(api.request("GET", "/v1/models/other/one"), 404)["code"] == "model_not_found"
+
+
+def test_health_follows_the_engine() -> None:
+    api = Api()
+    assert api.request("GET", "/health").json() == {"status": "ok"}
+    api.client.dead = True
+    assert error(api.request("GET", "/health"), 503)["code"] == "engine_dead"
+    assert error(api.complete(prompt="a"), 503)["code"] == "engine_dead"
+    text = api.request("GET", "/metrics").text
+    assert "octavo_engine_up 0.0" in text
+    assert "octavo_num_requests_running" not in text
+
+
+def test_metrics() -> None:
+    api = Api()
+    api.complete(prompt="a", n=2)
+    answer = api.request("GET", "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    for line in (
+        "octavo_engine_up 1.0",
+        "octavo_num_requests_running 0.0",
+        "octavo_num_requests_waiting 0.0",
+        'octavo_kv_pages{state="held"} 2.0',
+        'octavo_kv_pages{state="cached"} 3.0',
+        'octavo_kv_pages{state="free"} 5.0',
+        "octavo_prompt_tokens_total 11.0",
+        "octavo_generation_tokens_total 12.0",
+        "octavo_num_preemptions_total 1.0",
+        "octavo_prefix_cache_queries_total 9.0",
+        "octavo_prefix_cache_hits_total 4.0",
+        "octavo_page_copies_total 6.0",
+        "octavo_steps_total 7.0",
+        "octavo_step_seconds_total 0.5",
+        "octavo_time_to_first_token_seconds_count 1.0",
+        'octavo_time_to_first_token_seconds_bucket{le="160.0"} 1.0',
+        'octavo_request_success_total{finished_reason="length"} 2.0',
+        'octavo_request_success_total{finished_reason="abort"} 0.0',
+    ):
+        assert line in answer.text.splitlines(), line
+
+
+def test_two_apps_fit_in_one_process() -> None:
+    first, second = Api(), Api()
+    first.complete(prompt="a")
+    assert 'finished_reason="length"} 0.0' in second.request("GET", "/metrics").text
+
+
+def test_documentation() -> None:
+    api = Api()
+    assert api.request("GET", "/docs").status_code == 200
+    document = api.request("GET", "/openapi.json").json()
+    assert "422" not in json.dumps(document)
+    assert set(document["paths"]) == {
+        "/v1/completions", "/v1/models", "/v1/models/{model_id}", "/health", "/metrics"
+    }  # fmt: skip
+    fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert set(SamplingParams.__dataclass_fields__) <= set(fields)
+    assert fields["top_p"]["description"].startswith("keep the smallest set")
+
+
+def test_the_lifespan_closes_the_engine() -> None:
+    api = Api()
+
+    async def live() -> None:
+        async with api.app.router.lifespan_context(api.app):
+            assert not api.client.closed
+
+    asyncio.run(live())
+    assert api.client.closed

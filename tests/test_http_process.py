@@ -1,0 +1,374 @@
+"""The service as a process of its own: real engine, real sockets, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from fake_client import EOS, VOCAB_SIZE, hf_byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+LONG = {"max_tokens": 3500, "ignore_eos": True}  # seconds of work
+
+
+class Service:
+    """`octavo serve` as a child process."""
+
+    def __init__(self, *arguments: str, log: Path):
+        self.log = log
+        command = [sys.executable, "-m", "octavo", "serve", "--port", "0", *arguments]
+        with log.open("w") as output:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=output)
+
+    def wait_ready(self) -> str:
+        """The URL, once the log says it."""
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            found = re.search(r"Serving \S+ on (http://\S+)", self.log.read_text())
+            if found:
+                self.url = found[1]
+                return self.url
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        raise AssertionError(f"not ready in time:\n{self.log.read_text()}")
+
+    def stop(self, signum: int = signal.SIGTERM) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(60)
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics").text
+        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        assert found, f"{name} is not in:\n{text}"
+        return float(found[1])
+
+    def wait_metric(self, name: str, wanted: float, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.metric(name) != wanted:
+            assert time.monotonic() < deadline, f"{name} is {self.metric(name)} after {seconds} s, not {wanted}"
+            time.sleep(0.02)
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OCTAVO_SHOW_PROGRESS": "false"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random LLaMA over bytes."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=None, eos_token_id=EOS, pad_token_id=None,
+        initializer_range=0.5,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # it speaks printable ASCII, mostly
+        model.lm_head.weight[:32] = 0
+        model.lm_head.weight[127:] = 0
+    model.save_pretrained(folder)
+    hf_byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    log = tmp_path_factory.mktemp("log") / "service.log"
+    service = Service(str(checkpoint), "--max-num-seqs", "16", "--kv-cache-memory", "64MiB", log=log)
+    try:
+        service.wait_ready()
+        yield service
+        assert service.stop(signal.SIGINT) == 0, log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+@pytest.fixture
+def http(service: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def complete(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()  # type: ignore[no-any-return]
+
+
+def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    ended = False
+    for line in answer.iter_lines():
+        if line:
+            assert not ended, f"{line} after the end"
+            assert line.startswith("data: ")
+            ended = line == "data: [DONE]"
+            if not ended:
+                yield json.loads(line.removeprefix("data: "))
+    assert ended, "no [DONE]"
+
+
+def streamed_text(http: httpx.Client, **body: Any) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        for event in events(answer):
+            for choice in event["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+# ---------------------------------------------------------------- one answer
+
+
+def test_openai_client(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    whole = client.completions.create(model="tiny", prompt="Hello", max_tokens=24, temperature=0, logprobs=2)
+    choice = whole.choices[0]
+    assert choice.text
+    assert choice.finish_reason in ("length", "stop")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert len(choice.logprobs.tokens) == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+    stream = client.completions.create(
+        model="tiny", prompt="Hello", max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == choice.text
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == [choice.finish_reason]
+    assert chunks[-1].usage == whole.usage
+
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-9", prompt="Hello")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model="tiny", prompt="Hello", max_tokens=5000)
+    assert "4096" in str(wrong.value)
+
+
+def test_a_stream_really_streams(service: Service, http: httpx.Client) -> None:
+    with http.stream("POST", "/v1/completions", json={"prompt": "Go", "stream": True, **LONG}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        received = events(answer)  # kept: giving it up closes the connection
+        assert next(received)["choices"][0]["finish_reason"] is None
+        assert service.metric("octavo_num_requests_running") == 1
+    service.wait_metric("octavo_num_requests_running", 0, 2)
+
+
+def test_default_is_sixteen_tokens(http: httpx.Client) -> None:
+    assert complete(http, prompt="Hello", ignore_eos=True)["usage"]["completion_tokens"] == 16
+
+
+def test_a_repeated_prompt_hits_the_prefix_cache(service: Service, http: httpx.Client) -> None:
+    prompt = "The same long beginning, again and again, page after page. " * 3
+    first = complete(http, prompt=prompt, max_tokens=4, temperature=0)
+    again = complete(http, prompt=prompt, max_tokens=4, temperature=0)
+    assert again["choices"] == first["choices"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
+    assert service.metric("octavo_prefix_cache_hits_total") >= 128
+
+
+def test_stop_string_ends_the_work(service: Service, http: httpx.Client) -> None:
+    free = complete(http, prompt="Stop", temperature=0, max_tokens=64, ignore_eos=True)["choices"][0]["text"]
+    stop = free[8:11]
+    began = time.monotonic()
+    body = complete(http, prompt="Stop", temperature=0, stop=stop, **LONG)
+    assert time.monotonic() - began < 5
+    assert body["choices"][0]["text"] == free[: free.index(stop)]
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["stop_reason"] == stop
+    assert body["usage"]["completion_tokens"] < 100
+    service.wait_metric('octavo_kv_pages{state="held"}', 0, 2)
+
+
+def test_echoed_logprobs_for_scoring(http: httpx.Client) -> None:
+    body = complete(http, prompt=["ab", "cde"], echo=True, logprobs=1, max_tokens=1, temperature=0)
+    for choice, prompt in zip(body["choices"], ("ab", "cde"), strict=True):
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"][: len(prompt)] == list(prompt)
+        assert logprobs["token_logprobs"][0] is None
+        assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+        assert len(logprobs["tokens"]) == len(prompt) + 1
+
+
+# ---------------------------------------------------------------- many at once
+
+MIXED: list[dict[str, Any]] = [
+    {"prompt": "one", "temperature": 0},
+    {"prompt": "two", "seed": 7},
+    {"prompt": "three", "seed": 8, "n": 3, "top_p": 0.9},
+    {"prompt": "four", "use_beam_search": True, "n": 2},
+    {"prompt": ["five", "six"], "seed": 9, "top_k": 20},
+    {"prompt": "seven", "seed": 10, "presence_penalty": 1.0},
+]
+
+
+def test_concurrent_answers_equal_lonely_ones(service: Service, http: httpx.Client) -> None:
+    bodies = [{**body, "max_tokens": 40} for body in MIXED]
+    alone = [[choice["text"] for choice in complete(http, **body)["choices"]] for body in bodies]
+
+    def ask(number: int) -> list[str]:
+        body = bodies[number % len(bodies)]
+        if number % 2:
+            texts = streamed_text(http, **body)
+            return [texts.get(index, "") for index in range(len(alone[number % len(bodies)]))]
+        return [choice["text"] for choice in complete(http, **body)["choices"]]
+
+    before = service.metric("octavo_steps_total"), service.metric("octavo_generation_tokens_total")
+    with ThreadPoolExecutor(18) as pool:
+        together = list(pool.map(ask, range(18)))
+    steps = service.metric("octavo_steps_total") - before[0]
+    tokens = service.metric("octavo_generation_tokens_total") - before[1]
+    assert together == [alone[number % len(bodies)] for number in range(18)]
+    assert tokens > 2 * steps, "the requests did not share steps"
+    service.wait_metric('octavo_kv_pages{state="held"}', 0, 2)
+
+
+# ---------------------------------------------------------------- clients that leave
+
+
+@pytest.mark.parametrize("prompt", ["Bye", ["Bye", "bye", "BYE"]])
+def test_leaving_a_stream_frees_its_pages(service: Service, http: httpx.Client, prompt: Any) -> None:
+    aborted = 'octavo_request_success_total{finished_reason="abort"}'
+    before = service.metric(aborted)
+    with http.stream("POST", "/v1/completions", json={"prompt": prompt, "stream": True, **LONG}) as answer:
+        received = events(answer)  # kept: giving it up closes the connection
+        next(received)
+        assert service.metric('octavo_kv_pages{state="held"}') > 0
+    service.wait_metric('octavo_kv_pages{state="held"}', 0, 2)
+    service.wait_metric(aborted, before + (1 if isinstance(prompt, str) else 3), 2)
+
+
+def test_leaving_an_unstreamed_request_frees_its_pages(service: Service, http: httpx.Client) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={"prompt": "Bye", "n": 4, **LONG}, timeout=0.5)
+    service.wait_metric('octavo_kv_pages{state="held"}', 0, 2)
+    assert service.metric("octavo_num_requests_running") == 0
+
+
+# ---------------------------------------------------------------- start and stop
+
+
+def test_metrics_after_all_that(service: Service, http: httpx.Client) -> None:
+    complete(http, prompt="count me", max_tokens=2)
+    assert service.metric("octavo_engine_up") == 1
+    assert service.metric("octavo_num_requests_waiting") == 0
+    assert service.metric("octavo_prompt_tokens_total") > 0
+    assert service.metric("octavo_step_seconds_total") > 0
+    assert service.metric("octavo_time_to_first_token_seconds_count") > 0
+    assert service.metric('octavo_request_success_total{finished_reason="error"}') == 0
+    pages = sum(service.metric(f'octavo_kv_pages{{state="{state}"}}') for state in ("held", "cached", "free"))
+    assert re.search(rf"KV cache: {pages:.0f} pages of 16 tokens", service.log.read_text())
+
+
+def test_sigterm_lets_running_requests_finish(checkpoint: Path, tmp_path: Path) -> None:
+    service = Service(str(checkpoint), "--served-model-name", "mine", log=tmp_path / "log")
+    try:
+        url = service.wait_ready()
+        body = {"prompt": "Go", "model": "mine", "stream": True, "max_tokens": 500, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            received = events(answer)
+            chunks = [next(received)]
+            service.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/health")
+            chunks += received
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert service.process.wait(20) == 0
+        assert "Traceback" not in service.log.read_text()
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+def test_a_second_signal_stops_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    service = Service(str(checkpoint), log=tmp_path / "log")
+    try:
+        url = service.wait_ready()
+        with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "Go", "stream": True, **LONG}) as answer:
+            received = events(answer)
+            next(received)
+            service.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert service.process.poll() is None
+            began = time.monotonic()
+            assert service.stop() == 1
+            assert time.monotonic() - began < 1
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+def run(*arguments: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
+    code = ["-c", script] if script else ["-m", "octavo"]
+    command = [sys.executable, *code, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_what_prevents_the_start_is_one_clear_paragraph(checkpoint: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken, ThreadPoolExecutor(2) as pool:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        calls = [("serve", str(checkpoint), "--port", port), ("serve", str(tmp_path / "absent"), "--port", "0")]
+        refused, absent = pool.map(lambda arguments: run(*arguments), calls)
+    assert refused.returncode == absent.returncode == 1
+    assert "cannot listen on 127.0.0.1" in refused.stderr
+    assert str(tmp_path / "absent") in absent.stderr.splitlines()[-1]
+    assert "Traceback" not in refused.stderr + absent.stderr
+
+
+@pytest.mark.parametrize("name", ["engine", "server"])
+def test_a_package_that_shadows_ours_is_named(name: str, tmp_path: Path) -> None:
+    foreign = tmp_path / name
+    foreign.mkdir()
+    (foreign / "__init__.py").write_text("")
+    script = (
+        f"import sys, octavo; sys.path.insert(0, {str(tmp_path)!r}); "
+        "sys.argv = ['octavo', 'serve']; sys.exit(octavo.main())"
+    )
+    refused = run(script=script)
+    assert refused.returncode == 1
+    assert str(foreign / "__init__.py") in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_the_bundled_model_says_that_it_is_noise(tmp_path: Path) -> None:
+    service = Service(log=tmp_path / "log")
+    try:
+        url = service.wait_ready()
+        (card,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert card["id"] == "octavo-demo"
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "Hello", "max_tokens": 5}, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] > 0
+        assert "UNTRAINED" in service.log.read_text()
+        assert service.stop() == 0
+    finally:
+        service.process.kill()
+        service.process.wait()
