@@ -1,0 +1,24 @@
+# Everything goes through one standard-library script, so that it works where there is no make, too.
+#   make serve ARGS="path/to/model --port 9000"
+#   make test ARGS="-k beam"
+
+PYTHON ?= python3
+ARGS ?=
+
+.PHONY: serve test lint install clean
+
+serve:
+	@$(PYTHON) tools/setup.py serve $(ARGS)
+
+test:
+	@$(PYTHON) tools/setup.py test $(ARGS)
+
+lint:
+	@$(PYTHON) tools/setup.py lint
+
+install:
+	@$(PYTHON) tools/setup.py install
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

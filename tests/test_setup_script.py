@@ -1,0 +1,250 @@
+"""The decisions of tools/setup.py, with fakes in place of pip, the network and the driver."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "tools"
+
+
+def load(name: str) -> ModuleType:
+    """A module of tools/, under a name of its own: "setup" is too common to be imported as it is."""
+    sys.path.insert(0, str(TOOLS))
+    try:
+        spec = importlib.util.spec_from_file_location(f"octavo_tools_{name}", TOOLS / f"{name}.py")
+        assert spec
+        assert spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(TOOLS))
+
+
+setup = load("setup")
+import torch_source  # noqa: E402  (loaded by setup, from tools/)
+
+Offer = torch_source.Offer
+CPU, CUDA = Offer("2.13.0+cpu", True), Offer("2.13.0", False, 526.6)
+
+
+class Probe:
+    """Answers as told and counts the questions."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+        self.asked = 0
+
+    def __call__(self) -> object:
+        self.asked += 1
+        return self.answer
+
+
+def choose(
+    *,
+    index: str | None = None,
+    driver: bool = False,
+    system: str = "Linux",
+    configured: object = None,
+    public: object = None,
+) -> tuple[object, Probe, Probe]:
+    first, second = Probe(configured), Probe(public)
+    source = torch_source.choose_torch(
+        "2.13.0", index=index, driver=driver, system=system, configured=first, public=second
+    )
+    return source, first, second
+
+
+class TestTorchSource:
+    def test_a_configured_cpu_build_is_taken_by_its_exact_version(self) -> None:
+        source, _, public = choose(configured=CPU)
+        assert source.requirement == "torch==2.13.0+cpu"
+        assert source.options == ()
+        assert public.asked == 0
+
+    def test_else_the_public_cpu_index(self) -> None:
+        source, configured, _ = choose(configured=CUDA, public=CPU)
+        assert source.requirement == "torch==2.13.0+cpu"
+        assert source.options == ("--index-url", torch_source.PUBLIC_CPU_INDEX)
+        assert configured.asked == 1
+
+    @pytest.mark.parametrize("public", [None, CUDA])
+    def test_else_the_default_with_its_size_and_the_way_out(self, public: object) -> None:
+        source, _, _ = choose(configured=CUDA, public=public)
+        assert source.requirement == "torch==2.13.0"
+        assert source.options == ()
+        assert "GB" in source.why
+        assert "TORCH_INDEX" in source.why
+
+    def test_a_driver_takes_the_default_without_a_question(self) -> None:
+        source, configured, public = choose(driver=True, configured=CPU, public=CPU)
+        assert (source.requirement, source.options) == ("torch==2.13.0", ())
+        assert (configured.asked, public.asked) == (0, 0)
+
+    def test_only_linux_has_a_default_with_cuda(self) -> None:
+        source, configured, _ = choose(system="Darwin", configured=CUDA)
+        assert (source.requirement, source.options, configured.asked) == ("torch==2.13.0", (), 0)
+
+    @pytest.mark.parametrize("driver", [True, False])
+    def test_torch_index_overrides_everything(self, driver: bool) -> None:
+        source, configured, public = choose(index="https://example.org/cu130", driver=driver, configured=CPU)
+        assert (source.requirement, source.options) == ("torch==2.13.0", ("--index-url", "https://example.org/cu130"))
+        assert (configured.asked, public.asked) == (0, 0)
+
+    @pytest.mark.parametrize(
+        ("version", "needs", "cpu"),
+        [
+            ("2.13.0+cpu", ["filelock"], True),
+            ("2.13.0", ["filelock", "sympy>=1.13"], True),
+            ("2.13.0", ["filelock", 'nvidia-cudnn-cu13==9.2; platform_system == "Linux"'], False),
+            ("2.13.0", ["cuda-toolkit[cublas]==13.0.3"], False),
+            ("2.13.0+cu130", ["filelock"], False),
+        ],
+    )
+    def test_pips_report_tells_what_it_would_take(self, version: str, needs: list[str], cpu: bool) -> None:
+        report = {"install": [{"metadata": {"name": "torch", "version": version, "requires_dist": needs}}]}
+        assert torch_source.offer_from_report(report) == Offer(version, cpu)
+
+    def test_an_empty_report_is_no_offer(self) -> None:
+        assert torch_source.offer_from_report({"install": []}) is None
+
+    @pytest.mark.parametrize(
+        ("line", "offer"),
+        [
+            ("  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (526.6 MB)", CUDA),
+            (
+                "  Downloading https://example.org/cpu/torch-2.13.0%2Bcpu-cp312-cp312-linux_x86_64.whl (190.1 MB)",
+                Offer("2.13.0+cpu", True, 190.1),
+            ),
+            ("  Downloading torch-2.13.0-cp311-none-any.whl (2.5 GB)", Offer("2.13.0", False, 2500.0)),
+            ("  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl.metadata (30 kB)", None),
+            ("Collecting torch==2.13.0", None),
+        ],
+    )
+    def test_a_download_is_recognised_before_it_runs(self, line: str, offer: object) -> None:
+        assert torch_source.offer_from_line(line) == offer
+
+    def test_a_started_download_is_cut_off(self, tmp_path: Path) -> None:
+        fake = "import time; print('  Downloading torch-2.13.0-cp311-x.whl (526.6 MB)', flush=True); time.sleep(60)"
+        started = time.monotonic()
+        offer = torch_source.ask_pip((sys.executable, "-c", fake), {}, "2.13.0", (), 30)
+        assert offer == CUDA
+        assert time.monotonic() - started < 10
+
+    def test_no_answer_in_time_is_no_offer(self) -> None:
+        fake = (sys.executable, "-c", "import time; time.sleep(60)")
+        started = time.monotonic()
+        assert torch_source.ask_pip(fake, {}, "2.13.0", (), 0.3) is None
+        assert time.monotonic() - started < 10
+
+    def test_the_pin_comes_from_the_constraints(self) -> None:
+        assert torch_source.pinned_version("torchvision==1\ntorch==2.13.0\n", "torch") == "2.13.0"
+        with pytest.raises(torch_source.SetupError, match="pins no torch"):
+            torch_source.pinned_version("numpy==2.0\n", "torch")
+
+
+class TestStamp:
+    WANTED = frozenset({"test"})
+
+    def decide(self, stamp: dict[str, object], damage: str = "", root: str = "/a", key: str = "k") -> str:
+        return setup.decide(stamp, damage=damage, key=key, root=root, wanted=self.WANTED)
+
+    def test_complete_is_ready(self) -> None:
+        assert self.decide({"root": "/a", "key": "k", "extras": ["lint", "test"]}) == "ready"
+
+    @pytest.mark.parametrize(
+        "stamp",
+        [
+            {},
+            {"root": "/a", "torch": "2.13.0 cpu", "extras": ["test"]},
+            {"root": "/a", "key": "old", "extras": ["test"]},
+            {"root": "/a", "key": "k", "extras": ["lint"]},
+        ],
+        ids=["nothing known", "only torch", "requirements changed", "an extra more"],
+    )
+    def test_anything_less_is_installed_again(self, stamp: dict[str, object]) -> None:
+        assert self.decide(stamp) == "install"
+
+    def test_damage_or_a_move_makes_it_anew(self) -> None:
+        complete = {"root": "/a", "key": "k", "extras": ["test"]}
+        assert self.decide(complete, damage="its Python does not run") == "build"
+        assert self.decide(complete, root="/b") == "build"
+
+    def test_the_key_follows_each_of_its_parts(self, tmp_path: Path) -> None:
+        (tmp_path / "pyproject.toml").write_text("a")
+        (tmp_path / "constraints.txt").write_text("b")
+        first = setup.stamp_key(tmp_path, "3.11", "2.13.0 cpu")
+        assert first == setup.stamp_key(tmp_path, "3.11", "2.13.0 cpu")
+        keys = {first, setup.stamp_key(tmp_path, "3.12", "2.13.0 cpu"), setup.stamp_key(tmp_path, "3.11", "x")}
+        (tmp_path / "constraints.txt").write_text("c")
+        keys.add(setup.stamp_key(tmp_path, "3.11", "2.13.0 cpu"))
+        (tmp_path / "pyproject.toml").write_text("d")
+        keys.add(setup.stamp_key(tmp_path, "3.11", "2.13.0 cpu"))
+        assert len(keys) == 5
+
+    def test_a_torn_stamp_counts_as_none(self, tmp_path: Path) -> None:
+        path = tmp_path / "stamp.json"
+        assert setup.read_stamp(path) == {}
+        path.write_text('{"key": "k", "ext')
+        assert setup.read_stamp(path) == {}
+        setup.write_stamp(path, {"key": "k"})
+        assert setup.read_stamp(path) == {"key": "k"}
+        assert [file.name for file in tmp_path.iterdir()] == ["stamp.json"]
+
+    def test_a_chosen_index_outlives_a_plain_run_but_not_a_new_pin(self) -> None:
+        chosen = setup.torch_label("https://example.org/cu130", False, "2.13.0", "")
+        assert setup.index_of(chosen) == "https://example.org/cu130"
+        assert setup.torch_label(None, False, "2.13.0", chosen) == chosen
+        assert setup.torch_label(None, False, "2.14.0", chosen) == "2.14.0 cpu"
+        assert setup.torch_label(None, True, "2.13.0", "2.13.0 cpu") == "2.13.0 default"
+        assert setup.index_of("2.13.0 cpu") is None
+
+    def test_a_package_without_its_record_is_half_installed(self, tmp_path: Path) -> None:
+        for name in ("good-1.dist-info", "torn-2.dist-info"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "good-1.dist-info" / "RECORD").touch()
+        assert setup.half_installed(tmp_path) == ["torn-2.dist-info"]
+        (tmp_path / "~orch").mkdir()
+        assert setup.half_installed(tmp_path) == ["torn-2.dist-info", "~orch"]
+
+
+class TestCommandLine:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(TOOLS / "setup.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    def test_help_names_every_command(self) -> None:
+        done = self.run("--help")
+        assert done.returncode == 0
+        assert all(f"setup.py {name}" in done.stdout for name in ("serve", "test", "lint", "install"))
+
+    @pytest.mark.parametrize("arguments", [("bake",), ("lint", "--fast"), ()])
+    def test_a_wrong_call_changes_nothing_and_ends_with_2(self, arguments: tuple[str, ...]) -> None:
+        assert self.run(*arguments).returncode == 2
+
+    def test_an_old_python_is_told_what_to_do(self) -> None:
+        assert setup.version_problem((3, 11)) == ""
+        message = setup.version_problem((3, 8))
+        assert "3.11 or newer" in message
+        assert "3.8" in message
+        assert "make PYTHON=" in message
+
+    def test_the_version_check_precedes_every_other_import(self) -> None:
+        text = (TOOLS / "setup.py").read_text(encoding="utf-8")
+        imports = re.findall(r"^(?:import|from) .*$", text[: text.index("sys.exit(version_problem")], re.MULTILINE)
+        assert imports == ["import sys"]
+
+    def test_a_python_without_ensurepip_is_told_which_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None if name == "ensurepip" else object())
+        with pytest.raises(torch_source.SetupError, match=r"apt-get install python3\.\d+-venv"):
+            setup.make_venv(None)
