@@ -17,6 +17,7 @@ from engine.llm import LLM
 from engine.outputs import (
     ChoiceDelta,
     CompletionOutput,
+    EngineInfo,
     EngineStats,
     Logprob,
     RequestDelta,
@@ -33,6 +34,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineDeadError",
+    "EngineInfo",
     "EngineStats",
     "InvalidRequestError",
     "Logprob",

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from engine.attention import select
-from engine.client import EngineInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequestError
 from engine.execution.invariance import min_invariant_rows
@@ -22,7 +21,7 @@ from engine.generation import GenerationDefaults, check_ids, load_defaults, reso
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import build_spec
 from engine.model.weights import load_model, stored_dtype
-from engine.outputs import CompletionOutput, EngineStats, RequestDelta, RequestOutput
+from engine.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.request import EngineInput, PixelInput, PoolingParams, Request, SamplingParams, Seq2SeqInput, TokenInput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -123,23 +122,24 @@ class Engine:
                 f"{self.config.model} generates text and serves no {type(params).__name__}.", param="params"
             )
         prompt = self._prompt_ids(input)
-        if params.num_beams is not None and params.num_beams > self.config.max_num_beams:
+        decoding = resolve(
+            params,
+            self.defaults,
+            prompt_len=len(prompt),
+            max_model_len=self.info.max_model_len,
+            vocab_size=self.info.vocab_size,
+            random_seed=self._random.getrandbits(64),
+        )
+        if decoding.num_beams > self.config.max_num_beams:
             raise InvalidRequestError(
-                f"num_beams is {params.num_beams}, but at most {self.config.max_num_beams} are allowed "
+                f"num_beams is {decoding.num_beams}, but at most {self.config.max_num_beams} are allowed "
                 "(max_num_beams). Ask for fewer, or raise --max-num-beams.",
                 param="num_beams",
             )
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
-            decoding=resolve(
-                params,
-                self.defaults,
-                prompt_len=len(prompt),
-                max_model_len=self.info.max_model_len,
-                vocab_size=self.info.vocab_size,
-                random_seed=self._random.getrandbits(64),
-            ),
+            decoding=decoding,
             priority=priority,
             cache_salt=cache_salt,
             deadline=deadline,
@@ -150,7 +150,7 @@ class Engine:
             request_id=request_id,
             prompt=input.text if isinstance(input, TokenInput) else None,
             prompt_token_ids=list(prompt),
-            outputs=[CompletionOutput(index=i) for i in range(request.decoding.n)],
+            outputs=[CompletionOutput(index=i) for i in range(decoding.n)],
             finished=False,
         )
 

@@ -123,3 +123,19 @@ class EngineStats:
     num_finished: int = 0
     num_aborted: int = 0
     peak_pages_held: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Facts about a loaded engine that do not change."""
+
+    model: str
+    model_path: str
+    dtype: str
+    device: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_beams: int

@@ -16,6 +16,7 @@ from engine.errors import InvalidRequestError
 EarlyStopping = bool | Literal["never"]
 
 MAX_SEED = 2**64 - 1
+MAX_INT = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
@@ -56,6 +57,13 @@ def _fail(param: str, message: str) -> None:
     raise InvalidRequestError(message, param=param, code="invalid_value")
 
 
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
 def _check_number(
     name: str,
     value: Any,
@@ -64,14 +72,18 @@ def _check_number(
     high: float | None = None,
     open_low: bool = False,
     integer: bool = False,
+    optional: bool = True,
 ) -> None:
-    """Refuse a value that is no finite number or lies outside the range; None is always accepted."""
-    if value is None:
+    """Refuse a value that is no finite number or lies outside the range; None is accepted if optional.
+    Integers end at 2**31 - 1 where nothing else is said."""
+    if value is None and optional:
         return
     kinds = (int,) if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         _fail(name, f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}.")
-    if not math.isfinite(value):
+    if integer:
+        high = MAX_INT if high is None else high
+    elif not _is_finite(value):
         _fail(name, f"{name} must be finite, got {value}.")
     below = low is not None and (value <= low if open_low else value < low)
     above = high is not None and value > high
@@ -171,10 +183,10 @@ class SamplingParams:
         _check_number("top_p", self.top_p, low=0.0, open_low=True, high=1.0)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
         _check_number("seed", self.seed, low=-(2**63), high=MAX_SEED, integer=True)
-        _check_number("n", self.n, low=1, integer=True)
+        _check_number("n", self.n, low=1, integer=True, optional=False)
         _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
-        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0, optional=False)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0, optional=False)
         _check_number("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, integer=True)
         _check_number("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS, integer=True)
         _check_number("num_beams", self.num_beams, low=1, integer=True)
@@ -186,7 +198,11 @@ class SamplingParams:
         _check_ids("stop_token_ids", self.stop_token_ids)
         _check_ids("suppress_tokens", self.suppress_tokens)
         _check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
-        if self.early_stopping not in (None, True, False, "never"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                _fail(name, f"{name} must be true or false, got {getattr(self, name)!r}.")
+        early: Any = self.early_stopping
+        if not (early is None or isinstance(early, bool) or early == "never"):
             _fail("early_stopping", f'early_stopping must be true, false or "never", got {self.early_stopping!r}.')
         self._check_stop()
         self._check_bias()
@@ -219,7 +235,7 @@ class SamplingParams:
         for token, value in self.logit_bias.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 _fail("logit_bias", f"logit_bias keys must be token ids (integers of at least 0), got {token!r}.")
-            _check_number("logit_bias", value, low=-100.0, high=100.0)
+            _check_number("logit_bias", value, low=-100.0, high=100.0, optional=False)
 
     def _check_beams(self, num_beams: int) -> None:
         if self.n > num_beams:

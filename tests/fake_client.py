@@ -19,7 +19,8 @@ from engine import (
     SamplingParams,
     TokenInput,
 )
-from engine.client import EngineClient, EngineInfo
+from engine.client import EngineClient
+from engine.outputs import EngineInfo
 from engine.text import Tokenizer
 
 EOS = 256

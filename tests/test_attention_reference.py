@@ -69,7 +69,8 @@ def run(rows: list[Row], query_lens: list[int], kv: Paged | Ragged | None = None
     metadata = AttentionMetadata.build(query_lens, [len(row.k) for row in rows], CPU)
     how.setdefault("scale", rows[0].q.shape[-1] ** -0.5)
     out = BACKEND.attend(q, kv if kv is not None else paged(rows), metadata, **how)
-    assert out.shape == q.shape and out.dtype == q.dtype
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
     return list(torch.split(out, query_lens))
 
 
@@ -109,6 +110,11 @@ def assert_exact(rows: list[Row], query_lens: list[int], tolerance: float = 1e-5
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
+def label(value: object) -> str:
+    """A short test id for a set of options."""
+    return ("+".join(value) or "plain") if isinstance(value, dict) else str(value)
+
+
 # Rows that decode, rows that prefill whole, rows that continue: (queries, context).
 MIXED = [(1, 1), (1, 300), (5, 5), (33, 33), (40, 170), (1, 128), (129, 129), (2, 257), (31, 64), (1, 47)]
 
@@ -123,7 +129,7 @@ def table(heads: int, columns: int, zero: int) -> DistanceBias:
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 64])
-@pytest.mark.parametrize("kv_heads, group", [(3, 1), (2, 3), (1, 4), (2, 6)])
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (2, 3), (1, 4), (2, 6)])
 def test_mixed_batch_equals_dense(kv_heads: int, group: int, head_dim: int) -> None:
     assert_exact(*mixed(kv_heads * group, kv_heads, head_dim))
 
@@ -141,7 +147,7 @@ def test_mixed_batch_equals_dense(kv_heads: int, group: int, head_dim: int) -> N
         {"scale": 1.0},
         {"window": Window(150), "softcap": 5.0, "bias": table(6, 33, 30), "scale": 0.3},
     ],
-    ids=str,
+    ids=label,
 )
 def test_each_causal_mask_equals_dense(how: dict[str, Any]) -> None:
     assert_exact(*mixed(6, 2, 16), **how)
@@ -156,7 +162,7 @@ def test_each_causal_mask_equals_dense(how: dict[str, Any]) -> None:
         {"bias": table(6, 129, 64)},
         {"window": Window(64, 64), "softcap": 3.0, "bias": table(6, 9, 4)},
     ],
-    ids=str,
+    ids=label,
 )
 @pytest.mark.parametrize("cached", [False, True], ids=["ragged", "paged"])
 def test_each_encoder_mask_equals_dense(how: dict[str, Any], cached: bool) -> None:
@@ -225,7 +231,7 @@ def test_half_precision_loses_no_more_than_its_own_rounding(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(3, 3, 16), (9, 3, 64), (4, 1, 8), (2, 2, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 3, 16), (9, 3, 64), (4, 1, 8), (2, 2, 8)])
 def test_alone_equals_in_a_crowd_to_the_bit(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     rows, query_lens = mixed(heads, kv_heads, head_dim, dtype)
     for how in ({}, {"window": Window(50)}, {"bias": table(heads, 65, 60)}, {"softcap": 3.0}):
@@ -245,8 +251,8 @@ def test_a_crowd_of_several_groups_changes_no_bit(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", [{}, {"window": Window(70)}, {"bias": table(6, 300, 290), "softcap": 4.0}], ids=str)
-@pytest.mark.parametrize("cuts", [[100, 200, 300], [7, 9, 40, 41 + 7, 300], [64, 299, 301], [2, 150]], ids=str)
+@pytest.mark.parametrize("how", [{}, {"window": Window(70)}, {"bias": table(6, 300, 290), "softcap": 4.0}], ids=label)
+@pytest.mark.parametrize("cuts", [[100, 200, 300], [7, 9, 40, 41 + 7, 300], [64, 299, 301], [2, 150]], ids=label)
 def test_chunked_prompt_equals_whole_prompt_to_the_bit(
     cuts: list[int], how: dict[str, Any], dtype: torch.dtype
 ) -> None:
@@ -276,7 +282,7 @@ def fours_of_rows_sum_alike(fold: int, head_dim: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(3, 3, 64), (9, 3, 64), (5, 1, 32), (6, 1, 16)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 3, 64), (9, 3, 64), (5, 1, 32), (6, 1, 16)])
 def test_decoded_token_equals_the_same_token_of_a_prompt(heads: int, kv_heads: int, head_dim: int) -> None:
     row = make_row(3, 140, heads, kv_heads, head_dim, torch.float32)
     (whole,) = run([row], [140])
@@ -291,7 +297,7 @@ def test_decoded_token_equals_the_same_token_of_a_prompt(heads: int, kv_heads: i
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 3e38])
-@pytest.mark.parametrize("how", [{}, {"window": Window(20)}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"window": Window(20)}, {"causal": False}], ids=label)
 def test_stale_pages_do_not_leak(poison: float, how: dict[str, Any]) -> None:
     rows, query_lens = mixed(6, 2, 16)
     clean = run(rows, query_lens, paged(rows, poison=0.0), **how)

@@ -40,14 +40,8 @@ def load(path: Path, dtype: torch.dtype = torch.float32, show_progress: bool = F
 
 def save_llama(path: Path, **changes: Any) -> None:
     torch.manual_seed(0)
-    values: dict[str, Any] = {
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    values: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    values |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**(values | changes))).save_pretrained(path)
 
 
@@ -233,7 +227,7 @@ def test_a_stored_head_of_its_own_is_used_as_in_transformers(
 ) -> None:
     path = folder("tied")
     rewrite(path, lambda held: held.update({HEAD: held[EMBED] + 1}))
-    with caplog.at_level(logging.WARNING, logger="engine"):
+    with caplog.at_level(logging.WARNING, logger="octavo.model"):
         model = load(path)
     assert "tie_word_embeddings is true, but lm_head.weight" in caplog.text
     reference = transformers.AutoModelForCausalLM.from_pretrained(path)

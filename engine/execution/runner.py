@@ -59,7 +59,7 @@ class ModelRunner:
         self.cache.copy_pages(plan.copies)
         hidden = self._forward(plan)
         if plan.sampling is not None:
-            result = sample(self._logits(hidden, plan.sampling.rows), plan.sampling)
+            result = sample(self._logits(hidden[_index(plan.sampling.rows, hidden)]), plan.sampling)
         else:
             empty_int, empty_float = np.zeros((0, 0), dtype=np.int32), np.zeros((0, 0), dtype=np.float32)
             result = StepResult(
@@ -71,10 +71,8 @@ class ModelRunner:
                 top_logprobs=empty_float,
             )
         if plan.prompt_logprobs is not None:
-            rows = torch.from_numpy(plan.prompt_logprobs.rows).to(hidden.device, torch.int64)
-            result = replace(
-                result, prompt_logprobs=score_prompt(self.model.logits, hidden[rows], plan.prompt_logprobs)
-            )
+            wanted = hidden[_index(plan.prompt_logprobs.rows, hidden)]
+            result = replace(result, prompt_logprobs=score_prompt(self._logits, wanted, plan.prompt_logprobs))
         return result
 
     def _forward(self, plan: StepPlan) -> Tensor:
@@ -92,10 +90,13 @@ class ModelRunner:
         )
         return hidden
 
-    def _logits(self, hidden: Tensor, rows: Int32) -> Tensor:
-        index = torch.from_numpy(rows).to(hidden.device, torch.int64)
-        wanted = hidden[index]
-        missing = self.min_rows - len(rows)
-        if missing > 0:
-            wanted = torch.cat((wanted, wanted.new_zeros(missing, wanted.shape[1])))
-        return self.model.logits(wanted)[: len(rows)]
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, vocabulary] of hidden states [N, hidden], computed at an invariant row count."""
+        count = len(hidden)
+        if count < self.min_rows:
+            hidden = torch.cat((hidden, hidden.new_zeros(self.min_rows - count, hidden.shape[1])))
+        return self.model.logits(hidden)[:count]
+
+
+def _index(rows: Int32, like: Tensor) -> Tensor:
+    return torch.from_numpy(rows).to(like.device, torch.int64)

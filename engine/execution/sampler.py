@@ -23,25 +23,26 @@ _PROMPT_ROWS = 128
 def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     """Candidates for each row of float32 logits [S, vocabulary]."""
     vocabulary = logits.shape[1]
-    normalizer = logits.logsumexp(dim=-1)
+    # Not logsumexp: torch splits a single row's sum among threads, so its last bits would depend on the batch.
+    own = logits.log_softmax(dim=-1)
     beams = np.flatnonzero(batch.beam_width)
-    processed = _process(logits, normalizer, batch, beams)
+    processed = _process(logits, own, batch, beams)
     drawing = np.flatnonzero((batch.beam_width == 0) & (batch.temperature >= _GREEDY_TEMPERATURE))
     width = int(max(batch.num_draws.max(), min(int(batch.beam_width.max()), vocabulary), 1))
     tokens = processed.argmax(dim=-1, keepdim=True).repeat(1, width)
     scores = torch.full((len(logits), width), _NEGATIVE_INFINITY, dtype=torch.float32, device=logits.device)
     if len(beams):
         index = _index(beams, logits)
-        count = min(int(batch.beam_width.max()), vocabulary)
-        best = processed[index].topk(count, dim=-1)
-        tokens[index[:, None], torch.arange(count, device=logits.device)] = best.indices
-        scores[index[:, None], torch.arange(count, device=logits.device)] = best.values
+        best, values = _top(processed[index], batch.beam_width[beams])
+        columns = torch.arange(best.shape[1], device=logits.device)
+        tokens[index[:, None], columns] = best
+        scores[index[:, None], columns] = values
     if len(drawing):
         index = _index(drawing, logits)
         drawn = _draw(processed[index], batch, drawing)
         tokens[index[:, None], torch.arange(drawn.shape[1], device=logits.device)] = drawn
-    logprobs = logits.gather(1, tokens) - normalizer[:, None]
-    ranks, top_ids, top_logprobs = _report(logits, normalizer, logprobs, tokens, batch)
+    logprobs = own.gather(1, tokens)
+    ranks, top_ids, top_logprobs = _report(logits, own, tokens, batch)
     return StepResult(
         tokens=_numpy(tokens).astype(np.int32),
         scores=_numpy(scores),
@@ -60,16 +61,15 @@ def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRo
         hidden: [P, hidden].
     """
     assert callable(hidden_to_logits)
-    number = int(rows.num_logprobs.max())
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(rows.rows), _PROMPT_ROWS):
-        logits = hidden_to_logits(hidden[start : start + _PROMPT_ROWS])
-        targets = torch.from_numpy(rows.targets[start : start + _PROMPT_ROWS]).to(logits.device, torch.int64)
-        normalizer = logits.logsumexp(dim=-1, keepdim=True)
-        chosen = logits.gather(1, targets[:, None])
-        top = logits.topk(min(number, logits.shape[1]), dim=-1)
-        rank = (logits > chosen).sum(dim=-1) + 1
-        parts.append(((chosen - normalizer)[:, 0], rank, top.indices, top.values - normalizer))
+        part = slice(start, start + _PROMPT_ROWS)
+        logits = hidden_to_logits(hidden[part])
+        own = logits.log_softmax(dim=-1)
+        targets = _index(rows.targets[part], logits)[:, None]
+        rank = (logits > logits.gather(1, targets)).sum(dim=-1) + 1
+        top, _ = _top(logits, rows.num_logprobs[part], int(rows.num_logprobs.max()))
+        parts.append((own.gather(1, targets)[:, 0], rank, top, own.gather(1, top)))
     logprobs, ranks, top_ids, top_logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
     return TokenScores(
         logprobs=_numpy(logprobs),
@@ -79,7 +79,7 @@ def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRo
     )
 
 
-def _process(logits: Tensor, normalizer: Tensor, batch: SamplingBatch, beams: np.ndarray) -> Tensor:
+def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarray) -> Tensor:
     """Logits after penalties, bans and forced tokens; the input itself where there is nothing to do."""
     touched = (batch.bias_row, batch.history_row, batch.ban_row, batch.force_row)
     if not len(beams) and not any(len(rows) for rows in touched):
@@ -87,7 +87,7 @@ def _process(logits: Tensor, normalizer: Tensor, batch: SamplingBatch, beams: np
     processed = logits.clone()
     if len(beams):
         index = _index(beams, logits)
-        processed[index] -= normalizer[index, None]
+        processed[index] = own[index]
     if len(batch.bias_row):
         where = (_index(batch.bias_row, logits), _index(batch.bias_token, logits))
         processed.index_put_(where, torch.from_numpy(batch.bias_value).to(logits.device), accumulate=True)
@@ -176,9 +176,7 @@ def _filter_sorted(scaled: Tensor, width: int, top_k: np.ndarray, top_p: np.ndar
     return scaled.masked_fill(scaled < smallest, _NEGATIVE_INFINITY)
 
 
-def _report(
-    logits: Tensor, normalizer: Tensor, logprobs: Tensor, tokens: Tensor, batch: SamplingBatch
-) -> tuple[Int32, Int32, Float32]:
+def _report(logits: Tensor, own: Tensor, tokens: Tensor, batch: SamplingBatch) -> tuple[Int32, Int32, Float32]:
     """Ranks [S, C] and most probable tokens [S, L] for the rows that ask for them."""
     rows = np.flatnonzero(batch.num_logprobs >= 0)
     number = min(max(int(batch.num_logprobs.max()), 0), logits.shape[1])
@@ -190,10 +188,28 @@ def _report(
         raw, chosen = logits[index], logits.gather(1, tokens)[index]
         for column in range(tokens.shape[1]):  # columns, not rows: draws or candidates, few
             ranks[rows, column] = _numpy((raw > chosen[:, column : column + 1]).sum(dim=-1) + 1)
-        top = raw.topk(number, dim=-1)
-        top_ids[rows] = _numpy(top.indices)
-        top_logprobs[rows] = _numpy(top.values - normalizer[index, None])
+        top, _ = _top(raw, batch.num_logprobs[rows])
+        top_ids[rows] = _numpy(top)
+        top_logprobs[rows] = _numpy(own[index].gather(1, top))
     return ranks, top_ids, top_logprobs
+
+
+def _top(values: Tensor, counts: Int32, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Each row's `counts` largest values: their columns and they themselves [N, largest count or width].
+
+    One call per count that occurs: which of two equal values comes first depends on how many are asked
+    for, and must not depend on what other rows ask for.
+    """
+    vocabulary = values.shape[1]
+    width = min(max(width, int(counts.max())), vocabulary)
+    columns = torch.zeros(len(values), width, dtype=torch.int64, device=values.device)
+    best = torch.full((len(values), width), _NEGATIVE_INFINITY, dtype=values.dtype, device=values.device)
+    for count in np.unique(counts):
+        rows = _index(np.flatnonzero(counts == count), values)
+        top = (values if len(rows) == len(values) else values[rows]).topk(min(int(count), vocabulary), dim=-1)
+        columns[rows, : top.indices.shape[1]] = top.indices
+        best[rows, : top.values.shape[1]] = top.values
+    return columns, best
 
 
 def _index(values: np.ndarray, like: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from engine.outputs import TokenLogprobs
 from engine.request import EarlyStopping
 from engine.scheduling.plan import Float32, Int32
 
+_FLOAT32 = np.finfo(np.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
@@ -156,7 +158,10 @@ class BeamSearch:
 
     def final_score(self, sum_logprob: float, length: int) -> float:
         """Score of a hypothesis of that many output tokens."""
-        return float(np.float32(sum_logprob) / np.float32(length**self.length_penalty))
+        with np.errstate(over="ignore"):
+            # A length penalty far from 0 leaves the range of float32: no error, and never 0 / 0.
+            factor = np.clip(np.float64(length) ** self.length_penalty, _FLOAT32.tiny, _FLOAT32.max)
+            return float(np.float32(sum_logprob) / np.float32(factor))
 
     def merge(self, kept: Sequence[Hypothesis], new: Sequence[Hypothesis]) -> list[Hypothesis]:
         """The best num_beams hypotheses; earlier ones first where scores are equal."""
