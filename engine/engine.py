@@ -158,7 +158,7 @@ class Engine:
         """End a request, or one of its answers, at once; its pages are free on return. Unknown ids are
         ignored: the request may just have finished."""
         self.scheduler.abort(request_id, choice)
-        if choice is None:
+        if not self.scheduler.knows(request_id):
             self._outputs.pop(request_id, None)
 
     def has_unfinished_requests(self) -> bool:
@@ -224,9 +224,10 @@ class Engine:
                 param="prompt",
             )
         ids: Sequence[Any] = input.token_ids if isinstance(input, TokenInput) else input
-        if isinstance(ids, (str, bytes)) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        listed = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
+        if not listed or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
             raise InvalidRequestError(
-                "the engine takes token ids (integers); use LLM.generate for text.", param="prompt"
+                "the engine takes a list of token ids (integers); use LLM.generate for text.", param="prompt"
             )
         if not ids:
             raise InvalidRequestError("the prompt is empty; it must hold at least one token.", param="prompt")

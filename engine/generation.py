@@ -152,6 +152,8 @@ def resolve(
     min_tokens = min(int(values.get("min_new_tokens", 0)), max_tokens)
     if params.min_tokens is not None:
         min_tokens = params.min_tokens
+    # As in `transformers`, a least length of the output replaces one of prompt and output together.
+    by_output = params.min_tokens is not None or "min_new_tokens" in values
     if min_tokens > max_tokens:
         raise InvalidRequestError(
             f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens}).", param="min_tokens"
@@ -187,7 +189,7 @@ def resolve(
         length_penalty=float(pick("length_penalty", params.length_penalty, 1.0)),
         early_stopping=pick("early_stopping", params.early_stopping, False),
         no_repeat_ngram_size=int(pick("no_repeat_ngram_size", params.no_repeat_ngram_size, 0)),
-        min_length=0 if params.ignore_eos else int(pick("min_length", params.min_length, 0)),
+        min_length=0 if params.ignore_eos or by_output else int(pick("min_length", params.min_length, 0)),
         suppress_tokens=_inside(pick("suppress_tokens", params.suppress_tokens, ()), vocab_size),
         begin_suppress_tokens=_inside(pick("begin_suppress_tokens", params.begin_suppress_tokens, ()), vocab_size),
         forced_bos_token_id=pick("forced_bos_token_id", params.forced_bos_token_id, None),

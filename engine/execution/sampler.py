@@ -41,7 +41,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
         index = _index(drawing, logits)
         drawn = _draw(processed[index], batch, drawing)
         tokens[index[:, None], torch.arange(drawn.shape[1], device=logits.device)] = drawn
-    logprobs = own.gather(1, tokens)
+    # NaN tells the scheduler that a row failed; one in which every token is banned has, too.
+    logprobs = own.gather(1, tokens).masked_fill(processed.gather(1, tokens) == _NEGATIVE_INFINITY, float("nan"))
     ranks, top_ids, top_logprobs = _report(logits, own, tokens, batch)
     return StepResult(
         tokens=_numpy(tokens).astype(np.int32),

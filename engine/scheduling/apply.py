@@ -42,7 +42,9 @@ def apply_candidates(group: SequenceGroup, result: StepResult, first: int, promp
     prompt_logprobs = group.prompt_logprobs if prompt_logprobs_complete else None
     scores = result.logprobs if group.beam is None else result.scores
     if np.isnan(scores[rows, 0]).any():
-        delta = final_abort(group, "error", "the model's output is not a number (NaN) for this request")
+        delta = final_abort(
+            group, "error", "no token is possible: the model's output is not a number (NaN), or every token is banned"
+        )
         return Outcome(delta, [], dropped=list(group.sequences))
     if group.beam is None:
         outcome = _apply_samples(group, result, rows)

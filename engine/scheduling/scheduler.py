@@ -62,7 +62,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], SequenceGroup]] = []  # heap; may hold finished groups
         self._num_waiting = 0
         self._running: list[SequenceGroup] = []  # in order of service
-        self._deadlines: list[tuple[float, int, SequenceGroup]] = []
+        self._deadlines: list[tuple[float, int, str]] = []  # heap; may name finished requests
         self._arrivals = 0
         self._step: list[Row] | None = None
         self._outbox: list[RequestDelta] = []
@@ -105,7 +105,7 @@ class Scheduler:
         self._arrivals += 1
         self._groups[request.request_id] = group
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, group.arrival, group))
+            heapq.heappush(self._deadlines, (request.deadline, group.arrival, request.request_id))
         self._enqueue(group)
 
     def abort(self, request_id: str, choice: int | None = None) -> bool:
@@ -129,6 +129,10 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Some request is queued or runs, or has news to deliver."""
         return bool(self._groups or self._outbox)
+
+    def knows(self, request_id: str) -> bool:
+        """The request is unfinished."""
+        return request_id in self._groups
 
     def groups(self) -> Iterator[SequenceGroup]:
         """All unfinished groups."""
@@ -384,12 +388,16 @@ class Scheduler:
 
     def _expire(self) -> None:
         now = time.monotonic() if self._deadlines else 0.0
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].status is Status.FINISHED):
-            group = heapq.heappop(self._deadlines)[2]
-            if group.status is not Status.FINISHED:
+        while self._deadlines:
+            deadline, arrival, request_id = self._deadlines[0]
+            group = self._groups.get(request_id)
+            if group is not None and group.arrival == arrival:
+                if deadline > now:
+                    return
                 self.stats.num_aborted += 1
                 self._outbox.append(final_abort(group, "abort", "deadline"))
                 self._finish(group)
+            heapq.heappop(self._deadlines)
 
     def _flush(self, deltas: list[RequestDelta]) -> list[RequestDelta]:
         news, self._outbox = [*self._outbox, *deltas], []

@@ -1,0 +1,90 @@
+"""Fixtures shared by all tests. Nothing heavy is imported before a test asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.checkpoints import Checkpoint
+    from support.driving import Tokens
+
+    from engine import LLM, Engine
+
+# Tiny matrices gain nothing from threads, and threads that wait for each other on busy cores take ten
+# times as long. Set before torch is imported; servers that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOMY: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "show_progress": False,
+    "max_num_seqs": 64,
+    "num_gpu_blocks_override": 1024,
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Gives the tiny random checkpoint of a name (`support.checkpoints.SHAPES`), made once."""
+    from support.checkpoints import make_checkpoint
+
+    made: dict[str, Checkpoint] = {}
+
+    def get(name: str) -> Checkpoint:
+        if name not in made:
+            made[name] = make_checkpoint(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def shared_llm(checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[[str], LLM]]:
+    """Gives an engine with room for everything for a checkpoint's name, loaded once."""
+    from engine import LLM
+
+    made: dict[str, LLM] = {}
+
+    def get(name: str) -> LLM:
+        if name not in made:
+            made[name] = LLM(str(checkpoint(name).path), **ROOMY)
+        return made[name]
+
+    yield get
+    for llm in made.values():
+        llm.engine.check_integrity()
+        llm.close()
+
+
+@pytest.fixture
+def engines(checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[..., Engine]]:
+    """Makes engines (`support.driving.make_engine`) with the given settings and closes them."""
+    from support.driving import make_engine
+    from support.jobs import CHECKPOINT
+
+    made: list[Engine] = []
+
+    def make(**settings: Any) -> Engine:
+        made.append(make_engine(checkpoint(CHECKPOINT).path, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def mixed_answers(checkpoint: Callable[[str], Checkpoint]) -> list[Tokens]:
+    """What each of `support.jobs.MIXED` answers alone in a roomy engine, nothing cached."""
+    from support.driving import make_engine, run_alone
+    from support.jobs import CHECKPOINT, MIXED
+
+    plain = make_engine(checkpoint(CHECKPOINT).path, enable_prefix_caching=False)
+    result = run_alone(plain, MIXED)
+    assert plain.stats().num_preemptions == plain.stats().prefix_hits == 0
+    plain.close()
+    return result

@@ -1,0 +1,546 @@
+"""A model that is no model, run behind the real scheduler: it proves that pages, copies and forks are right.
+
+`FakeModel` chooses its logits by a hash of the salt and of all tokens so far. `Simulator` keeps what a
+runner would keep in paged memory: for each slot the token and the hash up to it. It computes a new
+token's hash from what the *memory* holds before it, so a wrong page anywhere changes the answer, and it
+compares every page that a row names with the tokens that the row should see. `solve` decodes the same
+request alone, by plain loops that know nothing of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace, TracebackType
+from unittest import mock
+
+import numpy as np
+
+from engine.outputs import ChoiceDelta, RequestDelta, TokenLogprobs
+from engine.request import Decoding, Request
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.philox import uniforms
+from engine.scheduling.plan import StepPlan, StepResult, TokenScores
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.scheduling.sequence import Status
+
+VOCAB = 17
+_MASK = 2**64 - 1
+_LOG_ZERO = float("-inf")
+
+
+class FakeModel:
+    """Log-probabilities as a pure function of salt and tokens."""
+
+    def __init__(self, seed: int = 0, rows: int = 4096):
+        logits = np.random.default_rng(seed).normal(0.0, 1.7, (rows, VOCAB))
+        self._rows = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
+
+    def root(self, salt: str | None) -> int:
+        return 1 if salt is None else self.extend(2, sum(salt.encode()))
+
+    def extend(self, state: int, token: int) -> int:
+        mixed = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15) & _MASK
+        return mixed ^ (mixed >> 29)
+
+    def state(self, salt: str | None, tokens: Sequence[int]) -> int:
+        state = self.root(salt)
+        for token in tokens:
+            state = self.extend(state, token)
+        return state
+
+    def logprobs(self, state: int) -> np.ndarray:
+        return self._rows[(state >> 17) % len(self._rows)]
+
+
+def top(logprobs: np.ndarray, count: int) -> list[int]:
+    """The most probable tokens, best first."""
+    return np.argsort(-logprobs, kind="stable")[:count].tolist()
+
+
+def draw(processed: np.ndarray, temperature: float, uniform: float) -> int:
+    """Inverse CDF in vocabulary order, or the most probable token."""
+    if temperature == 0.0:
+        return int(processed.argmax())
+    weights = np.exp((processed.astype(np.float64) - processed.max()) / temperature)
+    cumulative = weights.cumsum()
+    return int(min(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"), VOCAB - 1))
+
+
+# ------------------------------------------------------------------ the answer a request gets alone
+
+
+@dataclass
+class Answer:
+    """One choice of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    aborted: bool = False
+
+
+def _processed(model: FakeModel, request: Request, output: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    raw = model.logprobs(model.state(request.cache_salt, [*request.prompt_token_ids, *output]))
+    processed = raw.copy()
+    if len(output) < request.decoding.min_tokens:
+        processed[list(request.decoding.stop_ids)] = _LOG_ZERO
+    return raw, processed
+
+
+def solve(model: FakeModel, request: Request) -> list[Answer]:
+    """All answers of a request, decoded alone."""
+    if request.decoding.num_beams > 1:
+        return _solve_beams(model, request)
+    return [_solve_choice(model, request, choice) for choice in range(request.decoding.n)]
+
+
+def _solve_choice(model: FakeModel, request: Request, choice: int) -> Answer:
+    decoding, answer = request.decoding, Answer()
+    total = 0.0
+    while answer.finish_reason is None:
+        raw, processed = _processed(model, request, answer.tokens)
+        uniform = float(uniforms([decoding.seed], [choice], [len(answer.tokens)])[0])
+        token = draw(processed, decoding.temperature, uniform)
+        answer.tokens.append(token)
+        total += float(raw[token])
+        if token in decoding.stop_ids:
+            answer.finish_reason = "stop"
+            answer.stop_reason = None if token in decoding.eos_ids else token
+        elif len(answer.tokens) == decoding.max_tokens:
+            answer.finish_reason = "length"
+    answer.cumulative_logprob = total
+    return answer
+
+
+def _solve_beams(model: FakeModel, request: Request) -> list[Answer]:
+    """The rules of `transformers`' beam search, written down once more without looking at the engine's."""
+    decoding = request.decoding
+    beams, penalty = decoding.num_beams, decoding.length_penalty
+    to_keep = max(2, 1 + len(decoding.stop_ids)) * beams
+    running: list[tuple[np.float32, list[int]]] = [(np.float32(0.0), [])]
+    finished: list[tuple[float, float, list[int]]] = []
+    length = 0
+    while True:
+        candidates = []
+        for total, output in running:
+            processed = _processed(model, request, output)[1]
+            candidates += [
+                (np.float32(processed[token]) + total, [*output, token])
+                for token in range(VOCAB)
+                if processed[token] > _LOG_ZERO
+            ]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        length += 1
+        running = []
+        for rank, (total, output) in enumerate(candidates[:to_keep]):
+            if output[-1] in decoding.stop_ids or length == decoding.max_tokens:
+                if rank < beams:
+                    finished.append((float(total) / length**penalty, float(total), output))
+            elif len(running) < beams:
+                running.append((total, output))
+        finished = sorted(finished, key=lambda hypothesis: -hypothesis[0])[:beams]
+        if length == decoding.max_tokens or not running:
+            break
+        if len(finished) == beams:
+            horizon = decoding.max_tokens if decoding.early_stopping == "never" and penalty > 0 else length
+            if decoding.early_stopping is True or float(running[0][0]) / horizon**penalty <= finished[-1][0]:
+                break
+    answers = []
+    for score, total, output in finished[: decoding.n]:
+        stopped = output[-1] in decoding.stop_ids
+        answers.append(
+            Answer(
+                tokens=output,
+                finish_reason="stop" if stopped else "length",
+                stop_reason=output[-1] if stopped and output[-1] not in decoding.eos_ids else None,
+                cumulative_logprob=total,
+                score=score,
+            )
+        )
+    return answers
+
+
+# ------------------------------------------------------------------ the same behind the scheduler
+
+
+class Simulator:
+    """Scheduler, pool and fake runner; checks all of them after every step.
+
+    Use as a context manager: the scheduler's clock is `now`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        caching: bool = True,
+        model: FakeModel | None = None,
+    ):
+        self.model = model or FakeModel()
+        self.size = block_size
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=10_000,
+            block_size=block_size,
+        )
+        self.pool = BlockPool(num_pages, enable_prefix_caching=caching)
+        self.scheduler = Scheduler(self.config, self.pool)
+        self.tokens = np.full((num_pages + 1, block_size), -1, dtype=np.int64)
+        self.states = np.zeros((num_pages + 1, block_size), dtype=np.uint64)
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[Answer]] = {}
+        self.prompt_logprobs: dict[str, Sequence[TokenLogprobs | None]] = {}
+        self.cached_tokens: dict[str, int] = {}
+        self.over: set[str] = set()
+        self.now = 0.0
+        self.events = {"chunked": 0, "beam_with_others": 0, "mixed_draws": 0, "salted_hits": 0}
+        self._patch = mock.patch("engine.scheduling.scheduler.time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def __enter__(self) -> Simulator:
+        self._patch.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._patch.stop()
+
+    # -------------------------------------------------------------- what a caller does
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.requests[request.request_id] = request
+        self.answers[request.request_id] = [Answer() for _ in range(request.decoding.n)]
+
+    def abort(self, request_id: str, choice: int | None = None) -> bool:
+        done = self.scheduler.abort(request_id, choice)
+        answers = self.answers[request_id]
+        if done:
+            for answer in answers if choice is None else [answers[choice]]:
+                answer.aborted = True
+        if all(answer.aborted or answer.finish_reason for answer in answers):
+            self.over.add(request_id)
+        self.check()
+        return done
+
+    def step(self) -> list[RequestDelta]:
+        plan = self._schedule()
+        if plan is None:
+            deltas = self.scheduler.take_outbox()
+        else:
+            deltas = self.scheduler.update(plan, self.execute(plan))
+        self._deliver(deltas)
+        self.check()
+        return deltas
+
+    def fail(self) -> list[RequestDelta]:
+        """A step that breaks in the middle: half of the copies done, garbage in the slots."""
+        plan = self._schedule()
+        if plan is None:
+            deltas = self.scheduler.take_outbox()
+        else:
+            for source, target in plan.copies[: len(plan.copies) // 2]:
+                self._copy(np.array([source]), np.array([target]))
+            self.tokens.reshape(-1)[plan.slots] = -7
+            deltas = self.scheduler.fail("it broke")
+        self._deliver(deltas)
+        self.check()
+        return deltas
+
+    def step_bound(self) -> int:
+        """Steps after which everything must be over: in each, the first in line does something."""
+        bound = 10
+        for group in self.scheduler.groups():
+            decoding = group.request.decoding
+            bound += len(group.request.prompt_token_ids) + 2 * decoding.width * decoding.max_tokens + 5
+        return bound
+
+    def drain(self) -> None:
+        """Step until nothing is left, which must come to pass."""
+        for _ in range(self.step_bound()):
+            if not self.scheduler.has_unfinished():
+                break
+            self.step()
+        left = {r for r in self.requests if r not in self.over}
+        assert not self.scheduler.has_unfinished(), f"requests starve: {left}"
+        assert not left
+        assert self.pool.num_held == 0
+        assert self.pool.num_free + self.pool.num_cached == self.pool.total
+        snapshot = self.scheduler.snapshot()
+        assert (snapshot.num_running, snapshot.num_waiting) == (0, 0)
+
+    def compare(self) -> None:
+        """Every request has the answer that it gets alone, or a prefix of it if it was cut short."""
+        for request_id, request in self.requests.items():
+            got = self.answers[request_id]
+            expected = solve(self.model, request)
+            assert len(got) == len(expected) == request.decoding.n
+            for answer, alone in zip(got, expected, strict=True):
+                where = (request_id, request)
+                if answer.finish_reason in ("stop", "length"):
+                    assert answer.tokens == alone.tokens, where
+                    assert answer.finish_reason == alone.finish_reason, where
+                    assert answer.stop_reason == alone.stop_reason, where
+                    assert np.isclose(answer.cumulative_logprob, alone.cumulative_logprob, atol=1e-4), where
+                    assert (answer.score is None) == (alone.score is None), where
+                    assert answer.score is None or np.isclose(answer.score, alone.score, rtol=1e-4), where
+                else:
+                    assert answer.aborted or answer.finish_reason in ("abort", "error"), where
+                    assert answer.tokens == alone.tokens[: len(answer.tokens)], where
+                if request.decoding.logprobs is not None:
+                    self._compare_logprobs(request, answer)
+            self._compare_prompt(request)
+
+    def _compare_logprobs(self, request: Request, answer: Answer) -> None:
+        assert len(answer.logprobs) == len(answer.tokens)
+        for place, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+            raw = _processed(self.model, request, answer.tokens[:place])[0]
+            self._compare_entry(raw, token, entry, request.decoding.logprobs or 0)
+
+    def _compare_prompt(self, request: Request) -> None:
+        wanted = request.decoding.prompt_logprobs
+        got = self.prompt_logprobs.get(request.request_id)
+        if wanted is None:
+            assert got is None
+            return
+        assert self.cached_tokens.get(request.request_id, 0) == 0
+        if got is None:
+            assert all(not answer.tokens for answer in self.answers[request.request_id])
+            return
+        prompt = request.prompt_token_ids
+        assert len(got) == len(prompt)
+        assert got[0] is None
+        for place in range(1, len(prompt)):
+            entry = got[place]
+            assert entry is not None
+            raw = self.model.logprobs(self.model.state(request.cache_salt, prompt[:place]))
+            self._compare_entry(raw, prompt[place], entry, wanted)
+
+    @staticmethod
+    def _compare_entry(raw: np.ndarray, token: int, entry: TokenLogprobs, wanted: int) -> None:
+        assert list(entry) == list(dict.fromkeys([token, *top(raw, wanted)]))
+        for other, logprob in entry.items():
+            assert logprob.logprob == raw[other]
+            assert logprob.rank == int((raw > raw[other]).sum()) + 1
+
+    def _schedule(self) -> StepPlan | None:
+        """Plan a step, in which something runs: the first in line, if it ran before."""
+        running = {group for group in self.scheduler.groups() if group.status is Status.RUNNING}
+        plan = self.scheduler.schedule()
+        groups = list(self.scheduler.groups())
+        if groups:
+            assert plan is not None, "a step in which nothing runs"
+            first = min(groups, key=lambda group: group.key)
+            if first in running:
+                assert any(row.group is first for row in self.scheduler._step or ()), "the first in line gave way"
+        return plan
+
+    # -------------------------------------------------------------- what a runner does
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan on the memory, and check that it is one."""
+        rows = self.scheduler._step
+        assert rows is not None
+        assert 0 < plan.num_rows == len(rows) <= self.config.max_num_seqs
+        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
+        self._check_groups()
+        sources, targets = plan.copies.T
+        assert len(set(targets.tolist())) == len(targets)
+        assert not set(targets.tolist()) & set(sources.tolist())
+        self._copy(sources, targets)
+        assert len(set(plan.slots.tolist())) == plan.num_tokens
+        assert plan.query_start[0] == 0
+        assert plan.query_start[-1] == plan.num_tokens
+        for i, row in enumerate(rows):
+            self._check_memory(plan, i, row.start)
+        for i in range(len(rows)):
+            self._write(plan, i)
+        for i, row in enumerate(rows):
+            self._check_memory(plan, i, row.start + row.count)
+        states = self.states.reshape(-1)[plan.slots]
+        return self._result(plan, [int(state) for state in states])
+
+    def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        self.tokens[targets] = self.tokens[sources]
+        self.states[targets] = self.states[sources]
+
+    def _check_groups(self) -> None:
+        """Groups sample whole or not at all; running ones fit into the rows."""
+        rows = self.scheduler._step or []
+        sampled: dict[str, set[bool]] = {}
+        for row in rows:
+            sampled.setdefault(row.group.request.request_id, set()).add(row.sampled)
+            if row.sampled:
+                assert row.start + row.count == row.sequence.num_tokens
+                members = [r.sequence for r in rows if r.group is row.group]
+                assert members == row.group.sequences
+            elif row.count < row.sequence.remaining:
+                self.events["chunked"] += 1
+        assert all(len(kinds) == 1 for kinds in sampled.values())
+        kinds = {row.group.beam is not None for row in rows if row.sampled}
+        self.events["beam_with_others"] += len(kinds) == 2
+        assert sum(group.rows for group in self.scheduler._running) <= self.config.max_num_seqs
+
+    def _slots(self, plan: StepPlan, i: int, end: int) -> np.ndarray:
+        positions = np.arange(end)
+        return plan.block_tables[i][positions // self.size] * self.size + positions % self.size
+
+    def _check_memory(self, plan: StepPlan, i: int, end: int) -> None:
+        """The pages that row i names hold exactly its sequence's tokens 0 … end - 1."""
+        row = (self.scheduler._step or [])[i]
+        expected = row.sequence.tokens.view(0, end).tolist()
+        slots = self._slots(plan, i, end)
+        assert (slots >= self.size).all(), "page 0 is nobody's"
+        assert self.tokens.reshape(-1)[slots].tolist() == expected
+        if end:
+            state = self.model.state(row.group.request.cache_salt, expected)
+            assert int(self.states.reshape(-1)[slots[-1]]) == state
+
+    def _write(self, plan: StepPlan, i: int) -> None:
+        row = (self.scheduler._step or [])[i]
+        first, last = plan.query_start[i], plan.query_start[i + 1]
+        start, end = int(plan.context_lens[i] - (last - first)), int(plan.context_lens[i])
+        assert (start, end) == (row.start, row.start + row.count)
+        assert end > start
+        assert plan.positions[first:last].tolist() == list(range(start, end))
+        slots = self._slots(plan, i, end)
+        assert plan.slots[first:last].tolist() == slots[start:].tolist()
+        for page in set((slots[start:] // self.size).tolist()):
+            assert self.pool.references(page) == 1, "a shared page is written"
+            assert not self.pool.is_published(page), "a published page is written"
+        salt = row.group.request.cache_salt
+        state = int(self.states.reshape(-1)[slots[start - 1]]) if start else self.model.root(salt)
+        for slot, token in zip(slots[start:].tolist(), plan.token_ids[first:last].tolist(), strict=True):
+            state = self.model.extend(state, token)
+            self.tokens.reshape(-1)[slot] = token
+            self.states.reshape(-1)[slot] = state
+
+    def _result(self, plan: StepPlan, states: list[int]) -> StepResult:
+        batch = plan.sampling
+        rows = [row for row in self.scheduler._step or [] if row.sampled]
+        assert len(rows) == (0 if batch is None else len(batch.rows))
+        width = 1 if batch is None else int(max(batch.num_draws.max(), min(batch.beam_width.max(), VOCAB), 1))
+        number = 0 if batch is None else max(int(batch.num_logprobs.max()), 0)
+        count = len(rows)
+        tokens = np.zeros((count, width), dtype=np.int32)
+        scores = np.full((count, width), _LOG_ZERO, dtype=np.float32)
+        logprobs = np.zeros((count, width), dtype=np.float32)
+        ranks = np.zeros((count, width), dtype=np.int32)
+        top_ids = np.zeros((count, number), dtype=np.int32)
+        top_logprobs = np.zeros((count, number), dtype=np.float32)
+        if batch is not None:
+            self.events["mixed_draws"] += len(set(batch.num_draws.tolist())) > 1
+            for i in range(count):
+                raw = self.model.logprobs(states[batch.rows[i]])
+                processed = raw.copy()
+                processed[batch.ban_token[batch.ban_row == i]] = _LOG_ZERO
+                if batch.beam_width[i]:
+                    chosen = top(processed, min(int(batch.beam_width[i]), VOCAB))
+                    scores[i, : len(chosen)] = processed[chosen]
+                else:
+                    temperature = float(batch.temperature[i])
+                    chosen = [draw(processed, temperature, u) for u in batch.uniforms[i, : batch.num_draws[i]]]
+                tokens[i, : len(chosen)] = chosen
+                logprobs[i, : len(chosen)] = raw[chosen]
+                ranks[i, : len(chosen)] = [int((raw > raw[token]).sum()) + 1 for token in chosen]
+                top_ids[i] = top(raw, number)
+                top_logprobs[i] = raw[top_ids[i]]
+        return StepResult(
+            tokens=tokens,
+            scores=scores,
+            logprobs=logprobs,
+            ranks=ranks,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=self._prompt_scores(plan, states),
+        )
+
+    def _prompt_scores(self, plan: StepPlan, states: list[int]) -> TokenScores | None:
+        wanted = plan.prompt_logprobs
+        if wanted is None:
+            return None
+        number = int(wanted.num_logprobs.max())
+        raw = np.stack([self.model.logprobs(states[row]) for row in wanted.rows])
+        chosen = raw[np.arange(len(raw)), wanted.targets]
+        top_ids = np.array([top(line, number) for line in raw], dtype=np.int32).reshape(len(raw), number)
+        return TokenScores(
+            logprobs=chosen,
+            ranks=((raw > chosen[:, None]).sum(axis=1) + 1).astype(np.int32),
+            top_ids=top_ids,
+            top_logprobs=np.take_along_axis(raw, top_ids, axis=1),
+        )
+
+    # -------------------------------------------------------------- after every step
+
+    def check(self) -> None:
+        """Nothing is lost, nothing is shared across salts; freed pages are poisoned."""
+        self.scheduler.check_integrity()
+        assert self.pool.num_free + self.pool.num_held + self.pool.num_cached == self.pool.total
+        owners: dict[int, str | None] = {}
+        waiting = 0
+        for group in self.scheduler.groups():
+            assert group.status is not Status.FINISHED
+            waiting += group.status is Status.WAITING
+            if group.beam is not None:
+                scores = [sequence.score for sequence in group.sequences]
+                assert scores == sorted(scores, reverse=True), "beams are kept best first"
+            for sequence in group.sequences:
+                assert group.status is Status.RUNNING or not len(sequence.table), "a waiting request holds pages"
+                for page in sequence.table:
+                    salt = group.request.cache_salt
+                    assert owners.setdefault(page, salt) == salt, "a page is shared across salts"
+        assert self.scheduler.snapshot().num_waiting == waiting
+        for page in range(1, self.pool.total + 1):
+            if not self.pool.references(page) and not self.pool.is_published(page):
+                self.tokens[page] = -1
+                self.states[page] = 0
+
+    def _deliver(self, deltas: Sequence[RequestDelta]) -> None:
+        for delta in deltas:
+            assert delta.request_id not in self.over, "news after the end"
+            answers = self.answers[delta.request_id]
+            for choice in delta.choices:
+                self._take(answers[choice.index], choice)
+            assert 0 <= delta.num_cached_tokens < len(self.requests[delta.request_id].prompt_token_ids)
+            assert delta.num_cached_tokens % self.size == 0
+            if delta.num_cached_tokens:
+                self.cached_tokens[delta.request_id] = delta.num_cached_tokens
+                self.events["salted_hits"] += self.requests[delta.request_id].cache_salt is not None
+            if delta.prompt_logprobs is not None:
+                assert delta.request_id not in self.prompt_logprobs, "prompt log-probabilities come once"
+                self.prompt_logprobs[delta.request_id] = list(delta.prompt_logprobs)
+            if delta.finished:
+                self.over.add(delta.request_id)
+                assert all(answer.finish_reason or answer.aborted for answer in answers)
+            else:
+                assert not all(answer.finish_reason or answer.aborted for answer in answers)
+
+    @staticmethod
+    def _take(answer: Answer, choice: ChoiceDelta) -> None:
+        assert answer.finish_reason is None, "tokens after the end"
+        assert not answer.aborted
+        answer.tokens.extend(choice.token_ids)
+        answer.logprobs.extend(choice.logprobs or ())
+        answer.finish_reason, answer.stop_reason = choice.finish_reason, choice.stop_reason
+        answer.cumulative_logprob, answer.score = choice.cumulative_logprob, choice.score
+
+
+def make_request(request_id: str, prompt: Sequence[int], **decoding: object) -> Request:
+    """A request; keywords of `Request` and of `Decoding` together."""
+    outer = {name: decoding.pop(name) for name in ("priority", "cache_salt", "deadline") if name in decoding}
+    decoding.setdefault("max_tokens", 4)
+    decoding.setdefault("temperature", 0.0)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        decoding=Decoding(**decoding),  # type: ignore[arg-type]
+        **outer,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,1 @@
+"""Shared by the tests: tiny checkpoints, the reference implementation, and ways to drive an engine."""

@@ -1,0 +1,121 @@
+"""Ways to drive an engine step by step, and to see what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine import Engine, EngineConfig, RequestOutput, SamplingParams
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.scheduler import _Step
+
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request to be."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def make_engine(path: Any, **settings: Any) -> Engine:
+    """A small float32 engine on the CPU; 1,024 pages unless told."""
+    defaults = {"device": "cpu", "dtype": "float32", "show_progress": False, "num_gpu_blocks_override": 1024}
+    return Engine(EngineConfig(model=str(path), **(defaults | settings)))
+
+
+def tokens_of(output: RequestOutput) -> Tokens:
+    """The token ids of all answers."""
+    return [answer.token_ids for answer in output.outputs]
+
+
+def check_pages(engine: Engine) -> None:
+    """No page is lost or counted wrongly."""
+    engine.check_integrity()
+    stats = engine.stats()
+    assert stats.pages_free + stats.pages_held + stats.pages_cached == stats.pages_total
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing runs, so nothing is held: free + cached == total."""
+    check_pages(engine)
+    stats = engine.stats()
+    assert not engine.has_unfinished_requests()
+    assert stats.pages_held == stats.num_running == stats.num_waiting == 0
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def add(engine: Engine, name: str, job: Job) -> None:
+    """Queue a job."""
+    engine.add_request(name, list(job.prompt), job.params, **job.options)
+
+
+def finish(engine: Engine, between: Callable[[int], None] | None = None) -> dict[str, RequestOutput]:
+    """Step until nothing is left, checking the pages after each step; `between(i)` runs after step i."""
+    outputs = {}
+    for number in range(10_000):
+        if not engine.has_unfinished_requests():
+            check_idle(engine)
+            return outputs
+        for output in engine.step():
+            outputs[output.request_id] = output
+        check_pages(engine)
+        if between is not None:
+            between(number)
+    raise AssertionError("the engine does not come to an end")
+
+
+def run(engine: Engine, jobs: Sequence[Job], between: Callable[[int], None] | None = None) -> list[Tokens]:
+    """Run the jobs together; the token ids of their answers, in their order."""
+    for number, job in enumerate(jobs):
+        add(engine, str(number), job)
+    outputs = finish(engine, between)
+    assert all(outputs[str(number)].finished for number in range(len(jobs)))
+    return [tokens_of(outputs[str(number)]) for number in range(len(jobs))]
+
+
+def run_alone(engine: Engine, jobs: Sequence[Job]) -> list[Tokens]:
+    """Run the jobs one after the other."""
+    return [run(engine, [job])[0] for job in jobs]
+
+
+def preempt_all(engine: Engine) -> int:
+    """Take the pages of every running request, as the scheduler does when it is short of them; returns
+    how many requests that hit."""
+    scheduler = engine.scheduler
+    running = list(scheduler._running)
+    for group in reversed(running):
+        scheduler._preempt(_Step(0), group)
+    return len(running)
+
+
+@contextmanager
+def watching(engine: Engine) -> Iterator[list[StepPlan]]:
+    """Collects the plans that are executed."""
+    plans: list[StepPlan] = []
+    execute = engine.runner.execute
+
+    def spy(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return execute(plan)
+
+    engine.runner.execute = spy  # type: ignore[method-assign]
+    try:
+        yield plans
+    finally:
+        engine.runner.execute = execute  # type: ignore[method-assign]
+
+
+def beam_rows(plan: StepPlan) -> int:
+    """Sampled rows of a plan that belong to beams."""
+    return 0 if plan.sampling is None else int((plan.sampling.beam_width > 0).sum())
+
+
+def other_rows(plan: StepPlan) -> int:
+    """Sampled rows of a plan that do not."""
+    return 0 if plan.sampling is None else len(plan.sampling.rows) - beam_rows(plan)

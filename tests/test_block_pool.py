@@ -1,0 +1,400 @@
+"""The pool of pages against a naive model, in any order of operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.scheduling.block_pool import BlockPool, PageHasher
+
+KEY = b"k" * 32
+
+
+class Table:
+    """A block table and what its owner wrote into the pages."""
+
+    def __init__(self, pages: list[int], content: list[int]):
+        self.pages = pages
+        self.content = content
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Owners follow the discipline: shared and published pages are copied before they are written."""
+
+    @initialize(total=st.integers(2, 10), caching=st.booleans())
+    def start(self, total: int, caching: bool) -> None:
+        self.pool = BlockPool(total, enable_prefix_caching=caching)
+        self.caching = caching
+        self.memory: dict[int, int] = {}
+        self.tables: list[Table] = []
+        self.pinned: list[tuple[int, int]] = []  # page, content
+        self.page_of: dict[bytes, int] = {}
+        self.hash_of: dict[int, bytes] = {}
+        self.cached: list[int] = []  # oldest first
+        self.hasher = PageHasher(KEY)
+
+    # ------------------------------------------------------------- the model
+
+    def refs(self) -> Counter[int]:
+        return Counter(page for table in self.tables for page in table.pages)
+
+    def in_use(self) -> set[int]:
+        return set(self.refs()) | {page for page, _ in self.pinned}
+
+    def expect_evicted(self, pages: list[int]) -> None:
+        """Pages reserved: free ones first, then the least recently used cached ones, in order."""
+        evicted = [page for page in pages if page in self.cached]
+        assert evicted == self.cached[: len(evicted)]
+        free = self.pool.total - len(self.in_use()) - len(self.cached)
+        assert len(evicted) == max(0, len(pages) - free)
+        assert not set(pages) & self.in_use(), "a page in use is handed out"
+        assert len(set(pages)) == len(pages)
+        for page in evicted:
+            self.cached.remove(page)
+            del self.page_of[self.hash_of.pop(page)]
+
+    def reserve_pages(self, count: int) -> list[int] | None:
+        free = self.pool.total - len(self.in_use())  # cached ones can be had, too
+        pages = self.pool.reserve(count)
+        assert (pages is None) == (count > free)
+        if pages is not None:
+            assert len(pages) == count
+            self.expect_evicted(pages)
+        return pages
+
+    def drop_references(self, pages: list[int]) -> None:
+        """What the model expects of pages whose table is gone: the last becomes the oldest cached one."""
+        used = self.in_use()
+        for page in reversed(pages):
+            if page not in used and page in self.hash_of:
+                self.cached.append(page)
+
+    def chain(self, content: list[int]) -> list[bytes]:
+        hashes, parent = [], self.hasher.root(None)
+        for value in content:
+            parent = self.hasher.extend(parent, np.array([value], dtype=np.int32))
+            hashes.append(parent)
+        return hashes
+
+    # ------------------------------------------------------------- operations
+
+    @rule(content=st.lists(st.integers(0, 1), max_size=2))
+    def reserve(self, content: list[int]) -> None:
+        pages = self.reserve_pages(len(content))
+        if pages is not None:
+            self.memory.update(zip(pages, content, strict=True))
+            self.tables.append(Table(pages, content))
+
+    @rule(content=st.lists(st.integers(0, 1), min_size=1, max_size=4), keep=st.sampled_from([False, False, True]))
+    def live(self, content: list[int], keep: bool) -> None:
+        """A request's way: take up what is known, reserve the rest, write, publish, leave or stay."""
+        self.match_and_adopt(content)
+        table = self.tables[-1]
+        hits = len(table.pages)
+        rest = self.reserve_pages(len(content) - hits)
+        if rest is not None:
+            self.memory.update(zip(rest, content[hits:], strict=True))
+            table.pages, table.content = [*table.pages, *rest], content
+            self.publish_table(table)
+        if not keep:
+            self.free_table(table)
+
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        if not 0 < len(self.tables) < 6:
+            return
+        parent = data.draw(st.sampled_from(self.tables))
+        pages = self.pool.fork(parent.pages)
+        assert pages == parent.pages
+        self.tables.append(Table(pages, list(parent.content)))
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        if not self.tables:
+            return
+        self.free_table(data.draw(st.sampled_from(self.tables)))
+
+    def free_table(self, table: Table) -> None:
+        self.tables.remove(table)
+        self.pool.free(table.pages)
+        self.drop_references(table.pages)
+
+    @rule(data=st.data(), value=st.integers(0, 4))
+    def write(self, data: st.DataObject, value: int) -> None:
+        """The owner of a table changes one of its pages."""
+        if not self.refs():
+            return
+        table = data.draw(st.sampled_from([table for table in self.tables if table.pages]))
+        place = data.draw(st.integers(0, len(table.pages) - 1))
+        page = table.pages[place]
+        assert self.pool.is_shared(page) == (self.refs()[page] > 1)
+        assert self.pool.is_published(page) == (page in self.hash_of)
+        if self.pool.is_shared(page) or self.pool.is_published(page) or page in {p for p, _ in self.pinned}:
+            fresh = self.reserve_pages(1)
+            if fresh is None:
+                return
+            self.pool.pin(page)
+            self.pinned.append((page, self.memory[page]))
+            self.pool.free([page])
+            table.pages = [*table.pages[:place], fresh[0], *table.pages[place + 1 :]]
+            page = fresh[0]
+        self.memory[page] = value
+        table.content = [*table.content[:place], value, *table.content[place + 1 :]]
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        """Pin a held page, or undo the oldest pins."""
+        if self.refs() and len(self.pinned) < 2:
+            page = data.draw(st.sampled_from(sorted(self.refs())))
+            self.pool.pin(page)
+            self.pinned.append((page, self.memory[page]))
+        else:
+            self.unpin()
+
+    @rule()
+    def unpin(self) -> None:
+        """The copies are done."""
+        while self.pinned:
+            page, content = self.pinned.pop(0)
+            assert self.memory[page] == content, "the source of a pending copy changed"
+            self.pool.unpin(page)
+            self.drop_references([page])
+
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        if not self.refs():
+            return
+        self.publish_table(data.draw(st.sampled_from([table for table in self.tables if table.pages])))
+
+    def publish_table(self, table: Table) -> None:
+        for page, page_hash in zip(table.pages, self.chain(table.content), strict=True):
+            self.pool.publish(page, page_hash)
+            if self.caching and page_hash not in self.page_of and page not in self.hash_of:
+                self.page_of[page_hash] = page
+                self.hash_of[page] = page_hash
+
+    @rule(content=st.lists(st.integers(0, 1), max_size=4))
+    def match_and_adopt(self, content: list[int]) -> None:
+        hashes = self.chain(content)
+        expected = []
+        for page_hash in hashes:
+            if page_hash not in self.page_of:
+                break
+            expected.append(self.page_of[page_hash])
+        before = self.pool.num_available
+        pages = self.pool.match(iter(hashes))
+        assert pages == expected
+        assert self.pool.num_available == before, "a match takes nothing"
+        fresh = [page for page in pages if page in self.cached]
+        assert self.pool.count_cached(pages) == len(fresh)
+        assert self.pool.adopt(pages) == pages
+        assert self.pool.num_available == before - len(fresh)
+        for page in fresh:
+            self.cached.remove(page)
+        self.tables.append(Table(pages, content[: len(pages)]))
+
+    # ------------------------------------------------------------- always
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        pool = self.pool
+        assert pool.num_free + pool.num_held + pool.num_cached == pool.total
+        assert pool.num_held == len(self.in_use())
+        assert pool.num_cached == len(self.cached)
+        assert pool.num_available == pool.num_free + pool.num_cached
+        assert pool.peak_held >= pool.num_held
+        refs = self.refs()
+        for page in range(1, pool.total + 1):
+            assert pool.references(page) == refs[page]
+            assert pool.is_published(page) == (page in self.hash_of)
+        if not self.pinned:
+            pool.check_integrity([table.pages for table in self.tables])
+
+    @invariant()
+    def nobody_else_wrote(self) -> None:
+        if hasattr(self, "pool"):
+            for table in self.tables:
+                assert [self.memory[page] for page in table.pages] == table.content
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for page, content in self.pinned:
+            assert self.memory[page] == content
+            self.pool.unpin(page)
+        for table in self.tables:
+            self.pool.free(table.pages)
+        self.pool.check_integrity([])
+        assert self.pool.num_held == 0
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, print_blob=True)
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def test_pages_are_numbered_from_one() -> None:
+    assert sorted(BlockPool(3).reserve(3) or []) == [1, 2, 3]
+
+
+def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
+    pool = BlockPool(3)
+    table = pool.reserve(2)
+    assert table is not None
+    assert pool.reserve(2) is None
+    assert (pool.num_free, pool.num_held, pool.num_cached) == (1, 2, 0)
+    pool.check_integrity([table])
+
+
+def test_the_end_of_a_table_is_evicted_before_its_beginning() -> None:
+    pool, hasher = BlockPool(3), PageHasher(KEY)
+    table = pool.reserve(3)
+    assert table is not None
+    hashes = [hasher.root(None)]
+    for page, content in zip(table, (5, 6, 7), strict=True):
+        hashes.append(hasher.extend(hashes[-1], numbers(content)))
+        pool.publish(page, hashes[-1])
+    pool.free(table)
+    assert pool.num_cached == 3
+    assert pool.reserve(1) == [table[2]]
+    assert pool.match(hashes[1:]) == table[:2]
+    assert pool.reserve(1) == [table[1]]
+    assert pool.match(hashes[1:]) == table[:1]
+
+
+def test_an_adopted_page_is_the_youngest_again() -> None:
+    pool, hasher = BlockPool(2), PageHasher(KEY)
+    hashes = [hasher.extend(hasher.root(None), numbers(content)) for content in (1, 2)]
+    pages = []
+    for page_hash in hashes:
+        table = pool.reserve(1)
+        assert table is not None
+        pool.publish(table[0], page_hash)
+        pages += table
+    for page in pages:
+        pool.free([page])
+    pool.free(pool.adopt(pool.match(hashes[:1])))
+    assert pool.reserve(1) == [pages[1]]
+
+
+def test_a_second_page_of_equal_content_is_not_published() -> None:
+    pool, hasher = BlockPool(2), PageHasher(KEY)
+    page_hash = hasher.extend(hasher.root(None), numbers(1))
+    table = pool.reserve(2)
+    assert table is not None
+    for page in table:
+        pool.publish(page, page_hash)
+    assert [pool.is_published(page) for page in table] == [True, False]
+    pool.free(table)
+    assert (pool.num_free, pool.num_cached) == (1, 1)
+
+
+def test_a_pinned_page_is_not_handed_out() -> None:
+    pool = BlockPool(2)
+    table = pool.reserve(2)
+    assert table is not None
+    pool.pin(table[0])
+    pool.free(table)
+    assert pool.num_available == 1
+    assert pool.reserve(2) is None
+    pool.unpin(table[0])
+    assert sorted(pool.reserve(2) or []) == sorted(table)
+
+
+def test_a_pinned_page_that_nobody_holds_can_be_taken_up_again() -> None:
+    pool, hasher = BlockPool(1), PageHasher(KEY)
+    page_hash = hasher.extend(hasher.root(None), numbers(1))
+    table = pool.reserve(1)
+    assert table is not None
+    pool.publish(table[0], page_hash)
+    pool.pin(table[0])
+    pool.free(table)
+    assert pool.num_cached == 0
+    assert pool.adopt(pool.match([page_hash])) == table
+    pool.unpin(table[0])
+    pool.check_integrity([table])
+
+
+def test_a_match_ends_at_the_first_unknown_page() -> None:
+    pool, hasher = BlockPool(2), PageHasher(KEY)
+    first = hasher.extend(hasher.root(None), numbers(1))
+    second = hasher.extend(first, numbers(2))
+    table = pool.reserve(2)
+    assert table is not None
+    pool.publish(table[1], second)
+    assert pool.match([first, second]) == []
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    pool, hasher = BlockPool(1, enable_prefix_caching=False), PageHasher(KEY)
+    page_hash = hasher.extend(hasher.root(None), numbers(1))
+    table = pool.reserve(1)
+    assert table is not None
+    pool.publish(table[0], page_hash)
+    pool.free(table)
+    assert (pool.num_free, pool.num_cached) == (1, 0)
+    assert pool.match([page_hash]) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda pool, table: [], "reference counts"),  # a table was forgotten: its pages leaked
+        (lambda pool, table: [table, table], "reference counts"),  # nobody took the second reference
+        (lambda pool, table: (pool.pin(table[0]), [table])[1], "pinned"),
+        (lambda pool, table: (pool._free.append(table[0]), [table])[1], "add up"),
+        (lambda pool, table: (pool._free.clear(), [table])[1], "add up"),
+        (lambda pool, table: (pool._page_of.update({b"x": table[0]}), [table])[1], "hash"),
+    ],
+)
+def test_the_integrity_check_sees_what_is_wrong(spoil, message) -> None:  # type: ignore[no-untyped-def]
+    pool = BlockPool(4)
+    table = pool.reserve(2)
+    assert table is not None
+    pool.check_integrity([table])
+    tables = spoil(pool, table)
+    with pytest.raises(AssertionError, match=message):
+        pool.check_integrity(tables)
+
+
+def test_freeing_twice_is_refused() -> None:
+    pool = BlockPool(2)
+    table = pool.reserve(1)
+    assert table is not None
+    pool.free(table)
+    with pytest.raises(AssertionError, match="nobody holds it"):
+        pool.free(table)
+
+
+class TestPageHasher:
+    def test_hashes_are_128_bits_and_reproducible_under_one_key(self) -> None:
+        first, second = PageHasher(KEY), PageHasher(KEY)
+        assert first.root(None) == second.root(None)
+        assert len(first.root(None)) == 16
+        assert len(first.extend(first.root(None), numbers(1, 2))) == 16
+
+    def test_the_key_is_random(self) -> None:
+        assert PageHasher().root(None) != PageHasher().root(None)
+
+    def test_salt_predecessors_and_order_all_count(self) -> None:
+        hasher = PageHasher(KEY)
+        roots = [hasher.root(salt) for salt in (None, "", "a", "b", "\udc80")]
+        pages = [hasher.extend(root, numbers(*tokens)) for root in roots for tokens in ((1, 2), (2, 1), (1, 3))]
+        seconds = [hasher.extend(page, numbers(1, 2)) for page in pages]
+        everything = [*roots, *pages, *seconds]
+        assert len(set(everything)) == len(everything)
+
+    def test_a_slice_hashes_like_a_copy(self) -> None:
+        hasher = PageHasher(KEY)
+        long = numbers(*range(10))
+        assert hasher.extend(b"p", long[4:8]) == hasher.extend(b"p", numbers(4, 5, 6, 7))

@@ -1,0 +1,238 @@
+"""The house rules that no reviewer should have to remember: who may import whom, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = {
+    "engine.errors": 0,
+    "engine.config": 1,
+    "engine.request": 1,
+    "engine.outputs": 1,
+    "engine.scheduling": 2,
+    "engine.attention": 2,
+    "engine.model": 3,
+    "engine.generation": 3,
+    "engine.execution": 4,
+    "engine.engine": 5,
+    "engine.detokenizer": 5,
+    "engine.stop_strings": 5,
+    "engine.tokenizer": 5,
+    "engine.text": 6,
+    "engine.llm": 7,
+    "engine.client": 7,
+    "engine.messages": 7,
+    "engine.process": 7,
+    "engine": 8,
+    "server": 9,
+}
+LINES = 400
+LONGER = {"engine/scheduling/scheduler.py": 430}  # one state machine; its halves would share all of their state
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = sorted(path for top in ("engine", "server") for path in (ROOT / top).rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+MODULES = {module_of(path) for path in FILES}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """All modules a file imports, wherever in the file; `from package import module` gives the module."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where things come from"
+            module = node.module or ""
+            for alias in node.names:
+                name = f"{module}.{alias.name}"
+                yield name if name in MODULES else module
+
+
+def below(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def layer(module: str) -> int:
+    while module not in LAYERS:
+        assert "." in module, f"{module} has no place in the layers: give it one in LAYERS"
+        module = module.rpartition(".")[0]
+        # A new file directly under engine/ must not pass as the package itself.
+        assert module != "engine", "a module under engine/ has no place in the layers: give it one in LAYERS"
+    return LAYERS[module]
+
+
+def cases(*packages: str, but: tuple[str, ...] = ()) -> list[object]:
+    """One parameter per file of these packages."""
+    chosen = [
+        path
+        for path in FILES
+        if any(below(module_of(path), package) for package in packages)
+        and not any(below(module_of(path), package) for package in but)
+    ]
+    assert chosen
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in chosen]
+
+
+def offenders(path: Path, *forbidden: str) -> list[str]:
+    return [name for name in imports(path) if any(below(name, package) for package in forbidden)]
+
+
+@pytest.mark.parametrize("path", cases("engine", "server"))
+def test_imports_run_downwards(path: Path) -> None:
+    own = module_of(path)
+    for name in imports(path):
+        if below(name, "engine") or below(name, "server"):
+            same_package = own.rpartition(".")[0] == name.rpartition(".")[0] and own.count(".") > 1
+            inside = below(own, name) or below(name, own) or same_package
+            if not inside:
+                assert layer(name) <= layer(own), f"{own} must not import {name}: it is above"
+
+
+@pytest.mark.parametrize("path", cases("engine.scheduling"))
+def test_scheduling_knows_no_torch_and_no_model(path: Path) -> None:
+    assert not offenders(path, "torch", "transformers", "engine.attention", "engine.model", "engine.execution")
+
+
+@pytest.mark.parametrize("path", cases("engine.model", "engine.attention"))
+def test_the_other_tower_knows_no_scheduling(path: Path) -> None:
+    assert not offenders(path, "engine.scheduling", "engine.execution")
+
+
+@pytest.mark.parametrize("path", cases("engine.attention"))
+def test_attention_knows_no_model(path: Path) -> None:
+    assert not offenders(path, "engine.model", "transformers")
+
+
+@pytest.mark.parametrize("path", cases("engine"))
+def test_the_engine_knows_no_web(path: Path) -> None:
+    assert not offenders(
+        path,
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "pydantic",
+        "prometheus_client",
+        "httpx",
+        "requests",
+        "aiohttp",
+        "server",
+    )
+
+
+@pytest.mark.parametrize("path", cases("server"))
+def test_the_server_uses_three_doors_of_the_engine(path: Path) -> None:
+    inner = [name for name in imports(path) if below(name, "engine")]
+    assert set(inner) <= {"engine", "engine.client", "engine.text"}
+
+
+@pytest.mark.parametrize("path", cases("server"))
+def test_the_server_computes_nothing(path: Path) -> None:
+    assert not offenders(path, "torch", "transformers", "safetensors", "numpy")
+
+
+@pytest.mark.parametrize("path", cases("engine", "server", but=("engine.process", "engine.client", "engine.messages")))
+def test_messages_between_processes_have_one_place(path: Path) -> None:
+    assert not offenders(path, "zmq", "msgspec")
+
+
+@pytest.mark.parametrize("path", cases("engine"))
+def test_transformers_computes_nothing_for_us(path: Path) -> None:
+    """No call of transformers' generate, and none of its model classes. (`LLM.generate` and the client's are
+    ours; nothing under engine/ calls a method of that name, except on such a client.)"""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            assert node.func.attr != "generate", f"{path}:{node.lineno} calls .generate()"
+        names = []
+        if isinstance(node, ast.Name):
+            names = [node.id]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and below(node.module or "", "transformers"):
+            names = [alias.name for alias in node.names]
+            assert not below(node.module or "", "transformers.models"), f"{path}:{node.lineno}"
+            assert not below(node.module or "", "transformers.generation"), f"{path}:{node.lineno}"
+        for name in names:
+            is_model = name.startswith("AutoModel") or name.endswith(
+                ("ForCausalLM", "ForConditionalGeneration", "ForSeq2SeqLM", "PreTrainedModel", "GenerationMixin")
+            )
+            assert not is_model, f"{path}:{getattr(node, 'lineno', '?')} uses {name}"
+
+
+@pytest.mark.parametrize("path", cases("engine.model", "engine.attention", but=("engine.model.families",)))
+def test_no_family_is_named_in_the_transformer(path: Path) -> None:
+    """Families live in families/; the parts and the stack know none of them."""
+    families = {file.stem for file in (ROOT / "engine/model/families").glob("*.py")} - {"__init__", "common"}
+    words = {
+        node.value for node in ast.walk(TREES[path]) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    docstrings = {
+        ast.get_docstring(node, clean=False)
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    }
+    names = {node.id for node in ast.walk(TREES[path]) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute)}
+    for family in families:
+        assert not [word for word in words - docstrings if word.lower() == family]
+        assert not [name for name in names if family in name.lower()]
+
+
+@pytest.mark.parametrize("path", cases("engine", "server"))
+def test_files_stay_short(path: Path) -> None:
+    allowed = LONGER.get(path.relative_to(ROOT).as_posix(), LINES)
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= allowed
+
+
+def test_every_exception_is_still_needed() -> None:
+    for name in LONGER:
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) > LINES, f"{name} needs no exception now"
+
+
+PROBE = """
+import sys
+import {modules}
+loaded = sorted(name for name in {forbidden!r} if name in sys.modules)
+print(",".join(loaded))
+"""
+
+
+def loaded(modules: list[str], forbidden: list[str]) -> str:
+    code = PROBE.format(modules=", ".join(modules), forbidden=forbidden)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_every_module_of_scheduling_runs_without_torch() -> None:
+    """What the files import themselves is half of it: what those import counts, too. `engine/__init__` is
+    what anyone outside imports and holds the engine, so the package is made without running it."""
+    scheduling = sorted(module for module in MODULES if below(module, "engine.scheduling"))
+    code = f"""
+import importlib, sys, types
+package = types.ModuleType("engine")
+package.__path__ = [{str(ROOT / "engine")!r}]
+sys.modules["engine"] = package
+for name in {scheduling!r}:
+    importlib.import_module(name)
+assert "engine.scheduling.scheduler" in sys.modules
+print(",".join(name for name in ("torch", "transformers", "fastapi", "pydantic") if name in sys.modules))
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == ""
+
+
+def test_the_engine_loads_no_web_framework() -> None:
+    assert loaded(["engine", "engine.client"], ["fastapi", "starlette", "uvicorn", "prometheus_client"]) == ""

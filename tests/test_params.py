@@ -1,0 +1,470 @@
+"""What is refused at the border, and that the refusal names the field, the limit and the value."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig, parse_bytes
+from engine.errors import ConfigError, InvalidRequestError, ModelLoadError, OctavoError
+from engine.generation import GenerationDefaults, load_defaults, resolve
+from engine.request import (
+    MAX_INT,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    Decoding,
+    PoolingParams,
+    Request,
+    SamplingParams,
+)
+
+BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
+    ("max_tokens", 0, ("at least 1", "0")),
+    ("max_tokens", -5, ("at least 1", "-5")),
+    ("max_tokens", 2.0, ("an integer", "2.0")),
+    ("max_tokens", "7", ("an integer", "'7'")),
+    ("max_tokens", True, ("an integer", "True")),
+    ("max_tokens", 2**31, (str(MAX_INT), str(2**31))),
+    ("min_tokens", -1, ("at least 0", "-1")),
+    ("temperature", -0.1, ("at least 0", "-0.1")),
+    ("temperature", math.nan, ("finite", "nan")),
+    ("temperature", math.inf, ("finite", "inf")),
+    ("temperature", "hot", ("a number", "'hot'")),
+    ("temperature", 10**400, ("finite", "1000")),
+    ("top_k", -2, ("at least -1", "-2")),
+    ("top_k", 1.5, ("an integer", "1.5")),
+    ("top_k", 10**400, (str(MAX_INT), "1000")),
+    ("top_p", 0.0, ("greater than 0", "at most 1", "0.0")),
+    ("top_p", 1.01, ("at most 1", "1.01")),
+    ("min_p", -0.01, ("at least 0", "-0.01")),
+    ("min_p", 1.5, ("at most 1", "1.5")),
+    ("seed", -(2**63) - 1, (str(-(2**63)), str(-(2**63) - 1))),
+    ("seed", MAX_SEED + 1, (str(MAX_SEED), str(MAX_SEED + 1))),
+    ("seed", 10**400, (str(MAX_SEED), "1000")),
+    ("n", 0, ("at least 1", "0")),
+    ("n", None, ("an integer", "None")),
+    ("repetition_penalty", 0.0, ("greater than 0", "0.0")),
+    ("repetition_penalty", -1.0, ("greater than 0", "-1.0")),
+    ("presence_penalty", 2.1, ("at most 2", "2.1")),
+    ("presence_penalty", -2.1, ("at least -2", "-2.1")),
+    ("presence_penalty", None, ("a number", "None")),
+    ("frequency_penalty", 3, ("at most 2", "3")),
+    ("frequency_penalty", -3, ("at least -2", "-3")),
+    ("frequency_penalty", None, ("a number", "None")),
+    ("logit_bias", {3: 101.0}, ("at most 100", "101.0")),
+    ("logit_bias", {3: -101.0}, ("at least -100", "-101.0")),
+    ("logit_bias", {3: None}, ("a number", "None")),
+    ("logit_bias", {"3": 1.0}, ("token ids", "'3'")),
+    ("logit_bias", {-1: 1.0}, ("at least 0", "-1")),
+    ("logit_bias", {True: 1.0}, ("token ids", "True")),
+    ("logit_bias", [(3, 1.0)], ("map", "(3, 1.0)")),
+    ("stop", "", ("non-empty", "''")),
+    ("stop", ["a", ""], ("non-empty", "''")),
+    ("stop", ["a", 5], ("strings", "5")),
+    ("stop", 5, ("a string or a list", "5")),
+    ("stop", ["x"] * (MAX_STOP_STRINGS + 1), (str(MAX_STOP_STRINGS), str(MAX_STOP_STRINGS + 1))),
+    ("stop", "x" * (MAX_STOP_LENGTH + 1), (str(MAX_STOP_LENGTH), str(MAX_STOP_LENGTH + 1))),
+    ("stop_token_ids", [1, -2], ("at least 0", "-2")),
+    ("stop_token_ids", [True], ("token ids", "True")),
+    ("stop_token_ids", 5, ("a list", "5")),
+    ("stop_token_ids", "12", ("a list", "'12'")),
+    ("suppress_tokens", [0.5], ("token ids", "0.5")),
+    ("begin_suppress_tokens", [-7], ("at least 0", "-7")),
+    ("ignore_eos", "false", ("true or false", "'false'")),
+    ("include_stop_str_in_output", 1, ("true or false", "1")),
+    ("skip_special_tokens", None, ("true or false", "None")),
+    ("logprobs", -1, ("at least 0", "-1")),
+    ("logprobs", MAX_LOGPROBS + 1, (f"at most {MAX_LOGPROBS}", str(MAX_LOGPROBS + 1))),
+    ("logprobs", True, ("an integer", "True")),
+    ("prompt_logprobs", MAX_LOGPROBS + 1, (f"at most {MAX_LOGPROBS}", str(MAX_LOGPROBS + 1))),
+    ("num_beams", 0, ("at least 1", "0")),
+    ("length_penalty", math.inf, ("finite", "inf")),
+    ("length_penalty", "long", ("a number", "'long'")),
+    ("early_stopping", "always", ("never", "'always'")),
+    ("early_stopping", 1, ("never", "1")),
+    ("no_repeat_ngram_size", -1, ("at least 0", "-1")),
+    ("min_length", -1, ("at least 0", "-1")),
+    ("forced_bos_token_id", -1, ("at least 0", "-1")),
+    ("forced_eos_token_id", 1.0, ("an integer", "1.0")),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "parts"), BAD_SAMPLING, ids=lambda v: str(v)[:30])
+def test_bad_sampling_params(field: str, value: Any, parts: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    assert caught.value.code == "invalid_value"
+    message = str(caught.value)
+    for part in (field, *parts):
+        assert part in message, message
+
+
+def test_every_field_has_a_bad_value_above() -> None:
+    assert {field for field, _, _ in BAD_SAMPLING} == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+GOOD_SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 5.0},
+    {"top_k": -1},
+    {"top_k": MAX_INT},
+    {"top_p": 1},
+    {"min_p": 0},
+    {"min_p": 1.0},
+    {"seed": -(2**63)},
+    {"seed": MAX_SEED},
+    {"presence_penalty": -2, "frequency_penalty": 2.0},
+    {"logit_bias": {0: -100, 5: 100}},
+    {"logit_bias": {}},
+    {"stop": []},
+    {"stop": ["a"] * MAX_STOP_STRINGS},
+    {"stop": "x" * MAX_STOP_LENGTH},
+    {"stop_token_ids": ()},
+    {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS},
+    {"min_tokens": 5, "max_tokens": 5},
+    {"num_beams": 4, "n": 4, "early_stopping": "never", "length_penalty": -3.5},
+    {"num_beams": 4, "stop": []},
+    {"num_beams": 1, "stop": "x", "n": 3},
+]
+
+
+@pytest.mark.parametrize("fields", GOOD_SAMPLING, ids=lambda v: str(v)[:30])
+def test_values_at_the_limits_are_fine(fields: dict[str, Any]) -> None:
+    params = SamplingParams(**fields)
+    assert all(getattr(params, name) == value for name, value in fields.items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "parts"),
+    [
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", ("min_tokens (9)", "max_tokens (8)")),
+        ({"num_beams": 2, "n": 3}, "n", ("n (3)", "num_beams (2)")),
+        ({"num_beams": 2, "stop": "x"}, "stop", ("num_beams is 2", "stop_token_ids")),
+    ],
+)
+def test_values_that_contradict_each_other(fields: dict[str, Any], param: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == param
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_parameters_are_frozen_and_have_no_positions() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().n = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SamplingParams(16)  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Request(request_id="r", prompt_token_ids=(1,), decoding=Decoding(max_tokens=1)).priority = 3  # type: ignore[misc]
+
+
+def test_stop_strings_are_a_tuple() -> None:
+    assert SamplingParams().stop_strings == ()
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+
+
+def test_bad_pooling_params() -> None:
+    with pytest.raises(InvalidRequestError, match=r"pooling must be .*'max'"):
+        PoolingParams(pooling="max")  # type: ignore[arg-type]
+
+
+def test_errors_are_of_one_family() -> None:
+    for kind in (InvalidRequestError, ConfigError):
+        assert issubclass(kind, OctavoError)
+        assert issubclass(kind, ValueError)
+
+
+# ------------------------------------------------------------------ EngineConfig
+
+BAD_CONFIG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"model": ""}, ("model",)),
+    ({"max_num_seqs": 0}, ("max_num_seqs", "at least 1", "0")),
+    ({"max_num_seqs": 2.5}, ("max_num_seqs", "integer", "2.5")),
+    ({"max_num_batched_tokens": -1}, ("max_num_batched_tokens", "at least 1", "-1")),
+    ({"block_size": 0}, ("block_size", "at least 1", "0")),
+    ({"block_size": True}, ("block_size", "True")),
+    ({"max_num_beams": 0}, ("max_num_beams", "at least 1", "0")),
+    ({"max_model_len": 0}, ("max_model_len", "at least 1", "0")),
+    ({"num_gpu_blocks_override": 0}, ("num_gpu_blocks_override", "at least 1", "0")),
+    (
+        {"max_num_seqs": 65, "max_num_batched_tokens": 64},
+        ("max_num_batched_tokens (64)", "max_num_seqs (65)", "--max-num-seqs"),
+    ),
+    ({"gpu_memory_utilization": 0.0}, ("gpu_memory_utilization", "(0, 1]", "0.0")),
+    ({"gpu_memory_utilization": 1.1}, ("gpu_memory_utilization", "(0, 1]", "1.1")),
+    ({"gpu_memory_utilization": math.nan}, ("gpu_memory_utilization", "nan")),
+    ({"dtype": "int8"}, ("dtype", "bfloat16", "'int8'")),
+    ({"device": "tpu"}, ("device", "cuda:N", "'tpu'")),
+    ({"device": "cuda:x"}, ("device", "'cuda:x'")),
+    ({"generation_config": "vllm"}, ("generation_config", "none", "'vllm'")),
+    ({"kv_cache_memory": "much"}, ("kv_cache_memory", "4GiB", "'much'")),
+    ({"kv_cache_memory": 0}, ("kv_cache_memory", "above 0", "0")),
+]
+
+
+@pytest.mark.parametrize(("fields", "parts"), BAD_CONFIG, ids=lambda v: str(v)[:40])
+def test_bad_engine_config(fields: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{"model": "m", **fields})
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:3"])
+def test_devices(device: str) -> None:
+    assert EngineConfig(model="m", device=device).device == device
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4GiB", 4 * 2**30),
+        ("4gi", 4 * 2**30),
+        ("512MiB", 512 * 2**20),
+        ("2g", 2 * 10**9),
+        ("2GB", 2 * 10**9),
+        (" 1.5 KiB ", 1536),
+        ("1ti", 2**40),
+        ("100b", 100),
+    ],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_bytes(text, "x") == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "4 4", "-1", "1e9", "4XB", "1.G", "i", "4i", None, True, 1.5j, -1, 0, "0", "0.1"]
+)
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text, "kv_cache_memory")
+    assert "kv_cache_memory" in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+# ------------------------------------------------------------------ resolve
+
+LIMITS: dict[str, Any] = {"prompt_len": 10, "max_model_len": 30, "vocab_size": 100, "random_seed": 77}
+
+
+def completed(
+    params: SamplingParams, values: dict[str, Any] | None = None, eos: tuple[int, ...] = (2,), **limits: Any
+) -> Decoding:
+    return resolve(params, GenerationDefaults(values=values or {}, eos_ids=frozenset(eos)), **{**LIMITS, **limits})
+
+
+def test_without_any_default() -> None:
+    assert completed(SamplingParams()) == Decoding(
+        max_tokens=16, seed=77, stop_ids=frozenset({2}), eos_ids=frozenset({2})
+    )
+
+
+def test_the_model_s_defaults_apply_and_the_request_overrides_them() -> None:
+    values = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.8,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "length_penalty": 2.0,
+        "early_stopping": True,
+        "no_repeat_ngram_size": 3,
+        "min_length": 12,
+        "suppress_tokens": [5, 6],
+        "begin_suppress_tokens": [7],
+        "forced_bos_token_id": 8,
+        "forced_eos_token_id": [9, 2],
+        "min_new_tokens": 4,
+    }
+    own = completed(SamplingParams(), values)
+    for name in values.keys() - {"suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "min_new_tokens"}:
+        assert getattr(own, name) == values[name], name
+    assert own.suppress_tokens == (5, 6)
+    assert own.begin_suppress_tokens == (7,)
+    assert own.forced_eos_token_ids == (2, 9)
+    assert own.min_tokens == 4
+    asked: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "length_penalty": 0.0,
+        "early_stopping": False,
+        "no_repeat_ngram_size": 0,
+        "min_length": 0,
+        "suppress_tokens": [],
+        "begin_suppress_tokens": [],
+        "forced_bos_token_id": 1,
+        "forced_eos_token_id": 3,
+        "min_tokens": 0,
+        "seed": 5,
+    }
+    given = completed(SamplingParams(**asked), values)
+    for name in asked.keys() - {"suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"}:
+        assert getattr(given, name) == asked[name], name
+    assert given.suppress_tokens == given.begin_suppress_tokens == ()
+    assert given.forced_eos_token_ids == (3,)
+
+
+def test_a_model_that_does_not_sample_is_greedy_unless_asked() -> None:
+    values = {"do_sample": False, "temperature": 0.7}
+    assert completed(SamplingParams(), values).temperature == 0.0
+    assert completed(SamplingParams(temperature=0.9), values).temperature == 0.9
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_top_k_of_nothing_keeps_all(top_k: int) -> None:
+    assert completed(SamplingParams(top_k=top_k), {"top_k": 50}).top_k == 0
+
+
+class TestMaxTokens:
+    def test_default_and_room(self) -> None:
+        assert completed(SamplingParams()).max_tokens == 16
+        assert completed(SamplingParams(), prompt_len=25).max_tokens == 5
+        assert completed(SamplingParams(min_tokens=18)).max_tokens == 18
+        assert completed(SamplingParams(max_tokens=20)).max_tokens == 20
+
+    def test_the_model_s_own(self) -> None:
+        assert completed(SamplingParams(), {"max_new_tokens": 7}).max_tokens == 7
+        assert completed(SamplingParams(), {"max_length": 22}).max_tokens == 12
+        assert completed(SamplingParams(), {"max_length": 8}).max_tokens == 16
+        assert completed(SamplingParams(), {"max_new_tokens": 700}).max_tokens == 20
+        assert completed(SamplingParams(max_tokens=3), {"max_new_tokens": 7}).max_tokens == 3
+        assert completed(SamplingParams(max_tokens=3), {"min_new_tokens": 7}).min_tokens == 3
+
+    def test_a_prompt_that_fills_the_context(self) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            completed(SamplingParams(), prompt_len=30)
+        assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+        assert all(part in str(caught.value) for part in ("30 tokens", "(max_model_len)", "--max-model-len"))
+
+    def test_an_answer_that_does_not_fit(self) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            completed(SamplingParams(max_tokens=21))
+        assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
+        assert all(
+            part in str(caught.value) for part in ("10 tokens", "max_tokens is 21", "31", "30", "--max-model-len")
+        )
+
+    def test_min_tokens_above_what_there_is_room_for(self) -> None:
+        with pytest.raises(InvalidRequestError, match=r"min_tokens \(21\) must not exceed max_tokens \(20\)") as caught:
+            completed(SamplingParams(min_tokens=21))
+        assert caught.value.param == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {100: 1.0}),
+        ("stop_token_ids", [3, 100]),
+        ("suppress_tokens", [100]),
+        ("begin_suppress_tokens", [100]),
+        ("forced_bos_token_id", 100),
+        ("forced_eos_token_id", 100),
+    ],
+)
+def test_ids_outside_the_vocabulary(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completed(SamplingParams(**{field: value}))
+    assert caught.value.param == field
+    assert all(part in str(caught.value) for part in (field, "100", "0 to 99"))
+
+
+def test_the_model_s_own_ids_outside_the_vocabulary_are_left_out() -> None:
+    assert completed(SamplingParams(), {"suppress_tokens": [-1, 5, 100]}).suppress_tokens == (5,)
+
+
+class TestStops:
+    def test_eos_and_stop_ids_together(self) -> None:
+        decoding = completed(SamplingParams(stop_token_ids=[4]), eos=(2, 3))
+        assert decoding.stop_ids == {2, 3, 4}
+        assert decoding.eos_ids == {2, 3}
+
+    def test_ignore_eos(self) -> None:
+        decoding = completed(SamplingParams(stop_token_ids=[4], ignore_eos=True, min_length=20), eos=(2, 3))
+        assert decoding.stop_ids == {4}
+        assert decoding.min_length == 0, "what min_length would ban does not end anything"
+
+
+class TestBeams:
+    def test_default_number(self) -> None:
+        assert completed(SamplingParams(), {"num_beams": 4}).num_beams == 4
+        assert completed(SamplingParams(n=6), {"num_beams": 4}).num_beams == 6
+        assert completed(SamplingParams(num_beams=1), {"num_beams": 4}).num_beams == 1
+        assert completed(SamplingParams(num_beams=3)).num_beams == 3
+
+    @pytest.mark.parametrize(
+        "asked", [{"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"stop": "x"}], ids=str
+    )
+    def test_asking_for_what_beams_cannot_do_turns_default_beams_off(self, asked: dict[str, Any]) -> None:
+        assert completed(SamplingParams(**asked), {"num_beams": 4}).num_beams == 1
+
+    @pytest.mark.parametrize(("n", "beams", "width"), [(1, 1, 1), (3, 1, 3), (2, 4, 4)])
+    def test_width(self, n: int, beams: int, width: int) -> None:
+        assert completed(SamplingParams(n=n, num_beams=beams)).width == width
+
+
+# ------------------------------------------------------------------ generation_config.json
+
+
+def stored(path: Path, text: str, name: str = "generation_config.json") -> Path:
+    (path / name).write_text(text, encoding="utf-8")
+    return path
+
+
+NO_CONFIG = SimpleNamespace(eos_token_id=None)
+
+
+def test_defaults_are_read(tmp_path: Path) -> None:
+    stored(tmp_path, '{"eos_token_id": [2, 3], "temperature": 0.5, "top_p": null, "transformers_version": "5"}')
+    defaults = load_defaults(tmp_path, SimpleNamespace(eos_token_id=9))
+    assert defaults.values == {"temperature": 0.5}
+    assert defaults.eos_ids == {2, 3}
+    assert defaults.ignored == ()
+    ignored = load_defaults(tmp_path, SimpleNamespace(eos_token_id=9), honour=False)
+    assert (ignored.values, ignored.eos_ids) == ({}, {2, 3})
+
+
+def test_without_the_file_the_config_is_asked(tmp_path: Path) -> None:
+    stored(tmp_path, '{"num_beams": 3, "hidden_size": 5}', "config.json")
+    defaults = load_defaults(tmp_path, SimpleNamespace(eos_token_id=9))
+    assert defaults.values == {"num_beams": 3}
+    assert defaults.eos_ids == {9}
+
+
+def test_fields_that_would_change_the_answer_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored(
+        tmp_path,
+        '{"typical_p": 0.9, "epsilon_cutoff": 0.0, "diversity_penalty": 0.5, "guidance_scale": 1.0, '
+        '"do_sample": true, "num_beams": 4}',
+    )
+    with caplog.at_level(logging.WARNING, "octavo.generation"):
+        defaults = load_defaults(tmp_path, NO_CONFIG)
+    assert set(defaults.ignored) == {"typical_p", "diversity_penalty", "do_sample with num_beams"}
+    assert "typical_p=0.9" in caplog.text
+    assert "epsilon_cutoff" not in caplog.text
+
+
+def test_defaults_that_change_nothing_warn_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored(tmp_path, '{"typical_p": 1.0, "num_beam_groups": 1, "bad_words_ids": [], "renormalize_logits": false}')
+    with caplog.at_level(logging.WARNING, "octavo.generation"):
+        assert load_defaults(tmp_path, NO_CONFIG).ignored == ()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '"x"'])
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json"):
+        load_defaults(stored(tmp_path, text), NO_CONFIG)
