@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineDeadError, OctavoError
+from engine.errors import EngineDeadError, InvalidRequestError, OctavoError, RequestFailedError
 from engine.outputs import EngineInfo, EngineStats, RequestDelta
 from engine.request import EngineInput, PoolingParams, SamplingParams
 
@@ -106,6 +106,10 @@ class ThreadEngineClient(EngineClient):
         deadline: float | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         self._check_alive()
+        if request_id in self._streams:
+            raise InvalidRequestError(
+                f"request id {request_id!r} is in use by an unfinished request.", param="request_id"
+            )
         self._loop = asyncio.get_running_loop()
         stream: asyncio.Queue[_News] = asyncio.Queue()
         self._streams[request_id] = stream
@@ -118,6 +122,9 @@ class ThreadEngineClient(EngineClient):
                 self._hand_over([(request_id, RequestDelta(request_id=request_id, choices=()))])
             except OctavoError as error:
                 self._hand_over([(request_id, error)])
+            except Exception as error:  # a fault of ours; it must not take the other requests along
+                logger.exception("request %s could not be added", request_id)
+                self._hand_over([(request_id, RequestFailedError(f"{type(error).__name__}: {error}"))])
 
         self._commands.put(add)
         finished = False

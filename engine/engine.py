@@ -121,6 +121,7 @@ class Engine:
             raise InvalidRequestError(
                 f"{self.config.model} generates text and serves no {type(params).__name__}.", param="params"
             )
+        _check_terms(request_id, priority, cache_salt, deadline)
         prompt = self._prompt_ids(input)
         decoding = resolve(
             params,
@@ -248,6 +249,18 @@ class Engine:
             info.max_model_len,
             info.max_num_seqs,
         )
+
+
+def _check_terms(request_id: Any, priority: Any, cache_salt: Any, deadline: Any) -> None:
+    """Refuse what cannot order, salt or end a request."""
+    for name, value, kinds, wanted in (
+        ("request_id", request_id, (str,), "a string"),
+        ("priority", priority, (int,), "an integer"),
+        ("cache_salt", cache_salt, (str, type(None)), "a string or None"),
+        ("deadline", deadline, (int, float, type(None)), "seconds of time.monotonic() or None"),
+    ):
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise InvalidRequestError(f"{name} must be {wanted}, got {value!r}.", param=name, code="invalid_value")
 
 
 def choose_device(setting: str) -> torch.device:

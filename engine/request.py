@@ -132,7 +132,8 @@ class SamplingParams:
         length_penalty: a finished beam's score is its log-probability / length ** length_penalty (1.0).
         early_stopping: True, False or "never", as in `transformers` (False).
         no_repeat_ngram_size: no n-gram of that size occurs twice in prompt and output (0: off).
-        min_length: EOS is banned until prompt and output together have that many tokens (0).
+        min_length: EOS is banned until prompt and output together have that many tokens (0); min_tokens,
+            where given, replaces it, as in `transformers`.
         suppress_tokens: ids that are never generated.
         begin_suppress_tokens: ids that are not generated as the first token.
         forced_bos_token_id: the second token of a sequence whose prompt is a single token.

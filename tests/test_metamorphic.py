@@ -102,9 +102,7 @@ def test_one_beam_is_greedy(engines: Callable[..., Engine]) -> None:
     assert not any(beam_rows(plan) for plan in plans)
 
 
-@pytest.mark.parametrize(
-    "wrong", ["text", [], [1, "a"], [[1, 2]], [True], [1.0], [307], [-1], 5, None, iter([1])], ids=repr
-)
+@pytest.mark.parametrize("wrong", ["text", [], [1, "a"], [[1, 2]], [True], [1.0], [307], [-1], 5, None, iter([1])])
 def test_impossible_prompts(wrong: Any, engines: Callable[..., Engine]) -> None:
     """What is no list of token ids is refused, and nothing is queued."""
     one = engines()

@@ -288,8 +288,11 @@ def test_the_model_s_defaults_apply_and_the_request_overrides_them() -> None:
         "min_new_tokens": 4,
     }
     own = completed(SamplingParams(), values)
-    for name in values.keys() - {"suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "min_new_tokens"}:
+    listed = {"suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "min_length", "min_new_tokens"}
+    for name in values.keys() - listed:
         assert getattr(own, name) == values[name], name
+    assert own.min_length == 0, "as in transformers, min_new_tokens replaces min_length"
+    assert completed(SamplingParams(), {"min_length": 12}).min_length == 12
     assert own.suppress_tokens == (5, 6)
     assert own.begin_suppress_tokens == (7,)
     assert own.forced_eos_token_ids == (2, 9)
