@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -368,6 +369,34 @@ def test_the_bundled_model_says_that_it_is_noise(tmp_path: Path) -> None:
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "Hello", "max_tokens": 5}, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] > 0
         assert "UNTRAINED" in service.log.read_text()
+        assert service.stop() == 0
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+STORIES = ROOT.parent / "shared" / "data" / "stories260k"
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the trained test model is not here")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_published_text_through_curl(tmp_path: Path) -> None:
+    """A trained model's published greedy output, through the real command, whole and streamed."""
+    service = Service(str(STORIES / "hf"), log=tmp_path / "log")
+    try:
+        command = ["curl", "-sSN", "--max-time", "60", f"{service.wait_ready()}/v1/completions", "-H"]
+        command += ["Content-Type: application/json", "-d"]
+        body = {"prompt": [1], "max_tokens": 200, "temperature": 0}
+        expected = (STORIES / "expected_greedy_199.txt").read_text(encoding="utf-8")
+        whole = subprocess.run([*command, json.dumps(body)], capture_output=True, text=True, check=True)
+        assert json.loads(whole.stdout)["choices"][0]["text"] == expected
+        body["stream"] = True
+        streamed = subprocess.run([*command, json.dumps(body)], capture_output=True, text=True, check=True)
+        lines = [line for line in streamed.stdout.splitlines() if line]
+        assert lines[-1] == "data: [DONE]"
+        pieces = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
+        assert len(pieces) > 100
+        assert "".join(pieces) == expected
         assert service.stop() == 0
     finally:
         service.process.kill()
