@@ -59,6 +59,7 @@ class Engine:
             max_model_len=max_model_len,
             show_progress=config.show_progress,
         )
+        model.pack()
         shapes = model.kv_shapes()
         num_blocks = count_blocks(config, shapes, max_model_len, dtype, device)
         cache = KVCache(shapes, num_blocks, config.block_size, dtype, device)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from paged_simulator import make_request
 from torch import Tensor, nn
 
 from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
 from engine.execution.runner import ModelRunner
+from engine.model.layers import Linear, Place
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup
@@ -22,13 +22,24 @@ from engine.scheduling.sequence import SequenceGroup
 SHAPES = [(96, 64), (64, 96), (256, 64), (33, 64), (1000, 48)]
 
 
-def model() -> nn.Module:
+def model(*, packed: bool = True, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList([nn.Linear(inner, outer) for outer, inner in SHAPES])
+    place = Place(torch.device("cpu"), dtype)
+    layers = nn.ModuleList(Linear(inner, outer, True, place) for outer, inner in SHAPES)
+    for layer in layers:
+        layer.weight.normal_()
+        layer.bias.normal_()
+        if packed:
+            layer.pack()
+    return layers
 
 
-def test_the_measured_count_holds_for_other_inputs_too(caplog: pytest.LogCaptureFixture) -> None:
-    layers = model()
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_measured_count_holds_for_other_inputs_too(
+    dtype: torch.dtype, packed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = model(packed=packed, dtype=dtype)
     with caplog.at_level(logging.INFO, "octavo.execution"):
         least = min_invariant_rows(layers)
     if "may depend" in caplog.text:
@@ -36,14 +47,14 @@ def test_the_measured_count_holds_for_other_inputs_too(caplog: pytest.LogCapture
     assert 1 <= least <= MOST_ROWS
     generator = torch.Generator().manual_seed(1)
     with torch.inference_mode():
-        for layer in layers:  # type: ignore[attr-defined]
-            x = torch.randn(80, layer.weight.shape[1], generator=generator)
-            truth = F.linear(x, layer.weight)
+        for layer in layers:
+            x = torch.randn(80, layer.inputs, generator=generator).to(dtype)
+            truth = layer(x)
             for rows in sorted({least, least + 1, least + 3, 17, 32, 57, 80}):
                 if rows >= least:
                     for start in (0, 3, 80 - rows):
                         part = x[start : start + rows].clone()
-                        assert torch.equal(F.linear(part, layer.weight)[: 80 - start], truth[start : start + rows])
+                        assert torch.equal(layer(part)[: 80 - start], truth[start : start + rows])
 
 
 def test_a_row_does_not_see_what_the_others_hold() -> None:
@@ -52,21 +63,39 @@ def test_a_row_does_not_see_what_the_others_hold() -> None:
     least = min_invariant_rows(layers)
     generator = torch.Generator().manual_seed(2)
     with torch.inference_mode():
-        for layer in layers:  # type: ignore[attr-defined]
-            x = torch.randn(least + 4, layer.weight.shape[1], generator=generator)
+        for layer in layers:
+            x = torch.randn(least + 4, layer.inputs, generator=generator)
             padded = torch.zeros_like(x)
             padded[0], padded[1:3] = x[0], torch.nan
-            assert torch.equal(F.linear(x, layer.weight)[0], F.linear(padded, layer.weight)[0])
+            assert torch.equal(layer(x)[0], layer(padded)[0])
 
 
-def test_vectors_and_single_columns_are_no_matrices() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.Parameter(torch.ones(64))
-            self.column = nn.Parameter(torch.ones(64, 1))
+def test_without_products_nothing_is_padded() -> None:
+    assert min_invariant_rows(nn.LayerNorm(4)) == 1
 
-    assert min_invariant_rows(Odd()) == 1
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_products_equal_plain_ones(dtype: torch.dtype) -> None:
+    for plain, packed in zip(model(packed=False, dtype=dtype), model(dtype=dtype), strict=True):
+        if packed.packed is None:
+            pytest.skip("this machine has no packed products")
+        assert packed.weight.numel() == 0, "the plain weight is given up"
+        for rows in (1, 2, 7, 33):
+            x = torch.randn(rows, plain.inputs).to(dtype)
+            truth = torch.nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double())
+            tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+            assert (packed(x).double() - truth).abs().max() <= tolerance * truth.abs().max()
+
+
+def test_a_shared_weight_stays() -> None:
+    """A tied head's weight is the embedding's table, which is still looked up."""
+    table = nn.Parameter(torch.randn(50, 16), requires_grad=False)
+    head = Linear(16, 50, False, Place(torch.device("cpu"), torch.float32), shared=table)
+    head.pack()
+    assert head.weight is table
+    assert table.shape == (50, 16)
+    x = torch.randn(3, 16)
+    assert torch.allclose(head(x), x @ table.T, atol=1e-5)
 
 
 class RecordingModel:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+
+from engine.model.layers import Linear
 
 logger = logging.getLogger("octavo.execution")
 
@@ -25,15 +26,14 @@ def min_invariant_rows(model: nn.Module) -> int:
     Returns 1, and says so in the log, where that cannot be promised (GPUs, or no such number up to
     MOST_ROWS).
     """
-    weights = {
-        (tuple(parameter.shape), parameter.dtype): parameter.detach()
-        for parameter in model.parameters()
-        if parameter.dim() == 2 and min(parameter.shape) > 1
-    }
-    if any(w.device.type != "cpu" for w in weights.values()):
+    products: dict[tuple[int, int, torch.dtype], nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, Linear):
+            products[module.inputs, module.outputs, module.weight.dtype] = module
+    if any(next(product.parameters()).device.type != "cpu" for product in products.values()):
         logger.info("matrix products on a GPU: a row's last bits may depend on the batch")
         return 1
-    rows = max((_threshold(weight) for weight in weights.values()), default=1)
+    rows = max((_threshold(product, key[0], key[2]) for key, product in products.items()), default=1)
     if rows > MOST_ROWS:
         logger.warning("matrix products on this CPU: a row's last bits may depend on the batch")
         return 1
@@ -42,14 +42,14 @@ def min_invariant_rows(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def _threshold(weight: Tensor) -> int:
+def _threshold(product: nn.Module, inputs: int, dtype: torch.dtype) -> int:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(max(_TRIED) + 7, weight.shape[1], generator=generator).to(weight.dtype)
-    truth = F.linear(x, weight)
+    x = torch.randn(max(_TRIED) + 7, inputs, generator=generator).to(dtype)
+    truth = product(x)
     lowest = MOST_ROWS + 1
     for rows in reversed(_TRIED):
         for offset in (0, 7):
-            y = F.linear(x[offset : offset + rows].contiguous(), weight)
+            y = product(x[offset : offset + rows].contiguous())
             if not torch.equal(y, truth[offset : offset + rows]):
                 return lowest
         lowest = rows

@@ -221,12 +221,14 @@ class Transformer(nn.Module):
         self.max_model_len = max_model_len
         self.head_part = model.head
         self.decoder = DecoderStack(model.decoder, backend, max_model_len, place)
-        self.head: Linear | None = None
-        self.head_bias: nn.Parameter | None = None
-        if model.head.tied:
-            self.head_bias = place.parameter(model.vocab_size) if model.head.bias else None
-        else:
-            self.head = Linear(model.decoder.hidden_size, model.vocab_size, model.head.bias, place)
+        tokens = self.decoder.embedding.tokens if model.head.tied else None
+        self.head = Linear(model.decoder.hidden_size, model.vocab_size, model.head.bias, place, shared=tokens)
+
+    def pack(self) -> None:
+        """Lay all matrices out for the CPU's kernels, once they are filled."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
     @property
     def vocab_size(self) -> int:
@@ -273,10 +275,7 @@ class Transformer(nn.Module):
         part = self.head_part
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
-        if self.head is not None:
-            logits: Tensor = self.head(hidden)
-        else:
-            logits = F.linear(hidden, self.decoder.embedding.tokens, self.head_bias)
+        logits: Tensor = self.head(hidden)
         logits = logits.float()
         if part.logit_scale != 1.0:
             logits = logits * part.logit_scale
