@@ -90,6 +90,8 @@ class Engine:
             num_blocks=num_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_beams=config.max_num_beams,
+            default_max_new_tokens=self.defaults.values.get("max_new_tokens"),
+            default_max_length=self.defaults.values.get("max_length"),
         )
         self._random = random.Random(config.seed)
         self._outputs: dict[str, RequestOutput] = {}

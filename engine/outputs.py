@@ -127,7 +127,12 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Facts about a loaded engine that do not change."""
+    """Facts about a loaded engine that do not change.
+
+    Attributes:
+        default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
+            be by the model's own `generation_config.json`, if it says so.
+    """
 
     model: str
     model_path: str
@@ -139,3 +144,5 @@ class EngineInfo:
     num_blocks: int
     max_num_seqs: int
     max_num_beams: int
+    default_max_new_tokens: int | None = None
+    default_max_length: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,16 @@ TOKENIZER_FILES = (
 )
 # Files that say which tokenizer class to use and complete it.
 COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones stand for themselves, the others start at U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
 
 
 class Tokenizer:
@@ -114,6 +125,22 @@ class Tokenizer:
         if text is None:
             text = self._texts[token] = self._text_within(token)
         return text
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The UTF-8 bytes of one token's text, also where it is only part of a character; None where they
+        cannot be known."""
+        text = self.token_text(token)
+        if REPLACEMENT not in text:
+            return text.encode()
+        raw = None if self._fast is None else self._fast.id_to_token(token)
+        if raw is None:
+            return None
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", raw):  # SentencePiece's byte fallback
+            return bytes([int(raw[3:5], 16)])
+        if all(char in _BYTE_OF for char in raw):  # byte-level BPE; no other kind decodes to the same text
+            found = bytes(_BYTE_OF[char] for char in raw)
+            return found if found.decode(errors="replace") == text else None
+        return None
 
     def describe(self, entry: TokenLogprobs) -> TokenLogprobs:
         """The same log-probabilities with every `decoded_token` filled in."""

@@ -1,4 +1,4 @@
-"""The HTTP bodies of /v1/completions and /v1/models, in OpenAI's shapes with vLLM's extra fields.
+"""The HTTP bodies, in OpenAI's shapes with vLLM's extra fields; those of chat are in `chat_schemas`.
 
 The sampling fields are made from `SamplingParams` itself, so that a new one needs no second
 declaration; values are checked there too, here only their types.
@@ -23,6 +23,26 @@ from server.errors import ApiError
 MAX_PROMPTS = 2048  # prompts in one request, as at OpenAI
 # Fields that say nothing about the answer: ignored without a word.
 HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
+# Fields that would change the answer and are not supported, with the values at which they ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "continue_final_message": (False,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
 
 
 def _refuse_constant(name: str) -> Any:
@@ -134,16 +154,13 @@ class StreamOptions(_Body):
     include_usage: bool | None = Field(None, description="End the stream with a chunk that holds the usage.")
 
 
-class CompletionRequest(_SamplingBody):
-    """Body of POST /v1/completions. Null means the default, for every field but the prompt."""
+class GenerationBody(_SamplingBody):
+    """What the bodies of all endpoints that generate text share. Null means the default."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
-    prompt: Prompts = Field(description="One prompt or several, as text or as token ids.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
-    echo: bool | None = Field(None, description="Begin each answer with its prompt.")
     best_of: int | None = Field(None, ge=1, description="Generate that many answers and keep the n most probable.")
-    suffix: str | None = Field(None, description="Not supported.")
     use_beam_search: bool | None = Field(None, description="num_beams = max(n, best_of), at least 2.")
     return_token_ids: bool | None = Field(None, description="Add the token ids of answer and prompt to each choice.")
 
@@ -152,9 +169,31 @@ class CompletionRequest(_SamplingBody):
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingParams)}
         return {name: value for name, value in given.items() if value is not None}
 
+    def refuse_unsupported(self) -> None:
+        """Refuse fields that would change the answer and are not supported.
+
+        Raises:
+            ApiError: names the first one.
+        """
+        for name, value in (self.model_extra or {}).items():
+            nothing = UNSUPPORTED.get(name)
+            if nothing is not None and value is not None and value not in nothing:
+                otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
+                message = f"{name} is not supported; leave it out{otherwise}."
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+
     def ignored_fields(self) -> list[str]:
         """Names of unknown fields that might have been meant to change the answer."""
-        return sorted(name for name in self.model_extra or {} if name not in HARMLESS)
+        extra = self.model_extra or {}
+        return sorted(name for name in extra if name not in HARMLESS and name not in UNSUPPORTED)
+
+
+class CompletionRequest(GenerationBody):
+    """Body of POST /v1/completions. Null means the default, for every field but the prompt."""
+
+    prompt: Prompts = Field(description="One prompt or several, as text or as token ids.")
+    echo: bool | None = Field(None, description="Begin each answer with its prompt.")
+    suffix: str | None = Field(None, description="Not supported.")
 
 
 class PromptTokensDetails(BaseModel):

@@ -284,6 +284,11 @@ def test_beam_search_aliases(fields: dict[str, Any], num_beams: int, n: int) -> 
     assert api.sampling().n == n
 
 
+def test_beams_accept_sampling_fields_that_ask_for_nothing() -> None:
+    nothing = {"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0, "response_format": {"type": "text"}}
+    assert Api().complete(prompt="a", num_beams=2, **nothing).status_code == 200
+
+
 def test_without_a_tokenizer_ids_go_in_and_out() -> None:
     api = Api(tokenizer=False)
     assert error(api.complete(prompt="a"))["code"] == "no_tokenizer"
@@ -419,6 +424,12 @@ def test_one_refused_prompt_fails_the_request_and_ends_the_others(stream: bool) 
         ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
         ({"prompt": "a", "num_beams": 2, "n": 3}, "n"),
         ({"prompt": "a", "num_beams": 2, "stop": "x"}, "stop"),
+        ({"prompt": "a", "num_beams": 2, "temperature": 0.1}, "temperature"),
+        ({"prompt": "a", "use_beam_search": True, "top_k": 5}, "top_k"),
+        ({"prompt": "a", "use_beam_search": True, "top_p": 0.9}, "top_p"),
+        ({"prompt": "a", "num_beams": 3, "min_p": 0.1}, "min_p"),
+        ({"prompt": "a", "tools": [{}]}, "tools"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": ["a"] * 2049}, "prompt"),
     ],
 )

@@ -1,0 +1,113 @@
+"""Engine updates to pieces of an answer, whatever the endpoint's shape.
+
+Everything is made of pieces, which hold the new text only: a stream sends them one by one, an unstreamed
+answer joins them, so the two cannot differ.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from engine import SamplingParams, TokenLogprobs
+from engine.text import ChoiceText, Tokenizer
+from server.generation import Prompt, Update
+from server.schemas import PromptTokensDetails, Usage
+
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+
+Piece = TypeVar("Piece", bound=BaseModel)
+Choice = TypeVar("Choice", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How the choices are to look, as the request asked."""
+
+    params: SamplingParams
+    n: int
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    return_token_ids: bool = False
+
+
+@dataclass(slots=True)
+class PieceMaker(ABC, Generic[Piece]):
+    """Makes the pieces of one request and adds up its usage.
+
+    Choice indices are prompt * (answers per prompt) + answer, where params.n answers are generated.
+    """
+
+    prompts: Sequence[Prompt]
+    shape: Shape
+    tokenizer: Tokenizer | None
+    completion_tokens: int = 0
+    _cached: dict[int, int] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
+
+    @abstractmethod
+    def make(self, update: Update, choice: ChoiceText, index: int, first: bool) -> list[Piece]:
+        """The pieces worth sending of one choice's news; `first` for the choice's first news."""
+
+    def pieces(self, update: Update) -> list[Piece]:
+        """The pieces worth sending."""
+        self._cached[update.prompt_index] = update.num_cached_tokens
+        made = []
+        for choice in update.choices:
+            self.completion_tokens += len(choice.token_ids)
+            index = update.prompt_index * self.shape.params.n + choice.index
+            first = index not in self._begun
+            self._begun.add(index)
+            made += self.make(update, choice, index, first)
+        return made
+
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
+        )
+
+    def prompt_fields(self, update: Update) -> dict[str, Any]:
+        """What a choice's first piece says about its prompt, if asked for."""
+        fields: dict[str, Any] = {}
+        if self.shape.return_token_ids:
+            fields["prompt_token_ids"] = self.prompts[update.prompt_index].token_ids
+        if self.shape.prompt_logprobs is not None and update.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [self._full(entry) for entry in update.prompt_logprobs]
+        return fields
+
+    def token_text(self, token: int) -> str:
+        """The token's text; without a tokenizer its number."""
+        return str(token) if self.tokenizer is None else self.tokenizer.token_text(token)
+
+    def _full(self, entry: TokenLogprobs | None) -> dict[int, dict[str, float | int | str | None]] | None:
+        if entry is None:
+            return None
+        limit = self.shape.prompt_logprobs or 0
+        return {
+            token: {
+                "logprob": max(item.logprob, LOWEST_LOGPROB),
+                "rank": item.rank,
+                "decoded_token": item.decoded_token,
+            }
+            for position, (token, item) in enumerate(entry.items())
+            if position == 0 or item.rank is None or item.rank <= limit
+        }
+
+
+def keep_best(choices: Sequence[Choice], scores: Sequence[float], generated: int, n: int) -> list[Choice]:
+    """Of every `generated` choices, the n with the highest scores, best first, renumbered."""
+    kept = []
+    for start in range(0, len(choices), generated):
+        ranked = sorted(range(start, start + generated), key=lambda index: -scores[index])[:n]
+        kept += [choices[index] for index in ranked]
+    return [choice.model_copy(update={"index": index}) for index, choice in enumerate(kept)]
