@@ -18,8 +18,9 @@ from pydantic import BaseModel
 from engine import InvalidRequestError, SamplingParams
 from server.context import Service
 from server.errors import ApiError
-from server.generation import Prompt, Update, run_prompts
+from server.generation import Update, run_prompts
 from server.pieces import Choice, Piece, PieceMaker, Shape, keep_best
+from server.prompt import Prompt
 from server.schemas import GenerationBody, Usage
 from server.streaming import ClientGoneError, EventStream, run_while_connected, sse
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from engine import TokenLogprobs
 from engine.text import ChoiceText
-from server.generation import Prompt, Update
+from server.generation import Update
 from server.pieces import LOWEST_LOGPROB, PieceMaker
+from server.prompt import Prompt
 from server.schemas import CompletionChoice, CompletionLogprobs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -12,6 +13,8 @@ from engine.client import EngineClient
 from engine.text import Tokenizer
 from server.errors import ApiError
 from server.metrics import Metrics
+from server.prompt import Prompt
+from server.rendering import ChatRenderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class Service:
         tokenizer: None where the model has none: then prompts are token ids and texts empty.
         model_id: the name under which clients know the model.
         metrics: this app's counters.
+        renderer: renders chat messages.
         created: Unix seconds, shown as the model's time of creation.
     """
 
@@ -30,6 +34,7 @@ class Service:
     tokenizer: Tokenizer | None
     model_id: str
     metrics: Metrics
+    renderer: ChatRenderer = field(default_factory=ChatRenderer)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, model: str | None) -> None:
@@ -41,6 +46,20 @@ class Service:
         if model is not None and model != self.model_id:
             message = f"The model {model!r} does not exist; this server serves {self.model_id!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> Prompt:
+        """Chat messages as a prompt.
+
+        Raises:
+            ApiError: there is no tokenizer, or its chat template takes too long.
+            InvalidRequestError: there is no template, or it refuses these messages.
+        """
+        if self.tokenizer is None:
+            message = (
+                f"{self.model_id} has no tokenizer, so it cannot read messages; send token ids to /v1/completions."
+            )
+            raise ApiError(400, message, param="messages", code="no_tokenizer")
+        return await self.renderer.prompt(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
 
 def get_service(request: Request) -> Service:

@@ -73,7 +73,8 @@ class ApiError(HTTPException):
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A wrong value as an error message repeats it: in ASCII, and cut where it is long."""
     text = ascii(value) if not isinstance(value, (list, dict)) or len(value) < _SHOWN else f"{type(value).__name__}"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
@@ -92,7 +93,7 @@ def describe_validation(problems: list[Any]) -> ApiError:
     reasons = dict.fromkeys(
         problem["msg"] for problem in problems if param in problem["loc"] and problem["type"] != "missing"
     )
-    message = f"{param}: {', or: '.join(reasons)}; got {_shown(first['input'])}."
+    message = f"{param}: {', or: '.join(reasons)}; got {shown(first['input'])}."
     return ApiError(400, message, param=param, code="invalid_type")
 
 

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from engine import InvalidRequestError, RequestDelta, RequestFailedError, SamplingParams, TokenInput, TokenLogprobs
 from engine.text import ChoiceText, OutputProcessor
 from server.context import Service
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt ready for the engine; `text` is None where it came as token ids."""
-
-    token_ids: list[int]
-    text: str | None = None
+from server.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from engine import SamplingParams, TokenLogprobs
 from engine.text import ChoiceText, Tokenizer
-from server.generation import Prompt, Update
+from server.generation import Update
+from server.prompt import Prompt
 from server.schemas import PromptTokensDetails, Usage
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say

@@ -11,7 +11,7 @@ from server.answer import STREAM_DOC, Run, encode_prompts, shape_of
 from server.completion import CompletionPieces, join
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
-from server.generation import Prompt
+from server.prompt import Prompt
 from server.schemas import CompletionChoice, CompletionRequest, CompletionResponse, StrictJsonRoute, Usage
 
 router = APIRouter(route_class=StrictJsonRoute)

@@ -1,0 +1,135 @@
+"""The HTTP bodies of /v1/chat/completions, in OpenAI's shapes with vLLM's extra fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, WithJsonSchema
+
+from server.schemas import GenerationBody, Usage
+
+_TEXT_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGES_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {
+            "role": {"enum": ["system", "developer", "user", "assistant"]},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART_SCHEMA}]},
+            "name": {"type": "string"},
+        },
+        "required": ["role", "content"],
+    },
+}
+# Checked by `server.chat.read_messages`, whose errors say which message is at fault.
+Messages = Annotated[list[Any], WithJsonSchema(_MESSAGES_SCHEMA)]
+
+
+class ChatCompletionRequest(GenerationBody):
+    """Body of POST /v1/chat/completions. Null means the default, for every field but the messages."""
+
+    messages: Messages = Field(description="The conversation so far; content is text, or a list of text parts.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Outweighs max_tokens, its older name.")
+    logprobs: bool | None = Field(None, description="Report the log-probability of each token.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="With logprobs: report this many of the most probable tokens, too."
+    )
+
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
+        fields = super().sampling()
+        if self.max_completion_tokens is not None:
+            fields["max_tokens"] = self.max_completion_tokens
+        if fields.pop("logprobs", False):
+            fields["logprobs"] = self.top_logprobs or 0
+        return fields
+
+
+class TopLogprob(BaseModel):
+    """A token, its UTF-8 bytes (null where they cannot be known) and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TopLogprob):
+    """A token of the answer, and what was most probable in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """One entry per token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(BaseModel):
+    """What the assistant says."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer. `stop_reason` is the stop string or the stop token id that ended it, null for the
+    model's own end of sequence."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ChatDelta(BaseModel):
+    """What is new in a message: its role at first, then text."""
+
+    role: str | None = None
+    content: str
+
+
+class ChatPiece(BaseModel):
+    """One answer's next piece in a stream."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """One event of a stream of POST /v1/chat/completions."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatPiece]
+    usage: Usage | None = None

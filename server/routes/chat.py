@@ -1,0 +1,97 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from fastapi import APIRouter, Request, Response
+
+from engine import EngineInfo, SamplingParams
+from server.answer import STREAM_DOC, Run, shape_of
+from server.chat import ChatPieces, join_pieces, read_messages
+from server.chat_schemas import (
+    ChatChoice,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatPiece,
+)
+from server.context import ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError
+from server.prompt import Prompt
+from server.schemas import StrictJsonRoute, Usage
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletionResponse,
+    responses={200: {"content": STREAM_DOC}, **ERROR_RESPONSES},
+    summary="Answer a conversation",
+)
+async def create_chat_completion(body: ChatCompletionRequest, request: Request, service: ServiceDep) -> Response:
+    """Say what the assistant says next, at once or as a stream."""
+    arrival = time.perf_counter()
+    service.check_model(body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."
+        raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+    return await _ChatRun(service, body, shape_of(body), arrival).respond(request)
+
+
+@dataclass(slots=True)
+class _ChatRun(Run[ChatPiece, ChatChoice]):
+    id_prefix = "chatcmpl"
+    body: ChatCompletionRequest
+
+    async def prompts(self) -> list[Prompt]:
+        prompt = await self.service.render(read_messages(self.body.messages))
+        params = self.shape.params
+        if params.max_tokens is None:
+            limit = _default_max_tokens(params, self.service.client.info, len(prompt.token_ids))
+            self.shape = replace(self.shape, params=replace(params, max_tokens=limit))
+        return [prompt]
+
+    def maker(self, prompts: list[Prompt]) -> ChatPieces:
+        return ChatPieces(prompts, self.shape, self.service.tokenizer)
+
+    def join(self, pieces: list[ChatPiece]) -> list[ChatChoice]:
+        return join_pieces(pieces, logprobs=self.shape.logprobs is not None)
+
+    def whole(self, choices: list[ChatChoice], usage: Usage) -> ChatCompletionResponse:
+        return ChatCompletionResponse(
+            id=self.request_id,
+            object="chat.completion",
+            created=self.created,
+            model=self.service.model_id,
+            choices=choices,
+            usage=usage,
+        )
+
+    def chunk(self, pieces: list[ChatPiece], usage: dict[str, Usage | None]) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self.request_id,
+            object="chat.completion.chunk",
+            created=self.created,
+            model=self.service.model_id,
+            choices=pieces,
+            **usage,
+        )
+
+    def public_name(self, param: str | None) -> str | None:
+        if param == "max_tokens" and self.body.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if param == "prompt" else param
+
+
+def _default_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
+    """What the model's generation config says (None: the engine knows it), else what is left of the
+    context, and of the KV cache where several sequences could fill it."""
+    if info.default_max_new_tokens is not None or (info.default_max_length or 0) > prompt_len:
+        return None
+    width = max(params.n, params.num_beams or 1)
+    pages = info.num_blocks // width
+    room = min(info.max_model_len, pages * info.block_size) - prompt_len
+    return max(room, 1)  # where there is no room the engine says so

@@ -1,0 +1,541 @@
+"""POST /v1/chat/completions: over a scripted engine, over real templates, and as a real process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_client import EOS, FakeClient, Script, Step, entry, hf_byte_tokenizer, say
+from test_http_api import error
+from test_http_process import Service
+
+from engine import ChoiceDelta, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
+from engine.text import Tokenizer
+from server.app import create_app
+from server.rendering import ChatRenderer
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATES = ROOT.parent / "shared" / "data" / "chat_templates" / "models" / "templates"
+SIMPLE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def echo(request_id: str, source: TokenInput, params: SamplingParams) -> Iterable[Step]:
+    """Choice i says the last letter of the last message, and i."""
+    deltas = say(request_id, [f"<{chr(source.token_ids[-4])}{index}>" for index in range(params.n)], params)
+    deltas[0] = replace(deltas[0], num_cached_tokens=3)
+    return deltas
+
+
+def tokenizer_with(template: str | None) -> Tokenizer:
+    hf = hf_byte_tokenizer()
+    hf.chat_template = template
+    hf.bos_token = "<eos>"
+    return Tokenizer(hf)
+
+
+class Api:
+    """An app over a script, called in process."""
+
+    def __init__(self, script: Script = echo, *, template: str | None = SIMPLE, tokenizer: bool = True, **info: Any):
+        self.client = FakeClient(script)
+        self.client.info = replace(self.client.info, **info)
+        self.app = create_app(self.client, tokenizer_with(template) if tokenizer else None, "org/fake")
+
+    def chat(self, **body: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+                return await http.post("/v1/chat/completions", json={"messages": HELLO, **body})
+
+        return asyncio.run(asyncio.wait_for(call(), 20))
+
+    def stream(self, **body: Any) -> list[Any]:
+        answer = self.chat(stream=True, **body)
+        assert answer.status_code == 200, answer.text
+        *events, done, rest = answer.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def asked(self) -> tuple[str, SamplingParams]:
+        ((source, params),) = self.client.asked.values()
+        assert source.text is not None
+        return source.text, params
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def test_an_answer_has_openais_shape() -> None:
+    body = Api().chat(model="org/fake").json()
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") > 1_700_000_000
+    assert body == {
+        "object": "chat.completion",
+        "model": "org/fake",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "<i0>", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 4,
+            "total_tokens": 11,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+    }
+
+
+def test_a_stream_opens_each_choice_with_its_role() -> None:
+    events = Api().stream(n=2)
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in events}) == 1
+    assert all("usage" not in event for event in events)
+    for index in range(2):
+        pieces = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert pieces == [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in (
+                {"role": "assistant", "content": ""}, {"content": "<"}, {"content": "i"}, {"content": str(index)}
+            )
+        ] + [
+            {"index": index, "delta": {"content": ">"}, "logprobs": None, "finish_reason": "length",
+             "stop_reason": None}
+        ]  # fmt: skip
+
+
+def test_stream_usage_comes_last_and_alone() -> None:
+    events = Api().stream(stream_options={"include_usage": True})
+    assert all(event["usage"] is None for event in events[:-1])
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["total_tokens"] == 11
+
+
+def test_logprobs_with_the_bytes_of_every_token() -> None:
+    def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterator[Step]:
+        assert params.logprobs == 2
+        said = "é".encode()
+        unlikely = entry(said[1], 2) | {said[1]: entry(said[1], 1, float("-inf"))[said[1]]}
+        unlikely[said[1]] = replace(unlikely[said[1]], rank=9)
+        for token, logprobs in ((said[0], entry(said[0], 2)), (said[1], unlikely)):
+            choice = ChoiceDelta(index=0, token_ids=[token], logprobs=[logprobs])
+            yield RequestDelta(request_id=request_id, choices=[choice])
+        last = ChoiceDelta(index=0, token_ids=[EOS], logprobs=[entry(EOS, 1)], finish_reason="stop")
+        yield RequestDelta(request_id=request_id, choices=[last], finished=True)
+
+    choice = Api(script).chat(logprobs=True, top_logprobs=2).json()["choices"][0]
+    assert choice["message"]["content"] == "é"
+    first, second, end = choice["logprobs"]["content"]
+    assert first["bytes"] + second["bytes"] == list("é".encode())
+    assert first["logprob"] == -0.5
+    assert [top["bytes"] for top in first["top_logprobs"]] == [[0xC3], [(0xC3 + 1) % 128]]
+    assert second["logprob"] == -9999.0
+    assert len(second["top_logprobs"]) == 1, "what was chosen is not among the two most probable"
+    assert end["token"] == "<eos>"
+    pieces = [event["choices"][0]["logprobs"] for event in Api(script).stream(logprobs=True, top_logprobs=2)]
+    assert [item for piece in pieces if piece for item in piece["content"]] == choice["logprobs"]["content"]
+
+
+def test_logprobs_without_alternatives_and_none() -> None:
+    content = Api().chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert [item["token"] for item in content] == ["<", "i", "0", ">"]
+    assert all(item["top_logprobs"] == [] for item in content)
+    assert Api().chat(logprobs=False).json()["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3},
+        {"stop": "0", "n": 2},
+        {"return_token_ids": True, "logprobs": True},
+        {"messages": [{"role": "user", "content": "é"}]},
+    ],
+)
+def test_a_stream_adds_up_to_the_unstreamed_answer(fields: dict[str, Any]) -> None:
+    def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterable[Step]:
+        return say(request_id, [f"né☃{index}!" for index in range(params.n)], params)
+
+    whole = Api(script).chat(**fields).json()["choices"]
+    events = [event["choices"][0] for event in Api(script).stream(**fields)]
+    for choice in whole:
+        mine = [event for event in events if event["index"] == choice["index"]]
+        assert "".join(event["delta"]["content"] for event in mine) == choice["message"]["content"]
+        assert [event["finish_reason"] for event in mine if event["finish_reason"]] == [choice["finish_reason"]]
+        assert mine[-1]["stop_reason"] == choice["stop_reason"]
+        if "token_ids" in choice:
+            assert [token for event in mine for token in event.get("token_ids", ())] == choice["token_ids"]
+            assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+
+
+def test_best_of_keeps_the_most_probable() -> None:
+    body = Api().chat(n=2, best_of=3).json()
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["<i0>", "<i1>"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert all(choice["logprobs"] is None for choice in body["choices"])
+    assert body["usage"]["completion_tokens"] == 12
+
+
+# ---------------------------------------------------------------- what reaches the engine
+
+
+def test_messages_are_rendered_by_the_models_template() -> None:
+    api = Api()
+    text = {"type": "text", "text": "one"}
+    answer = api.chat(
+        messages=[
+            {"role": "system", "content": "be"},
+            {"role": "user", "content": [text, {**text, "text": "two"}], "name": "me"},
+            {"role": "assistant", "content": "", "refusal": None, "tool_calls": None, "audio": None},
+            {"role": "user", "content": "end"},
+        ]
+    )
+    assert answer.status_code == 200
+    assert api.asked()[0] == "s:be;u:one\ntwo;a:;u:end;a:"
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [(SIMPLE, "s"), (SIMPLE + '{# the "developer" is known #}', "d"), (SIMPLE + "{# by developers #}", "s")],
+)
+def test_developer_is_system_to_templates_that_do_not_know_it(template: str, role: str) -> None:
+    api = Api(template=template)
+    api.chat(messages=[{"role": "developer", "content": "x"}])
+    assert api.asked()[0] == f"{role}:x;a:"
+
+
+def test_the_template_writes_the_special_tokens() -> None:
+    api = Api(template="{{ eos_token }}{{ messages[0].content }};a:")
+    api.chat()
+    ((source, _),) = api.client.asked.values()
+    assert list(source.token_ids) == [EOS, *b"hi;a:"]
+
+
+def test_the_default_length_is_what_is_left_of_the_context() -> None:
+    api = Api()
+    api.chat()
+    assert api.asked()[1].max_tokens == 64 - 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "info", "max_tokens"),
+    [
+        ({"max_tokens": 5}, {}, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, {}, 6),
+        ({"max_completion_tokens": None, "max_tokens": 5}, {}, 5),
+        ({}, {"default_max_new_tokens": 9}, None),
+        ({}, {"default_max_length": 20}, None),
+        ({}, {"default_max_length": 7}, 57),
+        ({"n": 5}, {}, 2 * 16 - 7),  # ten pages of sixteen tokens for five answers
+    ],
+)
+def test_max_tokens(fields: dict[str, Any], info: dict[str, Any], max_tokens: int | None) -> None:
+    api = Api(**info)
+    assert api.chat(**fields).status_code == 200
+    assert api.asked()[1].max_tokens == max_tokens
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    fields = {
+        "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "n": 2,
+        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"5": 1.5},
+        "stop": ["zz"], "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True,
+        "skip_special_tokens": False, "prompt_logprobs": 1, "num_beams": 1, "length_penalty": 0.8,
+        "early_stopping": "never", "no_repeat_ngram_size": 2, "min_length": 1, "suppress_tokens": [1],
+        "begin_suppress_tokens": [2], "forced_bos_token_id": 3, "forced_eos_token_id": 6,
+    }  # fmt: skip
+    assert {*fields, "logprobs"} == set(SamplingParams.__dataclass_fields__)
+    api = Api()
+    assert api.chat(**fields, logprobs=True, top_logprobs=4).status_code == 200
+    assert api.asked()[1] == SamplingParams(**(fields | {"logit_bias": {5: 1.5}, "logprobs": 4}))
+
+
+def test_use_beam_search_is_an_alias() -> None:
+    api = Api()
+    assert len(api.chat(use_beam_search=True, n=2, best_of=3, temperature=0).json()["choices"]) == 2
+    assert (api.asked()[1].num_beams, api.asked()[1].n) == (3, 2)
+
+
+def test_fields_that_ask_for_nothing_are_accepted_and_unknown_ones_reported() -> None:
+    answer = Api().chat(
+        tools=[], tool_choice="none", functions=None, response_format={"type": "text"}, modalities=["text"], user="me",
+        parallel_tool_calls=True, frobnicate=1,
+    )  # fmt: skip
+    assert answer.status_code == 200
+    assert answer.headers["x-octavo-ignored-fields"] == "frobnicate, parallel_tool_calls"
+
+
+# ---------------------------------------------------------------- errors
+
+PART = {"type": "image_url", "image_url": {"url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "hi"}]}, "messages[1].role"),
+        ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [PART]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{**HELLO[0], "name": 5}]}, "messages[0].name"),
+        ({"messages": [{**HELLO[0], "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "alloy"}}, "audio"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"num_beams": 2, "temperature": 0.7}, "temperature"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_400_and_names_the_field(fields: dict[str, Any], param: str, stream: bool) -> None:
+    if "stream_options" in fields and stream:
+        pytest.skip("right where it streams")
+    api = Api()
+    problem = error(api.chat(**{"stream": stream, **fields}))
+    assert problem["param"] == param
+    assert param in problem["message"]
+    assert len(problem["message"]) < 400
+    assert not api.client.asked
+
+
+def test_the_type_of_an_unsupported_part_is_named() -> None:
+    assert "'image_url'" in error(Api().chat(messages=[{"role": "user", "content": [PART]}]))["message"]
+
+
+def test_without_a_template_or_a_tokenizer_there_is_no_chat() -> None:
+    assert error(Api(template=None).chat())["code"] == "no_chat_template"
+    assert error(Api(tokenizer=False).chat())["code"] == "no_tokenizer"
+
+
+def test_a_template_may_refuse() -> None:
+    problem = error(Api(template="{{ raise_exception('no system role') }}").chat())
+    assert "no system role" in problem["message"]
+    assert problem["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("param", "fields", "public"),
+    [
+        ("prompt", {}, "messages"),
+        ("max_tokens", {"max_tokens": 5}, "max_tokens"),
+        ("max_tokens", {"max_completion_tokens": 5}, "max_completion_tokens"),
+    ],
+)
+def test_the_engines_refusals_name_what_the_client_sent(param: str, fields: dict[str, Any], public: str) -> None:
+    refusal = InvalidRequestError("too long", param=param, code="context_length_exceeded")
+    for stream in (False, True):
+        problem = error(Api(lambda *_: [refusal]).chat(stream=stream, **fields))
+        assert (problem["param"], problem["code"]) == (public, "context_length_exceeded")
+
+
+# ---------------------------------------------------------------- templates
+
+ENDLESS = "".join(f"{{% for {name} in range(99999) %}}" for name in "ijk") + "{% endfor %}" * 3
+
+
+def rendering_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "octavo-template"]
+
+
+def wait_for_the_threads() -> None:
+    deadline = time.monotonic() + 5
+    while rendering_threads():
+        assert time.monotonic() < deadline, "the template still runs"
+        time.sleep(0.01)
+
+
+def test_a_runaway_template_is_stopped_and_blocks_nobody() -> None:
+    endless, simple = tokenizer_with(ENDLESS), tokenizer_with(SIMPLE)
+
+    async def both() -> None:
+        renderer = ChatRenderer(time_limit=0.5)
+        runaway = asyncio.create_task(renderer.prompt(endless, HELLO))
+        await asyncio.sleep(0.1)
+        assert (await renderer.prompt(simple, HELLO)).text == "u:hi;a:"
+        assert not runaway.done()
+        with pytest.raises(Exception, match=r"more than 0\.5 seconds"):
+            await runaway
+
+    asyncio.run(both())
+    wait_for_the_threads()
+
+
+def test_a_client_that_leaves_stops_its_template() -> None:
+    async def leave() -> None:
+        task = asyncio.create_task(ChatRenderer().prompt(tokenizer_with(ENDLESS), HELLO))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+    wait_for_the_threads()
+
+
+CONVERSATION = [
+    {"role": "user", "content": "What is an octavo?"},
+    {"role": "assistant", "content": "A sheet folded thrice."},
+    {"role": "user", "content": [{"type": "text", "text": "And a quarto?"}]},
+]
+# Made for conversations with tools only: they fail without, whoever renders them.
+NEED_TOOLS = {
+    "CohereForAI-c4ai-command-r-plus-tool_use",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+    "fireworks-ai-llama-3-firefunction-v2",
+}
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+def test_real_templates_serve_a_conversation() -> None:
+    refused = set()
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        api = Api(template=path.read_text(), max_model_len=100_000)
+        answer = api.chat(messages=CONVERSATION)
+        if answer.status_code != 200:
+            assert error(answer)["code"] == "invalid_messages"
+            refused.add(path.stem)
+            continue
+        text, _ = api.asked()
+        for said in ("What is an octavo?", "A sheet folded thrice.", "And a quarto?"):
+            assert said in text, path.stem
+    assert refused <= NEED_TOOLS
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+@pytest.mark.parametrize(
+    ("name", "opening"),
+    [
+        ("meta-llama-Llama-3.1-8B-Instruct", "<|start_header_id|>system<|end_header_id|>"),
+        ("Qwen-Qwen2.5-7B-Instruct", "<|im_start|>system\n"),
+        ("Reka-Edge", ""),
+        ("openai-gpt-oss-120b", "<|start|>developer<|message|>"),
+    ],
+)
+def test_real_templates_with_instructions_of_the_developer(name: str, opening: str) -> None:
+    api = Api(template=(TEMPLATES / f"{name}.jinja").read_text(), max_model_len=100_000)
+    assert api.chat(messages=[{"role": "developer", "content": "Be brief."}, *HELLO]).status_code == 200
+    text, _ = api.asked()
+    assert opening in text
+    assert "Be brief." in text
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+def test_a_real_template_that_knows_no_system_role_says_so() -> None:
+    api = Api(template=(TEMPLATES / "google-gemma-2-2b-it.jinja").read_text())
+    assert "System role not supported" in error(api.chat(messages=[{"role": "system", "content": "x"}]))["message"]
+
+
+# ---------------------------------------------------------------- the real process
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """Of `octavo serve` with the bundled model."""
+    service = Service("--kv-cache-memory", "64MiB", log=tmp_path_factory.mktemp("log") / "service.log")
+    try:
+        url = service.wait_ready()
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            yield client
+        assert service.stop() == 0
+        assert "Traceback" not in service.log.read_text()
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+def test_openai_client(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    options: Any = {"model": "octavo-demo", "messages": messages, "temperature": 0, "max_completion_tokens": 12}
+    whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    (choice,) = whole.choices
+    assert whole.object == "chat.completion"
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("stop", "length")
+    assert whole.usage is not None
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == whole.usage.completion_tokens <= 12
+    for item in choice.logprobs.content:
+        assert item.top_logprobs[0].token == item.token, "greedy takes the most probable"
+        assert len(item.top_logprobs) == 2
+        assert item.logprob <= 0
+    said = b"".join(bytes(item.bytes or ()) for item in choice.logprobs.content)
+    assert said.decode().startswith(choice.message.content)
+
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == [choice.finish_reason]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+    # What was answered can be sent back as it came.
+    again = client.chat.completions.create(
+        model="octavo-demo", max_tokens=4, messages=[*messages, choice.message, {"role": "user", "content": "And?"}]
+    )
+    assert again.usage is not None
+    assert again.usage.prompt_tokens > whole.usage.prompt_tokens
+
+
+def test_beams_and_several_answers(client: openai.OpenAI) -> None:
+    options: Any = {"model": "octavo-demo", "messages": HELLO, "max_tokens": 8}
+    beams = client.chat.completions.create(**options, n=2, extra_body={"num_beams": 3})
+    assert len({choice.message.content for choice in beams.choices}) == 2
+    first, second = (client.chat.completions.create(**options, n=3, seed=5) for _ in range(2))
+    assert [choice.message.content for choice in first.choices] == [choice.message.content for choice in second.choices]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**options, temperature=0.5, extra_body={"num_beams": 3})
+    assert refused.value.param == "temperature"
+
+
+def test_without_max_tokens_the_answer_may_fill_the_context(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="octavo-demo", messages=HELLO, extra_body={"ignore_eos": True})  # type: ignore[arg-type]
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 512
+    assert answer.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="octavo-demo", messages=HELLO, max_completion_tokens=512)  # type: ignore[arg-type]
+    assert (refused.value.param, refused.value.code) == ("max_completion_tokens", "context_length_exceeded")
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model="octavo-demo", messages=[{"role": "user", "content": "word " * 600}])
+    assert (long.value.param, long.value.code) == ("messages", "context_length_exceeded")
