@@ -12,7 +12,7 @@ from engine.text import Tokenizer
 from server import errors
 from server.context import Service
 from server.metrics import Metrics
-from server.routes import chat, completions, models, operations
+from server.routes import chat, completions, models, operations, tokenize
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer | None, model_id: str, *, version: str = "0") -> FastAPI:
@@ -33,6 +33,6 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, model_id: str,
     app = FastAPI(title="Octavo", version=version, summary="An OpenAI-compatible model server.", lifespan=lifespan)
     app.state.service = Service(client=client, tokenizer=tokenizer, model_id=model_id, metrics=Metrics(client))
     errors.install(app)
-    for module in (completions, chat, models, operations):
+    for module in (completions, chat, models, operations, tokenize):
         app.include_router(module.router)
     return app

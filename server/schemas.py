@@ -141,6 +141,19 @@ class _Body(BaseModel):
     # Strict: "16" is no integer and 1 is no boolean. Unknown fields are kept, to be reported.
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
+    def refuse_unsupported(self) -> None:
+        """Refuse fields that would change the answer and are not supported.
+
+        Raises:
+            ApiError: names the first one.
+        """
+        for name, value in (self.model_extra or {}).items():
+            nothing = UNSUPPORTED.get(name)
+            if nothing is not None and value is not None and value not in nothing:
+                otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
+                message = f"{name} is not supported; leave it out{otherwise}."
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+
 
 if TYPE_CHECKING:
     _SamplingBody = _Body
@@ -168,19 +181,6 @@ class GenerationBody(_SamplingBody):
         """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingParams)}
         return {name: value for name, value in given.items() if value is not None}
-
-    def refuse_unsupported(self) -> None:
-        """Refuse fields that would change the answer and are not supported.
-
-        Raises:
-            ApiError: names the first one.
-        """
-        for name, value in (self.model_extra or {}).items():
-            nothing = UNSUPPORTED.get(name)
-            if nothing is not None and value is not None and value not in nothing:
-                otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
-                message = f"{name} is not supported; leave it out{otherwise}."
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
 
     def ignored_fields(self) -> list[str]:
         """Names of unknown fields that might have been meant to change the answer."""
@@ -244,6 +244,43 @@ class CompletionResponse(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+
+
+class TokenizeRequest(_Body):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    model: str | None = Field(None, description="The served model's id; may be left out.")
+    prompt: str | None = Field(None, description="Text, as for /v1/completions.")
+    messages: list[Any] | None = Field(None, description="Messages, as for /v1/chat/completions.")
+    add_special_tokens: bool | None = Field(None, description="With prompt: add those that open a text (true).")
+    add_generation_prompt: bool | None = Field(None, description="With messages: open the assistant's answer (true).")
+
+
+class TokenizeResponse(BaseModel):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeRequest(_Body):
+    """Body of POST /detokenize."""
+
+    model: str | None = Field(None, description="The served model's id; may be left out.")
+    tokens: list[int] = Field(min_length=1, description="Token ids, each within the vocabulary.")
+
+
+class DetokenizeResponse(BaseModel):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class VersionResponse(BaseModel):
+    """Answer of GET /version."""
+
+    version: str
 
 
 class ModelCard(BaseModel):

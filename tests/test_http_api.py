@@ -639,7 +639,8 @@ def test_documentation() -> None:
     document = api.request("GET", "/openapi.json").json()
     assert "422" not in json.dumps(document)
     assert set(document["paths"]) == {
-        "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id}", "/health", "/metrics"
+        "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/version",
+        "/v1/models", "/v1/models/{model_id}", "/health", "/metrics"
     }  # fmt: skip
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert set(SamplingParams.__dataclass_fields__) <= set(fields)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from fake_client import EOS, byte_tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -126,3 +127,16 @@ def test_real_chat_templates_render_or_refuse() -> None:
 def test_a_path_that_is_neither_folder_nor_hub_id(name: str) -> None:
     with pytest.raises(ModelLoadError, match="is no local folder"):
         load_tokenizer(name)
+
+
+def test_bytes_of_tokens_that_are_parts_of_characters() -> None:
+    over_bytes = byte_tokenizer()
+    assert [over_bytes.token_bytes(token) for token in range(256)] == [bytes([token]) for token in range(256)]
+    assert over_bytes.token_bytes(EOS) == b"<eos>"
+    assert over_bytes.token_bytes(EOS + 1) == b""
+    vocab = {"<unk>": 0, "▁a": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
+    model = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    model.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fallback = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>"))
+    assert [fallback.token_bytes(byte + 2) for byte in "☃".encode()] == [bytes([byte]) for byte in "☃".encode()]
+    assert fallback.token_bytes(1) == b" a"

@@ -1,4 +1,4 @@
-"""GET /health and /metrics: for whoever runs the service."""
+"""GET /health, /metrics and /version: for whoever runs the service."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
+from server.schemas import VersionResponse
 
 router = APIRouter()
 
@@ -23,3 +24,9 @@ async def metrics(request: Request, service: ServiceDep) -> Response:
     """Prometheus text exposition."""
     content, content_type = service.metrics.render(request.headers.get("accept"))
     return Response(content, headers={"Content-Type": content_type})
+
+
+@router.get("/version", responses=ERROR_RESPONSES, summary="Octavo's version")
+async def version(request: Request) -> VersionResponse:
+    """The version of the service, not of the model."""
+    return VersionResponse(version=request.app.version)

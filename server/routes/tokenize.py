@@ -1,0 +1,61 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+
+from engine.text import Tokenizer
+from server.answer import check_token_ids
+from server.chat import read_messages
+from server.context import Service, ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError
+from server.schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    StrictJsonRoute,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post("/tokenize", responses=ERROR_RESPONSES, summary="Text or messages to token ids")
+async def tokenize(body: TokenizeRequest, service: ServiceDep) -> TokenizeResponse:
+    """The token ids that the completions endpoint makes of a prompt, or the chat endpoint of messages."""
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    if (body.prompt is None) == (body.messages is None):
+        given = "neither" if body.prompt is None else "both"
+        message = f"Send either prompt, a string, or messages, a list; got {given}."
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    if body.messages is not None:
+        if body.add_special_tokens:
+            message = "add_special_tokens cannot be used with messages: the chat template writes the special tokens."
+            raise ApiError(400, message, param="add_special_tokens", code="invalid_value")
+        opens_answer = body.add_generation_prompt is not False
+        prompt = await service.render(read_messages(body.messages), add_generation_prompt=opens_answer)
+        tokens = prompt.token_ids
+    else:
+        tokenizer = _tokenizer(service, "prompt")
+        special = body.add_special_tokens is not False
+        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt or "", add_special_tokens=special)
+    return TokenizeResponse(count=len(tokens), max_model_len=service.client.info.max_model_len, tokens=tokens)
+
+
+@router.post("/detokenize", responses=ERROR_RESPONSES, summary="Token ids to text")
+async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> DetokenizeResponse:
+    """The text of token ids, special ones included."""
+    service.check_model(body.model)
+    tokenizer = _tokenizer(service, "tokens")
+    check_token_ids(body.tokens, service.client.info.vocab_size, "tokens")
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return DetokenizeResponse(prompt=text)
+
+
+def _tokenizer(service: Service, param: str) -> Tokenizer:
+    if service.tokenizer is None:
+        raise ApiError(400, f"{service.model_id} has no tokenizer.", param=param, code="no_tokenizer")
+    return service.tokenizer
