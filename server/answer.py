@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from engine import InvalidRequestError, SamplingParams
+from engine import EngineInfo, InvalidRequestError, SamplingParams
 from server.context import Service
 from server.errors import ApiError
 from server.generation import Update, run_prompts
@@ -31,7 +31,7 @@ _IGNORED_NAMES_SHOWN = 32
 _NOT_WITH_BEAMS: dict[str, tuple[float, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
 
 
-def shape_of(body: GenerationBody, *, echo: bool = False) -> Shape:
+def shape_of(body: GenerationBody, info: EngineInfo, *, echo: bool = False) -> Shape:
     """What the body asks of the engine, and of the answer.
 
     Raises:
@@ -59,6 +59,10 @@ def shape_of(body: GenerationBody, *, echo: bool = False) -> Shape:
         fields["logprobs"] = asked.logprobs or 0  # what the choice among them goes by
     if fields.get("num_beams", 1) > 1:
         _refuse_sampling(fields)
+    if fields.get("n", 1) > info.max_num_seqs:  # the engine says so too, but here memory would be spent before
+        name = "n" if asked.n > info.max_num_seqs else "best_of"
+        message = f"{name} is {fields['n']}, but a step holds at most {info.max_num_seqs} sequences (max_num_seqs)."
+        raise ApiError(400, f"{message} Ask for fewer, or raise --max-num-seqs.", param=name, code="invalid_value")
     if echo and asked.logprobs is not None:
         fields["prompt_logprobs"] = max(asked.prompt_logprobs or 0, asked.logprobs)
     return Shape(

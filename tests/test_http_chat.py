@@ -319,6 +319,7 @@ PART = {"type": "image_url", "image_url": {"url": "http://x"}}
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"n": 0}, "n"),
+        ({"n": 2**31 - 1}, "n"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"num_beams": 2, "temperature": 0.7}, "temperature"),

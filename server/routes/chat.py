@@ -38,7 +38,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     if body.top_logprobs is not None and not body.logprobs:
         message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")
-    return await _ChatRun(service, body, shape_of(body), arrival).respond(request)
+    shape = shape_of(body, service.client.info)
+    return await _ChatRun(service, body, shape, arrival).respond(request)
 
 
 @dataclass(slots=True)

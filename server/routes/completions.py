@@ -29,7 +29,8 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
     service.check_model(body.model)
     if body.suffix is not None:
         raise ApiError(400, "suffix is not supported; leave it out.", param="suffix", code="unsupported_parameter")
-    return await _CompletionRun(service, body, shape_of(body, echo=bool(body.echo)), arrival).respond(request)
+    shape = shape_of(body, service.client.info, echo=bool(body.echo))
+    return await _CompletionRun(service, body, shape, arrival).respond(request)
 
 
 @dataclass(slots=True)
