@@ -13,7 +13,7 @@ import torch
 
 from engine.attention import select
 from engine.config import EngineConfig
-from engine.errors import ConfigError, InvalidRequestError
+from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.kv_cache import KVCache, count_blocks
 from engine.execution.runner import ModelRunner
@@ -69,7 +69,9 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             min_rows=min_invariant_rows(model),
         )
-        self.defaults: GenerationDefaults = load_defaults(path, hf_config, honour=config.generation_config == "auto")
+        self.defaults: GenerationDefaults = load_defaults(
+            path, hf_config, model.vocab_size, honour=config.generation_config == "auto"
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
@@ -119,7 +121,10 @@ class Engine:
 
         Raises:
             InvalidRequestError: the request can never run; nothing was changed.
+            EngineDeadError: the engine was closed.
         """
+        if not hasattr(self, "runner"):
+            raise EngineDeadError(f"the engine of {self.config.model} was closed and takes no more requests.")
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"{self.config.model} generates text and serves no {type(params).__name__}.", param="params"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ _HONOURED = (
     "forced_eos_token_id",
     "do_sample",
 )
+_ID_FIELDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 # Fields that would change the answer and are not implemented, with the values at which they do nothing.
 _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
@@ -80,15 +81,16 @@ class GenerationDefaults:
     ignored: tuple[str, ...] = ()
 
 
-def load_defaults(path: Path, hf_config: Any, *, honour: bool = True) -> GenerationDefaults:
+def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool = True) -> GenerationDefaults:
     """Defaults of a checkpoint folder: `generation_config.json`, or where there is none the same fields
     in `config.json`, as `transformers` does.
 
     Args:
+        vocab_size: ids outside the vocabulary are left out, with a warning.
         honour: False keeps only the EOS ids.
 
     Raises:
-        ModelLoadError: the file is not a JSON object.
+        ModelLoadError: the file is not a JSON object, or a value in it is impossible.
     """
     source = path / "generation_config.json"
     if not source.exists():
@@ -102,8 +104,9 @@ def load_defaults(path: Path, hf_config: Any, *, honour: bool = True) -> Generat
     eos = stored.get("eos_token_id")
     if eos is None:
         eos = getattr(hf_config, "eos_token_id", None)
+    eos_ids = frozenset(_known_ids("eos_token_id", _ids(eos), vocab_size))
     if not honour:
-        return GenerationDefaults(eos_ids=_ids(eos))
+        return GenerationDefaults(eos_ids=eos_ids)
     ignored = [
         name
         for name, neutral in _NOT_IMPLEMENTED.items()
@@ -118,7 +121,42 @@ def load_defaults(path: Path, hf_config: Any, *, honour: bool = True) -> Generat
             ", ".join(f"{name}={stored.get(name)!r}" if name in stored else name for name in ignored),
         )
     values = {name: stored[name] for name in _HONOURED if stored.get(name) is not None}
-    return GenerationDefaults(values=values, eos_ids=_ids(eos), ignored=tuple(ignored))
+    _check_values(values, source)
+    for name in _ID_FIELDS:
+        if name in values:
+            known = _known_ids(name, _ids(values.pop(name)), vocab_size)
+            if known:
+                values[name] = known[0] if name == "forced_bos_token_id" else known
+    return GenerationDefaults(values=values, eos_ids=eos_ids, ignored=tuple(ignored))
+
+
+def _check_values(values: Mapping[str, Any], source: Path) -> None:
+    """Hold the model's values to what a request's have to keep to."""
+    names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "max_length": "min_length"}
+    for name, value in values.items():
+        given: dict[str, Any] = {names.get(name, name): value}
+        if name == "do_sample":
+            given = {"ignore_eos": value}  # any boolean will do
+        elif name in _ID_FIELDS:
+            listed = value if isinstance(value, list) else [value]
+            given = {"stop_token_ids": [i for i in listed if i != -1]}  # -1 stands for none
+        try:
+            SamplingParams(**given)
+        except InvalidRequestError as error:
+            raise ModelLoadError(
+                f"{source} sets {name} to {value!r}, which is impossible: {error} Correct the file, or start with "
+                "--generation-config none to do without it."
+            ) from error
+
+
+def _known_ids(name: str, ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The ids that the vocabulary has; published files name others, such as -1 for none."""
+    listed = sorted(ids)
+    unknown = [i for i in listed if not 0 <= i < vocab_size and i != -1]
+    if unknown:
+        last = vocab_size - 1
+        logger.warning("%s names ids %s, but the vocabulary has 0 to %d: they are left out", name, unknown, last)
+    return [i for i in listed if 0 <= i < vocab_size]
 
 
 def _ids(value: Any) -> frozenset[int]:
@@ -190,8 +228,8 @@ def resolve(
         early_stopping=pick("early_stopping", params.early_stopping, False),
         no_repeat_ngram_size=int(pick("no_repeat_ngram_size", params.no_repeat_ngram_size, 0)),
         min_length=0 if params.ignore_eos or by_output else int(pick("min_length", params.min_length, 0)),
-        suppress_tokens=_inside(pick("suppress_tokens", params.suppress_tokens, ()), vocab_size),
-        begin_suppress_tokens=_inside(pick("begin_suppress_tokens", params.begin_suppress_tokens, ()), vocab_size),
+        suppress_tokens=tuple(pick("suppress_tokens", params.suppress_tokens, ())),
+        begin_suppress_tokens=tuple(pick("begin_suppress_tokens", params.begin_suppress_tokens, ())),
         forced_bos_token_id=pick("forced_bos_token_id", params.forced_bos_token_id, None),
         forced_eos_token_ids=tuple(sorted(_ids(pick("forced_eos_token_id", params.forced_eos_token_id, None)))),
     )
@@ -210,11 +248,6 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
                 param=name,
                 code="invalid_value",
             )
-
-
-def _inside(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    # Published configs suppress ids of larger vocabularies (and -1 for "none").
-    return tuple(i for i in ids if 0 <= i < vocab_size)
 
 
 def _max_tokens(params: SamplingParams, values: Mapping[str, Any], prompt_len: int, max_model_len: int) -> int:

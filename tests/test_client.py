@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.checkpoints import Checkpoint
 
-from engine import EngineConfig, EngineDeadError, InvalidRequestError, RequestFailedError, SamplingParams
+from engine import LLM, EngineConfig, EngineDeadError, InvalidRequestError, RequestFailedError, SamplingParams
 from engine.client import EngineClient, start_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, num_beams=1, ignore_eos=True)
@@ -81,3 +81,10 @@ def test_after_close_everything_says_so(client: EngineClient) -> None:
 
     asyncio.run(scenario())
     assert not client.is_alive
+
+
+def test_a_closed_engine_says_so(checkpoint: Callable[[str], Checkpoint]) -> None:
+    llm = LLM(str(checkpoint("llama-grouped").path), device="cpu", show_progress=False)
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.generate([[1, 2]], GREEDY)

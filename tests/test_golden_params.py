@@ -365,3 +365,13 @@ def test_eos_of_config_json(checkpoint: Callable[[str], Checkpoint], tmp_path: P
     answer = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=LENGTH))[0].outputs[0]
     assert answer.token_ids == reference.greedy(model.model, prompt, model.eos, LENGTH).answers[0].tokens
     llm.close()
+
+
+def test_fewer_continuations_than_answers(shared_llm: Callable[[str], LLM]) -> None:
+    """Where one token is forced, transformers repeats it with a score that says that there was nothing else."""
+    llm = shared_llm("llama-grouped")
+    params = SamplingParams(num_beams=4, n=3, max_tokens=1, forced_eos_token_id=9)
+    choices = llm.generate([[5, 6, 7]], params)[0].outputs
+    assert [choice.token_ids for choice in choices] == [[9]] * 3
+    assert [choice.score for choice in choices] == [0.0, -1e9, -1e9]
+    assert all(choice.finish_reason in ("stop", "length") for choice in choices)

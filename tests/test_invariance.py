@@ -19,7 +19,8 @@ from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup
 
-SHAPES = [(96, 64), (64, 96), (256, 64), (33, 64), (1000, 48)]
+# (576, 1536) is a shape for which a single bfloat16 row differs in one of ten cases on some CPUs.
+SHAPES = [(96, 64), (64, 96), (256, 64), (33, 64), (1000, 48), (576, 1536)]
 
 
 def model(*, packed: bool = True, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
@@ -52,7 +53,7 @@ def test_the_measured_count_holds_for_other_inputs_too(
             truth = layer(x)
             for rows in sorted({least, least + 1, least + 3, 17, 32, 57, 80}):
                 if rows >= least:
-                    for start in (0, 3, 80 - rows):
+                    for start in range(0, 81 - rows, 3):
                         part = x[start : start + rows].clone()
                         assert torch.equal(layer(part)[: 80 - start], truth[start : start + rows])
 

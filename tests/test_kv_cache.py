@@ -93,9 +93,10 @@ class TestHowMany:
         return count_blocks(config, SHAPES, max_model_len, torch.float32, CPU)
 
     def test_memory_is_divided_by_pages(self) -> None:
+        """Block 0, which no sequence gets, is paid from it too."""
         size = page_bytes(SHAPES, 10, torch.float32)
-        assert self.count(kv_cache_memory=7 * size) == 7
-        assert self.count(kv_cache_memory=8 * size - 1) == 7
+        assert self.count(kv_cache_memory=8 * size) == 7
+        assert self.count(kv_cache_memory=9 * size - 1) == 7
 
     def test_never_more_than_the_longest_requests_can_use(self) -> None:
         assert self.count(kv_cache_memory="1GiB") == 8 * 10
@@ -103,24 +104,28 @@ class TestHowMany:
 
     def test_a_number_of_pages_goes_before_everything(self) -> None:
         assert self.count(num_gpu_blocks_override=3, kv_cache_memory="1GiB") == 3
-        assert self.count(num_gpu_blocks_override=5000) == 5000
+        assert self.count(num_gpu_blocks_override=5000) == 8 * 10, "more is of no use to anyone"
 
     def test_without_a_setting_a_share_of_free_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         size = page_bytes(SHAPES, 10, torch.float32)
         monkeypatch.setattr(kv_cache, "available_memory", lambda: 4 * 6 * size)
-        assert self.count() == 6
+        assert self.count() == 5
         monkeypatch.setattr(kv_cache, "available_memory", lambda: 2**50)
-        assert self.count(max_model_len=10**9) == 4 * 2**30 // size
+        assert self.count(max_model_len=10**9) == 4 * 2**30 // size - 1
 
     def test_no_room_names_memory_page_and_setting(self, monkeypatch: pytest.MonkeyPatch) -> None:
         size = page_bytes(SHAPES, 10, torch.float32)
         with pytest.raises(ConfigError) as error:
-            self.count(kv_cache_memory=size - 1)
-        for part in (str(size - 1), str(size), "--kv-cache-memory", "--block-size"):
+            self.count(kv_cache_memory=2 * size - 1)
+        for part in (str(2 * size - 1), str(2 * size), "--kv-cache-memory", "--block-size"):
             assert part in str(error.value)
         monkeypatch.setattr(kv_cache, "available_memory", lambda: 0)
         with pytest.raises(ConfigError, match="0 bytes are available"):
             self.count()
+
+    def test_memory_that_is_not_there_is_a_clear_error(self) -> None:
+        with pytest.raises(ConfigError, match=r"No memory for the KV cache: 1000000000000 pages .* take \d+ bytes"):
+            KVCache(SHAPES, 10**12, 16, torch.float32, CPU)
 
     def test_available_memory_is_a_plausible_number(self) -> None:
         assert 2**20 < available_memory() < 2**50

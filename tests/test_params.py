@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 from pathlib import Path
@@ -385,8 +386,36 @@ def test_ids_outside_the_vocabulary(field: str, value: Any) -> None:
     assert all(part in str(caught.value) for part in (field, "100", "0 to 99"))
 
 
-def test_the_model_s_own_ids_outside_the_vocabulary_are_left_out() -> None:
-    assert completed(SamplingParams(), {"suppress_tokens": [-1, 5, 100]}).suppress_tokens == (5,)
+def test_the_model_s_own_ids_outside_the_vocabulary_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would index past the logits and fail whole steps."""
+    stored(
+        tmp_path,
+        '{"eos_token_id": [7, 999, -1], "suppress_tokens": [-1, 5, 100], "begin_suppress_tokens": [-1], '
+        '"forced_bos_token_id": 400, "forced_eos_token_id": [3, 100]}',
+    )
+    with caplog.at_level(logging.WARNING, "octavo.generation"):
+        defaults = load_defaults(tmp_path, NO_CONFIG, 100)
+    assert defaults.eos_ids == {7}
+    assert defaults.values == {"suppress_tokens": [5], "forced_eos_token_id": [3]}
+    assert "[999]" in caplog.text
+    assert "[400]" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1), ("top_k", "x"), ("top_p", 0), ("top_p", 2), ("repetition_penalty", 0),
+        ("early_stopping", "maybe"), ("max_new_tokens", 0), ("num_beams", 0), ("suppress_tokens", ["a"]),
+        ("forced_bos_token_id", "b"), ("max_length", -5), ("do_sample", 3),
+    ],
+)  # fmt: skip
+def test_impossible_values_of_the_model_are_refused_at_load(tmp_path: Path, name: str, value: Any) -> None:
+    stored(tmp_path, json.dumps({name: value}))
+    with pytest.raises(ModelLoadError, match=rf"generation_config\.json sets {name} to"):
+        load_defaults(tmp_path, NO_CONFIG, 100)
+    assert load_defaults(tmp_path, NO_CONFIG, 100, honour=False).values == {}
 
 
 class TestStops:
@@ -432,17 +461,17 @@ NO_CONFIG = SimpleNamespace(eos_token_id=None)
 
 def test_defaults_are_read(tmp_path: Path) -> None:
     stored(tmp_path, '{"eos_token_id": [2, 3], "temperature": 0.5, "top_p": null, "transformers_version": "5"}')
-    defaults = load_defaults(tmp_path, SimpleNamespace(eos_token_id=9))
+    defaults = load_defaults(tmp_path, SimpleNamespace(eos_token_id=9), 1000)
     assert defaults.values == {"temperature": 0.5}
     assert defaults.eos_ids == {2, 3}
     assert defaults.ignored == ()
-    ignored = load_defaults(tmp_path, SimpleNamespace(eos_token_id=9), honour=False)
+    ignored = load_defaults(tmp_path, SimpleNamespace(eos_token_id=9), 1000, honour=False)
     assert (ignored.values, ignored.eos_ids) == ({}, {2, 3})
 
 
 def test_without_the_file_the_config_is_asked(tmp_path: Path) -> None:
     stored(tmp_path, '{"num_beams": 3, "hidden_size": 5}', "config.json")
-    defaults = load_defaults(tmp_path, SimpleNamespace(eos_token_id=9))
+    defaults = load_defaults(tmp_path, SimpleNamespace(eos_token_id=9), 1000)
     assert defaults.values == {"num_beams": 3}
     assert defaults.eos_ids == {9}
 
@@ -454,7 +483,7 @@ def test_fields_that_would_change_the_answer_are_named(tmp_path: Path, caplog: p
         '"do_sample": true, "num_beams": 4}',
     )
     with caplog.at_level(logging.WARNING, "octavo.generation"):
-        defaults = load_defaults(tmp_path, NO_CONFIG)
+        defaults = load_defaults(tmp_path, NO_CONFIG, 1000)
     assert set(defaults.ignored) == {"typical_p", "diversity_penalty", "do_sample with num_beams"}
     assert "typical_p=0.9" in caplog.text
     assert "epsilon_cutoff" not in caplog.text
@@ -463,11 +492,11 @@ def test_fields_that_would_change_the_answer_are_named(tmp_path: Path, caplog: p
 def test_defaults_that_change_nothing_warn_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stored(tmp_path, '{"typical_p": 1.0, "num_beam_groups": 1, "bad_words_ids": [], "renormalize_logits": false}')
     with caplog.at_level(logging.WARNING, "octavo.generation"):
-        assert load_defaults(tmp_path, NO_CONFIG).ignored == ()
+        assert load_defaults(tmp_path, NO_CONFIG, 1000).ignored == ()
     assert not caplog.records
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '"x"'])
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(ModelLoadError, match=r"generation_config\.json"):
-        load_defaults(stored(tmp_path, text), NO_CONFIG)
+        load_defaults(stored(tmp_path, text), NO_CONFIG, 1000)

@@ -18,6 +18,7 @@ logger = logging.getLogger("octavo.execution")
 
 MOST_ROWS = 32
 _TRIED = (*range(1, MOST_ROWS + 1), 48, 64, 100)
+_LARGE = 2**26
 
 
 def min_invariant_rows(model: nn.Module) -> int:
@@ -33,7 +34,7 @@ def min_invariant_rows(model: nn.Module) -> int:
     if any(next(product.parameters()).device.type != "cpu" for product in products.values()):
         logger.info("matrix products on a GPU: a row's last bits may depend on the batch")
         return 1
-    rows = max((_threshold(product, key[0], key[2]) for key, product in products.items()), default=1)
+    rows = max((_threshold(product, *key) for key, product in products.items()), default=1)
     if rows > MOST_ROWS:
         logger.warning("matrix products on this CPU: a row's last bits may depend on the batch")
         return 1
@@ -42,15 +43,20 @@ def min_invariant_rows(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def _threshold(product: nn.Module, inputs: int, dtype: torch.dtype) -> int:
+def _threshold(product: nn.Module, inputs: int, outputs: int, dtype: torch.dtype) -> int:
+    """Fewest rows from which on a product is invariant; MOST_ROWS + 1 if there is no such number.
+
+    Kernels often differ in few of the rows only, so each count is tried on many: on most where there
+    are few, which is where kernels change, and on fewer where a product is so large that it takes long.
+    """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(max(_TRIED) + 7, inputs, generator=generator).to(dtype)
+    x = torch.randn(max(_TRIED), inputs, generator=generator).to(dtype)
     truth = product(x)
     lowest = MOST_ROWS + 1
     for rows in reversed(_TRIED):
-        for offset in (0, 7):
-            y = product(x[offset : offset + rows].contiguous())
-            if not torch.equal(y, truth[offset : offset + rows]):
+        samples = 64 if rows <= 4 and inputs * outputs <= _LARGE else 32
+        for start in range(0, max(samples - rows, 0) + 1, rows):
+            if not torch.equal(product(x[start : start + rows].clone()), truth[start : start + rows]):
                 return lowest
         lowest = rows
     return lowest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,12 +34,30 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
+        """Allocate num_blocks pages and block 0.
+
+        Raises:
+            ConfigError: the memory for them is not there.
+        """
         self.block_size = block_size
+        try:
+            self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises it plainly
+            raise ConfigError(
+                f"No memory for the KV cache: {num_blocks} pages of {block_size} tokens take "
+                f"{num_blocks * page_bytes(shapes, block_size, dtype)} bytes on {device}. Lower "
+                "--num-gpu-blocks-override, --kv-cache-memory or --gpu-memory-utilization."
+            ) from error
+
+    @staticmethod
+    def _allocate(
+        shapes: Sequence[tuple[int, int]], pages: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> list[tuple[Tensor, Tensor]]:
         # Zeros, not garbage: on a CPU the system hands out such memory untouched until it is written.
-        self.layers = [
+        return [
             (
-                torch.zeros(num_blocks + 1, block_size, heads, dim, dtype=dtype, device=device),
-                torch.zeros(num_blocks + 1, block_size, heads, dim, dtype=dtype, device=device),
+                torch.zeros(*pages, heads, dim, dtype=dtype, device=device),
+                torch.zeros(*pages, heads, dim, dtype=dtype, device=device),
             )
             for heads, dim in shapes
         ]
@@ -76,10 +95,10 @@ def count_blocks(
     Raises:
         ConfigError: not one page fits.
     """
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
     size = page_bytes(shapes, config.block_size, dtype)
     useful = config.max_num_seqs * math.ceil(max_model_len / config.block_size)
+    if config.num_gpu_blocks_override is not None:
+        return min(config.num_gpu_blocks_override, useful)
     if config.kv_cache_memory is not None:
         memory, setting = parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
     elif device.type == "cuda":
@@ -89,11 +108,12 @@ def count_blocks(
     else:
         memory = min(int(DEFAULT_CPU_SHARE * available_memory()), DEFAULT_CPU_LIMIT)
         setting = "--kv-cache-memory"
-    blocks = min(memory // size, useful)
+    blocks = min(memory // size - 1, useful)  # block 0 takes a page's memory, too
     if blocks < 1:
         raise ConfigError(
-            f"No memory for the KV cache: {max(memory, 0)} bytes are available and one page of {config.block_size} "
-            f"tokens takes {size}. Raise {setting}, lower --block-size, or use a smaller model."
+            f"No memory for the KV cache: {max(memory, 0)} bytes are available, and the smallest one, two pages of "
+            f"{config.block_size} tokens, takes {2 * size}. Raise {setting}, lower --block-size, or use a smaller "
+            "model."
         )
     return blocks
 
@@ -108,5 +128,11 @@ def available_memory() -> int:
                 free = int(line.split()[1]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
+        # Cached files count as used, and give way when memory is needed.
+        files = re.search(r"^inactive_file (\d+)$", _text(Path("/sys/fs/cgroup/memory.stat")), re.MULTILINE)
+        free = min(free, int(text) - int(used.read_text()) + (int(files[1]) if files else 0))
     return max(free, 0)
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""

@@ -6,7 +6,7 @@ Helpers of the `Scheduler`, which owns the sequences: they fork and append, page
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from engine.scheduling.batch import Row
 from engine.scheduling.plan import Float32, Int32, StepResult
 from engine.scheduling.search import BeamSearch, Continuation, Hypothesis, sample, settled_lengths
 from engine.scheduling.sequence import Sequence, SequenceGroup
+
+# Score of an answer that no continuation was left for.
+_UNREACHABLE = -1e9
 
 
 @dataclass(slots=True)
@@ -215,6 +218,9 @@ def _apply_beams(group: SequenceGroup, beam: BeamSearch, result: StepResult, row
             )
         )
     group.kept = beam.merge(group.kept, new)
+    if step.done and not group.kept:
+        delta = final_abort(group, "error", "no token is possible: every token is banned for all beams")
+        return Outcome(delta, [], dropped=list(parents))
     children: dict[int, list[tuple[Continuation, int]]] = {}
     for place, continuation in enumerate(step.live):
         children.setdefault(continuation.parent, []).append((continuation, place))
@@ -257,7 +263,10 @@ def _settled_beams(group: SequenceGroup, live: Seq[Sequence]) -> list[ChoiceDelt
 
 def _finished_beams(group: SequenceGroup) -> list[ChoiceDelta]:
     choices = []
-    for index, hypothesis in enumerate(group.kept[: group.request.decoding.n]):
+    number = group.request.decoding.n
+    # Where bans or forced tokens leave fewer continuations than answers, the best is repeated, as in transformers.
+    missing = [replace(group.kept[0], score=_UNREACHABLE)] * (number - len(group.kept))
+    for index, hypothesis in enumerate([*group.kept[:number], *missing]):
         known = group.settled[index]
         choices.append(
             ChoiceDelta(
