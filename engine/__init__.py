@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.errors import (
     ConfigError,
     EngineDeadError,
@@ -13,7 +14,6 @@ from engine.errors import (
     RequestFailedError,
     UnsupportedModelError,
 )
-from engine.llm import LLM
 from engine.outputs import (
     ChoiceDelta,
     CompletionOutput,
@@ -25,6 +25,10 @@ from engine.outputs import (
     TokenLogprobs,
 )
 from engine.request import PixelInput, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.llm import LLM
 
 __all__ = [
     "LLM",
@@ -51,3 +55,16 @@ __all__ = [
     "TokenLogprobs",
     "UnsupportedModelError",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`Engine` and `LLM` when first asked for: they bring torch, and a client of an engine elsewhere needs none."""
+    if name == "Engine":
+        from engine.engine import Engine
+
+        return Engine
+    if name == "LLM":
+        from engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,27 +1,59 @@
 """How the server talks to the engine: one interface, whatever the engine runs in.
 
-`ThreadEngineClient` runs it in a thread of this process.
+`ProcessEngineClient` runs it in a process of its own (`engine.process`), reads its news on the event loop
+itself, and starts it again if it dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import queue
-import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
 
 from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import EngineDeadError, InvalidRequestError, OctavoError, RequestFailedError
+from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
+from engine.launch import EngineProcess, make_folder, remove_folder
+from engine.messages import Abort, News, Ready, decode_news, encode, encode_add
 from engine.outputs import EngineInfo, EngineStats, RequestDelta
 from engine.request import EngineInput, PoolingParams, SamplingParams
 
 logger = logging.getLogger("octavo.client")
 
-_News = RequestDelta | OctavoError
+_MESSAGES_AT_ONCE = 64  # then other tasks get their turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """When an engine that died is started again.
+
+    Attributes:
+        max_failures: so many deaths in a row are the end; 1: the first.
+        healthy_seconds: an engine that has served for so long begins a new row.
+        first_delay: seconds before the first restart; doubled for each further one in the row.
+        max_delay: the longest, in seconds.
+    """
+
+    max_failures: int = 3
+    healthy_seconds: float = 60.0
+    first_delay: float = 0.5
+    max_delay: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Whether the engine has work, and for how many seconds it has shown no progress on it.
+
+    An engine that is not idle and whose `seconds` grow beyond any step's duration is stuck.
+    """
+
+    idle: bool
+    seconds: float
 
 
 class EngineClient(ABC):
@@ -32,6 +64,7 @@ class EngineClient(ABC):
     """
 
     info: EngineInfo
+    num_restarts: int = 0
 
     @abstractmethod
     def generate(
@@ -68,32 +101,61 @@ class EngineClient(ABC):
     def is_alive(self) -> bool:
         """The engine can serve."""
 
+    @property
+    @abstractmethod
+    def progress(self) -> Progress:
+        """Whether work gets done; an engine that is dead (see `is_alive`) counts as idle."""
+
+    async def wait_failed(self) -> str:
+        """Wait until the engine has died and will not be started again; why."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
     @abstractmethod
     async def close(self) -> None:
         """Stop the engine and free what it holds; idempotent."""
 
 
-class ThreadEngineClient(EngineClient):
-    """Loads an engine, then runs it in its own thread; one hand-over to the event loop per step.
+class ProcessEngineClient(EngineClient):
+    """Loads an engine in a process of its own and talks to it over ZeroMQ.
+
+    The event loop reads the socket itself: a step's news takes no way through a thread. It is used by one
+    event loop at a time; the first call from another one moves it there.
 
     Args:
         config: the engine's settings.
+        policy: what happens when the engine dies.
 
     Raises:
-        ModelLoadError, UnsupportedModelError, ConfigError: the engine cannot start.
+        OctavoError: the engine cannot start; the error raised there.
     """
 
-    def __init__(self, config: EngineConfig):
-        self._engine = Engine(config)
-        self.info = self._engine.info
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, asyncio.Queue[_News]] = {}
+    def __init__(self, config: EngineConfig, policy: RestartPolicy | None = None):
+        self._config = config
+        self._policy = policy or RestartPolicy()
+        self._context = zmq.Context()
+        self._streams: dict[str, _Stream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stats = self._engine.stats()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._stats = EngineStats()
+        self._num_sent = self._num_obeyed = 0  # commands, since the process began
+        self._moved = self._served_since = time.monotonic()
         self._death: str | None = None
+        self._failures = 0
+        self._launches = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
-        self._thread.start()
+        self._folder = make_folder()
+        try:
+            self._process = self._launch()
+            try:
+                self._adopt(self._process.wait_ready())
+            except BaseException:  # a signal's handler may raise anything
+                self._process.stop()
+                raise
+        except BaseException:
+            remove_folder(self._folder)
+            raise
 
     async def generate(
         self,
@@ -105,48 +167,36 @@ class ThreadEngineClient(EngineClient):
         cache_salt: str | None = None,
         deadline: float | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
+        self._attach()
         self._check_alive()
         if request_id in self._streams:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by an unfinished request.", param="request_id"
             )
-        self._loop = asyncio.get_running_loop()
-        stream: asyncio.Queue[_News] = asyncio.Queue()
-        self._streams[request_id] = stream
-
-        def add() -> None:
-            try:
-                self._engine.add_request(
-                    request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline
-                )
-                self._hand_over([(request_id, RequestDelta(request_id=request_id, choices=()))])
-            except OctavoError as error:
-                self._hand_over([(request_id, error)])
-            except Exception as error:  # a fault of ours; it must not take the other requests along
-                logger.exception("request %s could not be added", request_id)
-                self._hand_over([(request_id, RequestFailedError(f"{type(error).__name__}: {error}"))])
-
-        self._commands.put(add)
+        command = encode_add(request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline)
+        self._send(command)
+        stream = self._streams[request_id] = _Stream(self._num_sent)
         finished = False
         try:
             while not finished:
-                news = await stream.get()
+                news = await stream.news.get()
                 if isinstance(news, OctavoError):
                     finished = True
                     raise news
                 finished = news.finished
                 yield news
         finally:
-            self._streams.pop(request_id, None)
-            if not finished:
-                self._commands.put(lambda: self._engine.abort_request(request_id))
+            if self._streams.get(request_id) is stream:
+                del self._streams[request_id]
+                if not finished and self.is_alive:
+                    self._send(encode(Abort(request_id)))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self._check_alive()
-        self._commands.put(lambda: self._engine.abort_request(request_id, choice))
+        self._send(encode(Abort(request_id, choice)))
         stream = self._streams.get(request_id)
         if choice is None and stream is not None:
-            stream.put_nowait(RequestDelta(request_id=request_id, choices=(), finished=True))
+            stream.news.put_nowait(RequestDelta(request_id=request_id, choices=(), finished=True))
 
     def stats(self) -> EngineStats:
         self._check_alive()
@@ -156,64 +206,187 @@ class ThreadEngineClient(EngineClient):
     def is_alive(self) -> bool:
         return self._death is None and not self._closed
 
+    @property
+    def progress(self) -> Progress:
+        idle = not self.is_alive or self._is_idle()
+        return Progress(idle=idle, seconds=0.0 if idle else time.monotonic() - self._moved)
+
+    async def wait_failed(self) -> str:
+        self._attach()
+        await self._given_up.wait()
+        assert self._death is not None
+        return self._death
+
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        if self._closed:
+            return
+        self._closed = True
+        if self._supervisor is not None and not self._supervisor.done():
+            self._supervisor.cancel()
+        self._disconnect()
+        self._end_streams("the engine is shut down")
+        await asyncio.to_thread(self._process.stop)
+        remove_folder(self._folder)
+        self._context.term()
 
     def _check_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._death}")
         if self._closed:
             raise EngineDeadError("the engine is shut down")
+        if self._death is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._death}")
 
-    # ------------------------------------------------------------ in the engine's thread
+    def _is_idle(self) -> bool:
+        answered = self._num_sent == self._num_obeyed
+        return answered and not self._stats.num_running and not self._stats.num_waiting
 
-    def _run(self) -> None:
-        try:
-            while self._obey():
-                deltas = self._engine.step_deltas() if self._engine.has_unfinished_requests() else []
-                self._stats = self._engine.stats()
-                if deltas:
-                    self._hand_over([(delta.request_id, delta) for delta in deltas])
-            reason = "the engine is shut down"
-        except BaseException as error:
-            logger.exception("the engine's thread died")
-            self._death = reason = f"{type(error).__name__}: {error}"
-        finally:
-            self._engine.close()
-        self._hand_over([(request_id, EngineDeadError(reason)) for request_id in list(self._streams)])
+    # ------------------------------------------------------------ the way to the engine and back
 
-    def _obey(self) -> bool:
-        """Carry out the commands that have come; wait for one if there is nothing to compute. False
-        ends the thread."""
-        while True:
+    def _send(self, command: bytes) -> None:
+        assert self._socket is not None
+        if self._is_idle():
+            self._moved = time.monotonic()
+        self._num_sent += 1
+        self._socket.send(command, zmq.NOBLOCK)  # without a limit, so it never has to wait
+        if self._loop is not None and not self._loop.is_closed():
+            # The socket's descriptor tells of changes only, and sending may have used one up.
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Deliver the news that has come."""
+        for _ in range(_MESSAGES_AT_ONCE):
+            if self._socket is None:
+                return
             try:
-                command = self._commands.get(block=not self._engine.has_unfinished_requests())
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-            self._stats = self._engine.stats()
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._deliver(decode_news(data))
+            except msgspec.DecodeError as error:
+                self._died(f"the engine's process sent what is no message: {error}")
+        assert self._loop is not None
+        self._loop.call_soon(self._drain)
 
-    def _hand_over(self, news: list[tuple[str, _News]]) -> None:
+    def _deliver(self, news: News) -> None:
+        if news.stats.num_steps != self._stats.num_steps or news.num_commands != self._num_obeyed:
+            self._moved = time.monotonic()
+        self._stats, self._num_obeyed = news.stats, news.num_commands
+        for request_id, failure in news.failed.items():
+            self._hand_over(request_id, failure.error(), news.num_commands)
+        for delta in news.deltas:
+            self._hand_over(delta.request_id, delta, news.num_commands)
+
+    def _hand_over(self, request_id: str, item: RequestDelta | OctavoError, num_commands: int) -> None:
+        stream = self._streams.get(request_id)
+        # What was sent before the request arrived is about an earlier one of the same name.
+        if stream is not None and num_commands >= stream.since:
+            stream.news.put_nowait(item)
+
+    def _end_streams(self, reason: str) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.news.put_nowait(EngineDeadError(reason))
+
+    # ------------------------------------------------------------ the process and its successors
+
+    def _launch(self) -> EngineProcess:
+        self._launches += 1
+        return EngineProcess(self._config, self._folder, self._launches)
+
+    def _adopt(self, ready: Ready) -> None:
+        """Serve with the process that has just become ready."""
+        self.info, self._stats = ready.info, ready.stats
+        self._num_sent = self._num_obeyed = 0
+        self._moved = self._served_since = time.monotonic()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.connect(self._process.address)
+        self._death = None
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop has closed: nobody is left to tell
-                self._loop.call_soon_threadsafe(self._deliver, news)
+            self._watch(self._loop)
 
-    def _deliver(self, news: list[tuple[str, _News]]) -> None:
-        for request_id, item in news:
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.put_nowait(item)
+    def _attach(self) -> None:
+        """Be driven by the running event loop from now on."""
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return
+        self._unwatch()
+        self._loop, self._given_up = loop, asyncio.Event()
+        if self._socket is not None:
+            self._watch(loop)
+        elif not self._closed:
+            self._supervisor = loop.create_task(self._revive())
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        assert self._socket is not None
+        loop.add_reader(self._socket.fileno(), self._drain)
+        loop.add_reader(self._process.line, self._on_lifeline)
+        loop.call_soon(self._drain)
+
+    def _unwatch(self) -> None:
+        if self._loop is not None and not self._loop.is_closed() and self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._process.line)
+
+    def _disconnect(self) -> None:
+        self._unwatch()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _on_lifeline(self) -> None:
+        self._drain()
+        if self._socket is not None:
+            self._died(self._process.last_words() or self._process.epitaph())
+
+    def _died(self, cause: str) -> None:
+        self._disconnect()
+        self._death = cause
+        logger.error("The engine has died: %s", cause)
+        self._end_streams(f"the engine has stopped: {cause}")
+        if time.monotonic() - self._served_since >= self._policy.healthy_seconds:
+            self._failures = 0
+        self._failures += 1
+        self._supervisor = asyncio.get_running_loop().create_task(self._revive())
+
+    async def _revive(self) -> None:
+        """Start the engine again, or give up."""
+        while True:
+            await asyncio.to_thread(self._process.stop)
+            if self._failures >= self._policy.max_failures:
+                self._given_up.set()
+                return
+            delay = min(self._policy.first_delay * 2 ** (self._failures - 1), self._policy.max_delay)
+            logger.warning("Starting the engine again in %.1f s (restart %d).", delay, self._failures)
+            await asyncio.sleep(delay)
+            try:
+                self._process = self._launch()
+                ready = await asyncio.to_thread(self._process.wait_ready)
+            except OctavoError as error:
+                self._death = str(error)
+                logger.error("The engine did not start again: %s", error)
+                self._failures += 1
+            else:
+                self.num_restarts += 1
+                self._adopt(ready)
+                logger.info("The engine serves again.")
+                return
 
 
-def start_engine(config: EngineConfig) -> EngineClient:
-    """Load an engine and return a client for it; blocks until it can serve.
+@dataclass(slots=True)
+class _Stream:
+    """A request's news on the way to its iterator; `since` is the number of the command that added it."""
+
+    since: int
+    news: asyncio.Queue[RequestDelta | OctavoError] = field(default_factory=asyncio.Queue)
+
+
+def start_engine(config: EngineConfig, policy: RestartPolicy | None = None) -> EngineClient:
+    """Load an engine in a process of its own and return a client for it; blocks until it can serve.
 
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: the engine cannot start.
+        EngineDeadError: its process ended while it loaded.
     """
-    return ThreadEngineClient(config)
+    return ProcessEngineClient(config, policy)

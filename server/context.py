@@ -27,6 +27,7 @@ class Service:
         model_id: the name under which clients know the model.
         metrics: this app's counters.
         renderer: renders chat messages.
+        liveness_timeout: seconds without a step after which a working engine counts as stuck.
         created: Unix seconds, shown as the model's time of creation.
     """
 
@@ -35,6 +36,7 @@ class Service:
     model_id: str
     metrics: Metrics
     renderer: ChatRenderer = field(default_factory=ChatRenderer)
+    liveness_timeout: float = 60.0
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, model: str | None) -> None:

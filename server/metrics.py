@@ -48,6 +48,8 @@ class EngineCollector(Collector):
         up = GaugeMetricFamily("octavo_engine_up", "1 while the engine can serve.")
         up.add_metric([], float(self._client.is_alive))
         yield up
+        restarts = "Times that the engine was started again after it had died; its own counters then begin anew."
+        yield CounterMetricFamily("octavo_engine_restarts", restarts, value=self._client.num_restarts)
         try:
             stats = self._client.stats()
         except EngineDeadError as problem:

@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 
 from engine import EngineConfig
-from engine.client import EngineClient, start_engine
+from engine.client import EngineClient, RestartPolicy, start_engine
 from engine.text import Tokenizer, load_tokenizer
 from server.app import create_app
 from server.settings import ServerSettings
@@ -30,7 +30,8 @@ class StartupError(Exception):
 
 
 def serve(config: EngineConfig, settings: ServerSettings, version: str) -> int:
-    """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status.
+    """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status, which is 1 if
+    the engine died too often.
 
     Raises:
         StartupError: the address cannot be bound.
@@ -58,15 +59,19 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         # Python gives its own handlers up while it exits; a late signal would make that look like a crash.
         signal.signal(signum, signal.SIG_IGN)
+    if server.failure is not None:
+        print(f"octavo: the engine keeps failing: {server.failure}", file=sys.stderr)
+        return 1
     return 0
 
 
 def _prepare(config: EngineConfig, settings: ServerSettings, version: str, address: str) -> _Server:
-    client, tokenizer = _load(config)
+    client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures))
     model_id = served_model_id(config.model, settings.served_model_name)
     _log_facts(client, tokenizer, model_id)
-    app = create_app(client, tokenizer, model_id, version=version)
+    app = create_app(client, tokenizer, model_id, version=version, liveness_timeout=settings.liveness_timeout)
     return _Server(
+        client,
         uvicorn.Config(app, log_config=None, server_header=False, timeout_graceful_shutdown=settings.shutdown_timeout),
         announce=f"Serving {model_id} on {address} (API documentation: {address}/docs)",
     )
@@ -110,11 +115,11 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _load(config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
+def _load(config: EngineConfig, policy: RestartPolicy) -> tuple[EngineClient, Tokenizer | None]:
     if Path(config.model) == DEMO_MODEL:
         logger.warning("No model was named, so the bundled demo serves: it is UNTRAINED and writes noise.")
     logger.info("Loading %s.", config.model)
-    client = start_engine(config)
+    client = start_engine(config, policy)
     if config.skip_tokenizer_init:
         return client, None
     own = config.tokenizer is None
@@ -130,16 +135,29 @@ def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, saying when it listens, and stopping at once at the second signal."""
+    """uvicorn, saying when it listens, stopping at once at the second signal, and when the engine has failed
+    for good.
 
-    def __init__(self, config: uvicorn.Config, announce: str):
+    Attributes:
+        failure: why the engine was given up, if it was.
+    """
+
+    def __init__(self, client: EngineClient, config: uvicorn.Config, announce: str):
         super().__init__(config)
+        self._client = client
         self._announce = announce
+        self._watch: asyncio.Task[None] | None = None
+        self.failure: str | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._watch = asyncio.create_task(self._stop_on_failure())
         if self.started:
             logger.info(self._announce)
+
+    async def _stop_on_failure(self) -> None:
+        self.failure = await self._client.wait_failed()
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         running, limit = len(self.server_state.tasks), self.config.timeout_graceful_shutdown

@@ -30,6 +30,9 @@ class ServerSettings:
         served_model_name: the model's id to clients (default: the folder's last name, or the hub id).
         log_level: debug, info, warning or error.
         shutdown_timeout: seconds that running requests get to finish after SIGTERM or Ctrl-C.
+        max_engine_failures: so many deaths of the engine in a row, none after a minute of service, end the
+            service; before that it is started again.
+        liveness_timeout: seconds without a step after which /health/live calls a working engine stuck.
     """
 
     host: str = "127.0.0.1"
@@ -37,12 +40,18 @@ class ServerSettings:
     served_model_name: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     shutdown_timeout: int = 30
+    max_engine_failures: int = 3
+    liveness_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 to 65535, got {self.port}.")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}.")
+        if self.max_engine_failures < 1:
+            raise ConfigError(f"max_engine_failures must be at least 1, got {self.max_engine_failures}.")
+        if not self.liveness_timeout > 0:
+            raise ConfigError(f"liveness_timeout must be above 0 seconds, got {self.liveness_timeout}.")
         if self.served_model_name == "":
             raise ConfigError("served_model_name must not be empty.")
 

@@ -19,7 +19,7 @@ from engine import (
     SamplingParams,
     TokenInput,
 )
-from engine.client import EngineClient
+from engine.client import EngineClient, Progress
 from engine.outputs import EngineInfo
 from engine.text import Tokenizer
 
@@ -88,6 +88,7 @@ class FakeClient(EngineClient):
         )  # fmt: skip
         self.script = script
         self.dead = False
+        self.stuck_for = 0.0
         self.closed = False
         self.asked: dict[str, tuple[TokenInput, SamplingParams]] = {}
         self.running: set[str] = set()
@@ -127,6 +128,10 @@ class FakeClient(EngineClient):
             step_seconds=0.5, prompt_tokens=11, generation_tokens=12, num_preemptions=1, prefix_queries=9,
             prefix_hits=4, num_page_copies=6,
         )  # fmt: skip
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(idle=not self.running, seconds=self.stuck_for)
 
     @property
     def is_alive(self) -> bool:

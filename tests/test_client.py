@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.checkpoints import Checkpoint
 
-from engine import LLM, EngineConfig, EngineDeadError, InvalidRequestError, RequestFailedError, SamplingParams
+from engine import LLM, EngineConfig, EngineDeadError, InvalidRequestError, SamplingParams
 from engine.client import EngineClient, start_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, num_beams=1, ignore_eos=True)
@@ -50,26 +50,6 @@ def test_terms_of_the_wrong_type_are_refused(terms: dict[str, Any], client: Engi
     with pytest.raises(InvalidRequestError, match=next(iter(terms))):
         asyncio.run(ask(client, "wrong", **terms))
     assert client.is_alive
-
-
-def test_a_fault_while_adding_fails_that_request_alone(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = client._engine  # type: ignore[attr-defined]
-    add = engine.add_request
-
-    def faulty(request_id: str, *arguments: Any, **terms: Any) -> None:
-        if request_id == "bad":
-            raise ZeroDivisionError("made by the test")
-        add(request_id, *arguments, **terms)
-
-    monkeypatch.setattr(engine, "add_request", faulty)
-
-    async def scenario() -> list[int]:
-        good = asyncio.create_task(ask(client, "good"))
-        with pytest.raises(RequestFailedError, match="made by the test"):
-            await ask(client, "bad")
-        return await good
-
-    assert len(asyncio.run(scenario())) == 24
 
 
 def test_after_close_everything_says_so(client: EngineClient) -> None:

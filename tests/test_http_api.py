@@ -596,10 +596,22 @@ def test_health_follows_the_engine() -> None:
     assert api.request("GET", "/health").json() == {"status": "ok"}
     api.client.dead = True
     assert error(api.request("GET", "/health"), 503)["code"] == "engine_dead"
+    assert error(api.request("GET", "/health/ready"), 503)["code"] == "engine_dead"
+    assert api.request("GET", "/health/live").json() == {"status": "ok"}
     assert error(api.complete(prompt="a"), 503)["code"] == "engine_dead"
     text = api.request("GET", "/metrics").text
     assert "octavo_engine_up 0.0" in text
     assert "octavo_num_requests_running" not in text
+
+
+def test_a_stuck_engine_is_not_live() -> None:
+    api = Api(lambda *_: [])
+    api.client.stuck_for = 61.0
+    assert api.request("GET", "/health/live").status_code == 200  # it has nothing to do
+    api.client.running.add("one")
+    assert error(api.request("GET", "/health/live"), 503)["code"] == "engine_stuck"
+    api.client.stuck_for = 59.0
+    assert api.request("GET", "/health/live").status_code == 200
 
 
 def test_metrics() -> None:
@@ -643,7 +655,8 @@ def test_documentation() -> None:
     assert "422" not in json.dumps(document)
     assert set(document["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/version",
-        "/v1/models", "/v1/models/{model_id}", "/health", "/metrics"
+        "/v1/models", "/v1/models/{model_id}", "/health", "/health/live", "/health/ready",
+        "/metrics"
     }  # fmt: skip
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert set(SamplingParams.__dataclass_fields__) <= set(fields)

@@ -28,6 +28,7 @@ LAYERS = {
     "engine.text": 6,
     "engine.llm": 7,
     "engine.client": 7,
+    "engine.launch": 7,
     "engine.messages": 7,
     "engine.process": 7,
     "engine": 8,

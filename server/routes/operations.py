@@ -11,9 +11,24 @@ from server.schemas import VersionResponse
 router = APIRouter()
 
 
-@router.get("/health", responses=ERROR_RESPONSES, summary="Whether requests can be served")
-async def health(service: ServiceDep) -> dict[str, str]:
-    """200 while the engine can serve, 503 after it has died."""
+@router.get("/health/live", responses=ERROR_RESPONSES, summary="Whether the service works, or needs a restart")
+async def live(service: ServiceDep) -> dict[str, str]:
+    """200 while this answers and the engine is idle, makes progress or is being started again; 503 when it
+    has work and has not completed a step for too long."""
+    progress = service.client.progress
+    if not progress.idle and progress.seconds > service.liveness_timeout:
+        message = (
+            f"The engine has made no progress for {progress.seconds:.0f} seconds; the limit is "
+            f"{service.liveness_timeout:g} (liveness_timeout)."
+        )
+        raise ApiError(503, message, code="engine_stuck")
+    return {"status": "ok"}
+
+
+@router.get("/health", responses=ERROR_RESPONSES, summary="The same as /health/ready")
+@router.get("/health/ready", responses=ERROR_RESPONSES, summary="Whether requests can be served")
+async def ready(service: ServiceDep) -> dict[str, str]:
+    """200 while the engine can serve, 503 after it has died, until it has been started again."""
     if not service.client.is_alive:
         raise ApiError(503, "The engine has stopped and cannot serve requests.", code="engine_dead")
     return {"status": "ok"}

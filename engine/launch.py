@@ -1,0 +1,159 @@
+"""Starting the engine's process, and the lifeline that ties it to this one.
+
+A lifeline is a socket pair: one end is the child's standard input, the other stays here. Each side reads
+the end of the other, however that came about, as the closing of the lifeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDeadError
+from engine.messages import Failed, Ready, Start, receive_reply, send_framed
+
+_LONGEST_FOLDER = 80  # bytes; a Unix socket's whole path has at most 103 (macOS) or 107 (Linux)
+_GRACE = 2.0  # seconds that an engine gets to end by itself
+
+
+def make_folder() -> Path:
+    """A new folder that only this user can enter, with a short path.
+
+    Raises:
+        ConfigError: there is no place for one.
+    """
+    problem: object = "its path is too long for a socket's"
+    for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
+        try:
+            folder = tempfile.mkdtemp(prefix="octavo-ipc-", dir=parent)  # mode 0700
+        except OSError as error:
+            problem = error.strerror or error
+            continue
+        if len(os.fsencode(folder)) <= _LONGEST_FOLDER:
+            return Path(folder)
+        os.rmdir(folder)
+    raise ConfigError(
+        f"cannot make a folder for the engine's socket in {tempfile.gettempdir()} or /tmp: {problem}. "
+        "Set TMPDIR to a writable folder with a short path."
+    )
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove it with what is in it; one that is gone already is fine."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class EngineProcess:
+    """One engine's process, from its start to its end. It is loading when this returns.
+
+    Args:
+        config: the engine's settings.
+        folder: from `make_folder`.
+        number: distinguishes this process's socket from its predecessors'.
+
+    Attributes:
+        address: ZeroMQ address that the engine binds before it is ready.
+        line: this side of the lifeline.
+
+    Raises:
+        EngineDeadError: the process cannot be started.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, number: int):
+        self.address = f"ipc://{folder}/engine-{number}"
+        self.line, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "engine.process"]
+        try:
+            with theirs, _signals_held():
+                self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment())
+        except OSError as error:
+            self.line.close()
+            raise EngineDeadError(f"cannot start the engine's process ({sys.executable}): {error}.") from error
+        root = logging.getLogger()
+        formatter = next((handler.formatter for handler in root.handlers if handler.formatter is not None), None)
+        with contextlib.suppress(OSError):  # it has ended already: `wait_ready` will tell
+            send_framed(
+                self.line,
+                Start(
+                    config=config,
+                    address=self.address,
+                    folder=str(folder),
+                    log_level=root.getEffectiveLevel(),
+                    log_format=None if formatter is None else formatter._fmt,
+                ),
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._popen.pid
+
+    def wait_ready(self) -> Ready:
+        """Block until the engine can serve.
+
+        Raises:
+            OctavoError: what kept it from that, of the type raised there; EngineDeadError if the process
+                ended without a word.
+        """
+        reply = receive_reply(self.line)
+        if isinstance(reply, Ready):
+            return reply
+        self.stop()
+        raise EngineDeadError(f"{self.epitaph()} while it loaded the model.") if reply is None else reply.error()
+
+    def last_words(self) -> str | None:
+        """Why it ended, read once the lifeline is readable; None if the process is gone without a word."""
+        reply = receive_reply(self.line)
+        return str(reply.error()) if isinstance(reply, Failed) else None
+
+    def epitaph(self, patience: float = 0.3) -> str:
+        """How the process ended, waiting a moment for its exit status."""
+        try:
+            status = self._popen.wait(patience)
+        except subprocess.TimeoutExpired:
+            return "the engine's process closed its lifeline"
+        if status >= 0:
+            return f"the engine's process ended with status {status}"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = f"signal {-status}"
+        memory = " (out of memory, perhaps)" if -status == signal.SIGKILL else ""
+        return f"the engine's process was killed by {name}{memory}"
+
+    def stop(self) -> None:
+        """End the process if it has not ended, and wait for that; blocks for at most some seconds."""
+        with contextlib.suppress(OSError):
+            self.line.shutdown(socket.SHUT_RDWR)  # also wakes a thread that reads it
+        try:
+            self._popen.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        self.line.close()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    # A child inherits the mask, so that none of these ends it before it has learned to ignore them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _environment() -> dict[str, str]:
+    # The same modules as here, however they were found; the working directory only if it counts here, too.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path}
