@@ -70,7 +70,8 @@ class EngineProcess:
     """
 
     def __init__(self, config: EngineConfig, folder: Path, number: int):
-        self.address = f"ipc://{folder}/engine-{number}"
+        self._path = folder / f"engine-{number}"
+        self.address = f"ipc://{self._path}"
         self.line, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "engine.process"]
         try:
@@ -141,6 +142,7 @@ class EngineProcess:
             self._popen.kill()
             self._popen.wait()
         self.line.close()
+        self._path.unlink(missing_ok=True)  # a crash leaves it
 
 
 @contextlib.contextmanager

@@ -1,0 +1,286 @@
+"""What the engine's process and its client exchange: nothing is lost on the way, nothing malformed gets in."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from engine import (
+    ChoiceDelta,
+    ConfigError,
+    EngineConfig,
+    EngineDeadError,
+    EngineStats,
+    InvalidRequestError,
+    Logprob,
+    ModelLoadError,
+    OctavoError,
+    PixelInput,
+    PoolingParams,
+    RequestDelta,
+    RequestFailedError,
+    SamplingParams,
+    Seq2SeqInput,
+    TokenInput,
+    UnsupportedModelError,
+)
+from engine.messages import (
+    Abort,
+    Add,
+    Failed,
+    News,
+    Ready,
+    Start,
+    decode_command,
+    decode_news,
+    encode,
+    encode_add,
+    receive_reply,
+    receive_start,
+    send_framed,
+)
+from engine.outputs import EngineInfo
+from engine.process import Loop
+
+EVERYTHING = SamplingParams(
+    max_tokens=7, min_tokens=2, temperature=0.1, top_k=5, top_p=0.3, min_p=1e-9, seed=2**64 - 1, n=3,
+    repetition_penalty=1.1, presence_penalty=-2.0, frequency_penalty=2.0, logit_bias={5: -100.0, 0: 0.1},
+    stop=["a", "日本\n"], stop_token_ids=[1, 2], ignore_eos=True, include_stop_str_in_output=True,
+    skip_special_tokens=False, logprobs=20, prompt_logprobs=0, num_beams=1, length_penalty=-0.5,
+    early_stopping="never", no_repeat_ngram_size=3, min_length=4, suppress_tokens=[7], begin_suppress_tokens=[8],
+    forced_bos_token_id=9, forced_eos_token_id=10,
+)  # fmt: skip
+
+
+def added(input: Any, params: Any, **terms: Any) -> Add:
+    command = decode_command(encode_add("id", input, params, **terms))
+    assert isinstance(command, Add)
+    return command
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        EVERYTHING,
+        SamplingParams(),
+        SamplingParams(stop="one", early_stopping=True),
+        SamplingParams(num_beams=4, n=2, early_stopping=False),
+        PoolingParams(pooling="cls", normalize=False),
+    ],
+    ids=["everything", "nothing", "one stop", "beams", "pooling"],
+)
+def test_parameters(params: SamplingParams | PoolingParams) -> None:
+    command = added([1, 2, 3], params, priority=-3, cache_salt="salt", deadline=12.5)
+    assert command.params == params
+    assert type(command.params) is type(params)
+    assert command.input == TokenInput([1, 2, 3])
+    assert (command.request_id, command.priority, command.cache_salt, command.deadline) == ("id", -3, "salt", 12.5)
+
+
+def test_everything_is_everything() -> None:
+    """A field added later must be added above, too."""
+    plain = SamplingParams()
+    unset = [
+        field.name
+        for field in dataclasses.fields(SamplingParams)
+        if getattr(EVERYTHING, field.name) == getattr(plain, field.name)
+    ]
+    assert unset == []
+
+
+@pytest.mark.parametrize("ids", [[], (4, 5), range(3)])
+def test_token_inputs(ids: Any) -> None:
+    assert added(ids, SamplingParams()).input == TokenInput(list(ids))
+    assert added(TokenInput(ids, "text stays behind"), SamplingParams()).input == TokenInput(list(ids))
+
+
+def test_other_inputs() -> None:
+    assert added(Seq2SeqInput([1, 2], [3]), SamplingParams()).input == Seq2SeqInput([1, 2], [3])
+    assert added(Seq2SeqInput([1, 2]), SamplingParams()).input == Seq2SeqInput([1, 2])
+    pixels = np.arange(24, dtype=np.float64).reshape(2, 3, 4)
+    input = added(PixelInput(pixels), PoolingParams()).input
+    assert isinstance(input, PixelInput)
+    assert input.pixel_values.dtype == np.float32
+    assert np.array_equal(input.pixel_values, pixels)
+
+
+@pytest.mark.parametrize("choice", [None, 0, 5])
+def test_abort(choice: int | None) -> None:
+    assert decode_command(encode(Abort("id", choice))) == Abort("id", choice)
+
+
+@pytest.mark.parametrize(
+    ("ids", "terms", "param"),
+    [
+        ([1, "2"], {}, "prompt"),
+        ([1, 2.5], {}, "prompt"),
+        ([True], {}, "prompt"),
+        ("text", {}, "prompt"),
+        ([1], {"priority": "high"}, "priority"),
+        ([1], {"cache_salt": 5}, "cache_salt"),
+        ([1], {"deadline": "soon"}, "deadline"),
+    ],
+)
+def test_what_is_malformed_is_refused_by_name(ids: Any, terms: dict[str, Any], param: str) -> None:
+    answer = decode_command(encode_add("id", ids, SamplingParams(), **terms))
+    assert isinstance(answer, tuple)
+    assert answer[0] == "id"
+    assert answer[1].param == param
+    assert param in str(answer[1])
+
+
+@pytest.mark.parametrize("input", [[2**70], [np.int64(1)], object()])
+def test_what_cannot_be_sent_is_refused_here(input: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be sent"):
+        encode_add("id", input, SamplingParams())
+    with pytest.raises(InvalidRequestError, match="cannot be sent"):
+        encode_add("id", [1], SamplingParams(stop="\ud800"))
+    with pytest.raises(InvalidRequestError, match="SamplingParams or PoolingParams"):
+        encode_add("id", [1], input)
+
+
+def test_news() -> None:
+    entry = {5: Logprob(-0.1, 1, "five"), 3: Logprob(-float("inf"), 2), 9: Logprob(-1e-300)}
+    deltas = [
+        RequestDelta(request_id="accepted", choices=[]),
+        RequestDelta(
+            request_id="full",
+            choices=[
+                ChoiceDelta(index=0, token_ids=[1, 2], logprobs=[entry, {}], cumulative_logprob=-0.30000000000000004),
+                ChoiceDelta(index=1, token_ids=[], finish_reason="stop", stop_reason="why", score=-1.5),
+                ChoiceDelta(index=2, token_ids=[7], finish_reason="length", stop_reason=7),
+            ],
+            finished=True,
+            prompt_logprobs=[None, entry],
+            num_cached_tokens=16,
+            error="what went wrong",
+        ),
+    ]
+    failed = {"refused": Failed.of(InvalidRequestError("no", param="prompt", code="too_long"))}
+    stats = EngineStats(**{field.name: i for i, field in enumerate(dataclasses.fields(EngineStats))})  # type: ignore[arg-type]
+    news = decode_news(encode(News(deltas, failed, stats, 12)))
+    assert news == News(deltas, failed, stats, 12)
+    received = news.deltas[1].choices[0].logprobs
+    assert received is not None
+    assert list(received[0]) == [5, 3, 9]  # the chosen token first
+    assert all(type(item) is Logprob for item in received[0].values())
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode({"deltas": 5})])
+def test_noise_is_no_news(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_news(data)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("a setting"),
+        ModelLoadError("line one\nline two"),
+        UnsupportedModelError("ALiBi"),
+        InvalidRequestError("bad", param="top_p", code="invalid_value"),
+        RequestFailedError("failed"),
+        EngineDeadError("dead"),
+        OctavoError("any"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors(error: OctavoError) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_framed(theirs, Failed.of(error))
+        reply = receive_reply(ours)
+    assert isinstance(reply, Failed)
+    again = reply.error()
+    assert (type(again), str(again)) == (type(error), str(error))
+    assert getattr(again, "param", None) == getattr(error, "param", None)
+    assert getattr(again, "code", None) == getattr(error, "code", None)
+
+
+@pytest.mark.parametrize("kind", ["ZeroDivisionError", "annotations", "Exception"])
+def test_a_foreign_error_is_the_engines_death(kind: str) -> None:
+    error = Failed(kind, "because").error()
+    assert type(error) is EngineDeadError
+    assert str(error) == f"{kind}: because"
+
+
+def test_the_lifeline() -> None:
+    info = EngineInfo(
+        model="m", model_path="p", dtype="float32", device="cpu", max_model_len=64, vocab_size=10, block_size=16,
+        num_blocks=10, max_num_seqs=8, max_num_beams=16,
+    )  # fmt: skip
+    start = Start(EngineConfig(model="m", kv_cache_memory="4GiB", hf_token="x"), "ipc:///a", "/a", 20, "%(message)s")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_framed(ours, start)
+        assert receive_start(theirs) == start
+        send_framed(theirs, Ready(info, EngineStats()))
+        assert receive_reply(ours) == Ready(info, EngineStats())
+        theirs.sendall(b"\x00\x00\x00\x09half")
+        theirs.close()
+        assert receive_reply(ours) is None
+
+
+class FaultyEngine:
+    """Accepts what is not called "bad"; a step finishes everything."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.steps = 0
+
+    def add_request(self, request_id: str, *arguments: Any, **terms: Any) -> None:
+        if request_id == "bad":
+            raise ZeroDivisionError("made by the test")
+        self.running.append(request_id)
+
+    def abort_request(self, request_id: str, choice: int | None) -> None:
+        self.running.remove(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running)
+
+    def step_deltas(self) -> list[RequestDelta]:
+        self.steps += 1
+        done, self.running = self.running, []
+        return [RequestDelta(request_id=request_id, choices=(), finished=True) for request_id in done]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self.running), num_steps=self.steps)
+
+
+class Channel:
+    """A socket that holds commands and keeps what is sent."""
+
+    def __init__(self, *commands: bytes) -> None:
+        self.commands = list(commands)
+        self.sent: list[News] = []
+
+    def recv(self, flags: int = 0) -> bytes:
+        if not self.commands:
+            raise zmq.Again
+        return self.commands.pop(0)
+
+    def send(self, data: bytes) -> None:
+        self.sent.append(decode_news(data))
+
+
+def test_a_fault_while_adding_fails_that_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    good, bad, gone = (encode_add(name, [1], SamplingParams()) for name in ("good", "bad", "gone"))
+    wrong = encode_add("wrong", ["x"], SamplingParams())
+    channel = Channel(good, bad, wrong, gone, encode(Abort("gone")))
+    Loop(FaultyEngine(), channel).turn()  # type: ignore[arg-type]
+    commands, step = channel.sent
+    assert [delta.request_id for delta in commands.deltas] == ["good", "gone"]
+    assert isinstance(commands.failed["bad"].error(), RequestFailedError)
+    assert "made by the test" in commands.failed["bad"].message
+    assert isinstance(commands.failed["wrong"].error(), InvalidRequestError)
+    assert commands.num_commands == step.num_commands == 5
+    assert [(delta.request_id, delta.finished) for delta in step.deltas] == [("good", True)]
+    assert step.stats.num_steps == 1
+    assert "made by the test" in caplog.text

@@ -1,0 +1,373 @@
+"""The engine as a process: however either side ends, the other learns of it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support.checkpoints import Checkpoint
+from test_http_process import Service
+from test_http_process import checkpoint as tiny  # noqa: F401
+
+from engine import EngineConfig, EngineDeadError, ModelLoadError, OctavoError, RequestDelta, SamplingParams
+from engine.client import EngineClient, RestartPolicy, start_engine
+from engine.engine import Engine
+
+LONG = {"max_tokens": 3500, "ignore_eos": True}
+QUICK = RestartPolicy(max_failures=2, first_delay=0.01)
+
+
+def children(pid: int) -> list[int]:
+    """The engines among a process's children."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == pid and b"engine.process" in command:
+            found.append(int(folder.name))
+    return found
+
+
+def wait_for(what: Callable[[], object], seconds: float, why: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def engine_of(service: Service, but: int = 0) -> int:
+    """The service's engine, once it has one; `but` is a predecessor."""
+    wait_for(lambda: set(children(service.process.pid)) - {but}, 20, "no engine was started")
+    (pid,) = set(children(service.process.pid)) - {but}
+    return pid
+
+
+def status(service: Service, path: str = "/health") -> int:
+    return httpx.get(f"{service.url}{path}").status_code
+
+
+@pytest.fixture(scope="module")
+def sockets() -> Iterator[Path]:
+    """Where all engines of this module make their folders; at the end there must be none."""
+    folder = Path(tempfile.mkdtemp(prefix="oct-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        yield folder
+        left = list(folder.glob("octavo-ipc-*"))
+    shutil.rmtree(folder)
+    assert left == []
+
+
+@pytest.fixture
+def start(tiny: Path, sockets: Path, tmp_path: Path) -> Iterator[Callable[..., Service]]:  # noqa: F811
+    """Starts services; whatever a test does, none survives it."""
+    started: list[Service] = []
+
+    def begin(*arguments: str) -> Service:
+        log = tmp_path / f"log-{len(started)}"
+        started.append(Service(str(tiny), "--max-num-batched-tokens", "64", *arguments, log=log))
+        return started[-1]
+
+    yield begin
+    for service in started:
+        service.process.kill()
+        service.process.wait()
+    wait_for(lambda: not list(sockets.glob("octavo-ipc-*")), 5, "a socket's folder is left")
+
+
+# ---------------------------------------------------------------- the engine dies under the service
+
+
+def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service]) -> None:
+    """When idle, in prefill and in decode: who waits learns at once, and the next request is served."""
+    service = start("--max-engine-failures", "9")
+    service.wait_ready()
+    url = f"{service.url}/v1/completions"
+
+    pid = engine_of(service)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: status(service) == 503, 1, "readiness did not change")
+    assert status(service, "/health/live") == 200
+    refused = httpx.post(url, json={"prompt": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
+    assert service.metric("octavo_engine_up") == 0
+    wait_for(lambda: status(service) == 200, 30, "the engine did not come back")
+    assert service.metric("octavo_engine_restarts_total") == 1
+    assert httpx.post(url, json={"prompt": "a"}).status_code == 200
+
+    pid = engine_of(service)
+    answers: list[httpx.Response] = []
+    body = {"prompt": "prefill " * 500, "max_tokens": 1}
+    asking = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=30)))
+    before = service.metric("octavo_computed_tokens_total")
+    asking.start()
+    wait_for(lambda: service.metric("octavo_computed_tokens_total") > before, 5, "no prefill")
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    asking.join()
+    assert time.monotonic() - killed < 1
+    assert answers[0].status_code == 503, answers[0].text
+    wait_for(lambda: status(service) == 200, 30, "the engine did not come back")
+
+    pid = engine_of(service)
+    with httpx.stream("POST", url, json={"prompt": "a", "stream": True, **LONG}, timeout=30) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        assert '"text"' in next(lines)
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        *_, last = lines
+    assert time.monotonic() - killed < 1
+    assert '"engine_dead"' in last
+    wait_for(lambda: status(service) == 200, 30, "the engine did not come back")
+    assert httpx.post(url, json={"prompt": "a"}).status_code == 200
+    assert service.stop() == 0
+    log = service.log.read_text()
+    assert "SIGKILL" in log
+    assert "Traceback" not in log
+
+
+def test_an_engine_that_keeps_dying_ends_the_service(start: Callable[..., Service]) -> None:
+    service = start("--max-engine-failures", "2")
+    service.wait_ready()
+    pid = engine_of(service)
+    os.kill(pid, signal.SIGKILL)
+    os.kill(engine_of(service, but=pid), signal.SIGKILL)  # while it loads
+    assert service.process.wait(20) == 1
+    last = service.log.read_text().splitlines()[-1]
+    assert last.startswith("octavo: the engine keeps failing: ")
+    assert "SIGKILL" in last
+
+
+def test_an_engine_killed_while_it_loads_first(start: Callable[..., Service]) -> None:
+    service = start()
+    os.kill(engine_of(service), signal.SIGKILL)
+    assert service.process.wait(10) == 1
+    log = service.log.read_text()
+    assert "SIGKILL" in log.splitlines()[-1]
+    assert log.splitlines()[-1].startswith("octavo: cannot start: ")
+    assert "Traceback" not in log
+
+
+def test_an_engine_killed_while_draining(start: Callable[..., Service]) -> None:
+    service = start()
+    service.wait_ready()
+    body = {"prompt": "a", "stream": True, **LONG}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=30) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        service.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        os.kill(engine_of(service), signal.SIGKILL)
+        *_, last = lines
+    assert '"engine_dead"' in last
+    assert service.process.wait(10) == 0
+    assert "Traceback" not in service.log.read_text()
+
+
+# ---------------------------------------------------------------- the service dies
+
+
+@pytest.mark.parametrize("phase", ["loading", "idle", "decoding"])
+def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[..., Service], sockets: Path) -> None:
+    service = start()
+    if phase == "loading":
+        engine = engine_of(service)
+    else:
+        service.wait_ready()
+        engine = engine_of(service)
+    if phase == "decoding":
+        body = {"prompt": "a", "stream": True, **LONG}
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()  # kept: giving it up closes the connection
+            next(lines)
+            service.process.kill()
+    else:
+        service.process.kill()
+    wait_for(lambda: not is_running(engine), 2, "the engine outlived the service")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_loading(signum: int, start: Callable[..., Service]) -> None:
+    service = start()
+    engine = engine_of(service)
+    began = time.monotonic()
+    assert service.stop(signum) == 0
+    assert time.monotonic() - began < 3
+    assert not is_running(engine)
+    assert service.log.read_text().splitlines()[-1] == "octavo: stopped before it served."
+
+
+def test_the_engine_leaves_signals_to_the_service(start: Callable[..., Service]) -> None:
+    """Ctrl-C in a terminal goes to both."""
+    service = start()
+    service.wait_ready()
+    engine = engine_of(service)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        os.kill(engine, signum)
+    body = {"prompt": "a", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=30) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        os.kill(engine, signal.SIGINT)
+        service.process.send_signal(signal.SIGINT)
+        *_, last = lines
+    assert last == "data: [DONE]"
+    assert service.process.wait(10) == 0
+    assert not is_running(engine)
+
+
+# ---------------------------------------------------------------- the client alone
+
+
+def config(checkpoint: Callable[[str], Checkpoint]) -> EngineConfig:
+    return EngineConfig(model=str(checkpoint("llama-grouped").path), device="cpu", show_progress=False)
+
+
+async def ask(client: EngineClient, request_id: str, max_tokens: int) -> list[RequestDelta]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return [delta async for delta in client.generate(request_id, [1, 2, 3], params)]
+
+
+def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets: Path) -> None:
+    async def scenario() -> None:
+        client = start_engine(config(checkpoint), QUICK)
+        (folder,) = sockets.glob("octavo-ipc-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert client.progress.idle
+        first = await ask(client, "one", 5)
+        assert client.stats().num_steps > 0
+        assert client.progress.idle
+        given_up = asyncio.create_task(client.wait_failed())
+        running = [asyncio.create_task(ask(client, str(number), 40)) for number in range(4)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not client.progress.idle
+        (engine,) = children(os.getpid())
+        os.kill(engine, signal.SIGSTOP)  # it computes nothing any more, and nobody can know why
+        await asyncio.sleep(0.3)
+        assert client.progress.seconds > 0.2
+        os.kill(engine, signal.SIGKILL)
+        async with asyncio.timeout(1):
+            ends = await asyncio.gather(*running, return_exceptions=True)
+        assert all(isinstance(end, EngineDeadError) and "SIGKILL" in str(end) for end in ends)
+        assert not client.is_alive
+        for call in (client.stats, lambda: client.abort("0")):
+            with pytest.raises(EngineDeadError):
+                call()
+        with pytest.raises(EngineDeadError):
+            await ask(client, "early", 5)
+        async with asyncio.timeout(30):
+            while not client.is_alive:
+                await asyncio.sleep(0.01)
+        assert client.num_restarts == 1
+        again = await ask(client, "one", 5)
+        assert [delta.choices for delta in again] == [delta.choices for delta in first]
+        assert len(list(folder.iterdir())) == 1  # the new engine's socket
+
+        (engine,) = children(os.getpid())
+        os.kill(engine, signal.SIGKILL)
+        async with asyncio.timeout(5):
+            assert "SIGKILL" in await given_up
+        assert not client.is_alive
+        await client.close()
+        assert not folder.exists()
+
+    asyncio.run(scenario())
+
+
+def test_one_event_loop_after_the_other(checkpoint: Callable[[str], Checkpoint], sockets: Path) -> None:
+    client = start_engine(config(checkpoint), QUICK)
+    answers = [asyncio.run(ask(client, "id", 8)) for _ in range(3)]
+    assert answers[0][1:] == answers[1][1:] == answers[2][1:]
+    asyncio.run(client.close())
+    assert children(os.getpid()) == []
+
+
+def test_closing_while_the_engine_restarts(checkpoint: Callable[[str], Checkpoint], sockets: Path) -> None:
+    async def scenario() -> None:
+        client = start_engine(config(checkpoint), QUICK)
+        await ask(client, "one", 1)
+        (engine,) = children(os.getpid())
+        os.kill(engine, signal.SIGKILL)
+        async with asyncio.timeout(5):
+            while children(os.getpid()) in ([], [engine]):
+                await asyncio.sleep(0.01)
+        await client.close()
+
+    asyncio.run(scenario())
+    assert children(os.getpid()) == []
+
+
+@pytest.mark.parametrize("problem", ["absent", "unsupported", "no such device"])
+def test_what_prevents_the_start_is_told_as_it_was(
+    problem: str, tmp_path: Path, checkpoint: Callable[[str], Checkpoint], sockets: Path
+) -> None:
+    if problem == "absent":
+        wrong = EngineConfig(model=str(tmp_path / "absent"), device="cpu")
+    elif problem == "unsupported":
+        (tmp_path / "config.json").write_text('{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}')
+        wrong = EngineConfig(model=str(tmp_path), device="cpu")
+    else:
+        wrong = EngineConfig(model=str(checkpoint("llama-grouped").path), device="cuda:99")
+    with pytest.raises(OctavoError) as here:
+        Engine(wrong)
+    with pytest.raises(OctavoError) as there:
+        start_engine(wrong)
+    assert type(there.value) is type(here.value)
+    assert str(there.value) == str(here.value)
+    assert children(os.getpid()) == []
+
+
+def test_an_unexpected_error_at_the_start(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The cause reaches the client, and the trace the log."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Trap:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'engine.engine': raise MemoryError('made by the test')\n"
+        "sys.meta_path.insert(0, Trap())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EngineDeadError, match="MemoryError: made by the test"):
+        start_engine(EngineConfig(model="x"))
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_no_interpreter_no_engine(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nonexistent/python")
+    with pytest.raises(EngineDeadError, match="/nonexistent/python"):
+        start_engine(EngineConfig(model="x"))
+
+
+def test_a_long_temporary_folder_does_not_matter(
+    sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(ModelLoadError, match="absent"):
+        start_engine(EngineConfig(model=str(tmp_path / "absent")))
+    assert list(deep.iterdir()) == []
