@@ -89,6 +89,10 @@ def test_wrong_values_are_config_errors() -> None:
         ServerSettings(shutdown_timeout=-1)
     with pytest.raises(ConfigError, match="served_model_name"):
         ServerSettings(served_model_name="")
+    with pytest.raises(ConfigError, match="max_engine_failures"):
+        ServerSettings(max_engine_failures=0)
+    with pytest.raises(ConfigError, match="liveness_timeout"):
+        ServerSettings(liveness_timeout=0)
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -206,6 +208,20 @@ def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[...
     wait_for(lambda: not is_running(engine), 2, "the engine outlived the service")
 
 
+def test_a_second_signal_takes_the_engine_along(start: Callable[..., Service]) -> None:
+    service = start()
+    service.wait_ready()
+    engine = engine_of(service)
+    body = {"prompt": "a", "stream": True, **LONG}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()  # kept: giving it up closes the connection
+        next(lines)
+        service.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert service.stop() == 1
+    wait_for(lambda: not is_running(engine), 2, "the engine outlived the service")
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_loading(signum: int, start: Callable[..., Service]) -> None:
     service = start()
@@ -237,6 +253,14 @@ def test_the_engine_leaves_signals_to_the_service(start: Callable[..., Service])
 
 
 # ---------------------------------------------------------------- the client alone
+
+
+def test_a_client_needs_no_torch() -> None:
+    """The engine's process imports as much before it watches its lifeline."""
+    code = (
+        "import engine, engine.client, engine.process, sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def config(checkpoint: Callable[[str], Checkpoint]) -> EngineConfig:
