@@ -13,6 +13,7 @@ from server import errors
 from server.context import Service
 from server.metrics import Metrics
 from server.routes import chat, completions, models, operations, tokenize
+from server.settings import ServerSettings
 
 
 def create_app(
@@ -21,7 +22,7 @@ def create_app(
     model_id: str,
     *,
     version: str = "0",
-    liveness_timeout: float = 60.0,
+    settings: ServerSettings | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -30,7 +31,7 @@ def create_app(
         tokenizer: the model's, or None: then prompts are token ids and texts empty.
         model_id: the model's name to clients.
         version: shown in the API's documentation.
-        liveness_timeout: seconds without a step after which a working engine counts as stuck.
+        settings: of the service (default: all defaults; the environment is not read).
     """
 
     @asynccontextmanager
@@ -44,7 +45,7 @@ def create_app(
         tokenizer=tokenizer,
         model_id=model_id,
         metrics=Metrics(client),
-        liveness_timeout=liveness_timeout,
+        settings=settings or ServerSettings(),
     )
     errors.install(app)
     for module in (completions, chat, models, operations, tokenize):

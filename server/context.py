@@ -15,6 +15,7 @@ from server.errors import ApiError
 from server.metrics import Metrics
 from server.prompt import Prompt
 from server.rendering import ChatRenderer
+from server.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Service:
         model_id: the name under which clients know the model.
         metrics: this app's counters.
         renderer: renders chat messages.
-        liveness_timeout: seconds without a step after which a working engine counts as stuck.
+        settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
     """
 
@@ -36,7 +37,7 @@ class Service:
     model_id: str
     metrics: Metrics
     renderer: ChatRenderer = field(default_factory=ChatRenderer)
-    liveness_timeout: float = 60.0
+    settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, model: str | None) -> None:

@@ -69,7 +69,7 @@ def _prepare(config: EngineConfig, settings: ServerSettings, version: str, addre
     client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures))
     model_id = served_model_id(config.model, settings.served_model_name)
     _log_facts(client, tokenizer, model_id)
-    app = create_app(client, tokenizer, model_id, version=version, liveness_timeout=settings.liveness_timeout)
+    app = create_app(client, tokenizer, model_id, version=version, settings=settings)
     return _Server(
         client,
         uvicorn.Config(app, log_config=None, server_header=False, timeout_graceful_shutdown=settings.shutdown_timeout),

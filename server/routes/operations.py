@@ -15,11 +15,11 @@ router = APIRouter()
 async def live(service: ServiceDep) -> dict[str, str]:
     """200 while this answers and the engine is idle, makes progress or is being started again; 503 when it
     has work and has not completed a step for too long."""
-    progress = service.client.progress
-    if not progress.idle and progress.seconds > service.liveness_timeout:
+    progress, limit = service.client.progress, service.settings.liveness_timeout
+    if not progress.idle and progress.seconds > limit:
         message = (
             f"The engine has made no progress for {progress.seconds:.0f} seconds; the limit is "
-            f"{service.liveness_timeout:g} (liveness_timeout)."
+            f"{limit:g} (liveness_timeout)."
         )
         raise ApiError(503, message, code="engine_stuck")
     return {"status": "ok"}
