@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_bytes
 from engine.errors import (
     ConfigError,
     EngineDeadError,
     InvalidRequestError,
     ModelLoadError,
+    NotDownloadedError,
     OctavoError,
     RequestFailedError,
     UnsupportedModelError,
@@ -28,6 +30,14 @@ from engine.request import PixelInput, PoolingParams, SamplingParams, Seq2SeqInp
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.inspection import (
+        ModelFacts,
+        TorchFacts,
+        inspect_device,
+        inspect_model,
+        inspect_socket_folder,
+        inspect_torch,
+    )
     from engine.llm import LLM
 
 __all__ = [
@@ -42,7 +52,9 @@ __all__ = [
     "EngineStats",
     "InvalidRequestError",
     "Logprob",
+    "ModelFacts",
     "ModelLoadError",
+    "NotDownloadedError",
     "OctavoError",
     "PixelInput",
     "PoolingParams",
@@ -53,18 +65,30 @@ __all__ = [
     "Seq2SeqInput",
     "TokenInput",
     "TokenLogprobs",
+    "TorchFacts",
     "UnsupportedModelError",
+    "inspect_device",
+    "inspect_model",
+    "inspect_socket_folder",
+    "inspect_torch",
+    "parse_bytes",
 ]
 
 
+_LAZY = {
+    "Engine": "engine.engine",
+    "LLM": "engine.llm",
+    "ModelFacts": "engine.inspection",
+    "TorchFacts": "engine.inspection",
+    "inspect_device": "engine.inspection",
+    "inspect_model": "engine.inspection",
+    "inspect_socket_folder": "engine.inspection",
+    "inspect_torch": "engine.inspection",
+}
+
+
 def __getattr__(name: str) -> object:
-    """`Engine` and `LLM` when first asked for: they bring torch, and a client of an engine elsewhere needs none."""
-    if name == "Engine":
-        from engine.engine import Engine
-
-        return Engine
-    if name == "LLM":
-        from engine.llm import LLM
-
-        return LLM
+    """What brings torch, when first asked for: a client of an engine elsewhere needs none."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,7 +47,7 @@ class Engine:
         spec = build_spec(hf_config)
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
-        max_model_len = _max_model_len(config, hf_config, spec.max_positions)
+        max_model_len = find_max_model_len(config, hf_config, spec.max_positions)
         assert spec.decoder is not None  # `build_spec` refuses models without one
         model = load_model(
             path,
@@ -247,7 +247,7 @@ class Engine:
         info = self.info
         tokens = info.num_blocks * info.block_size
         logger.info("loaded %s (%s, %s) in %.1f s", info.model, info.dtype, info.device, seconds)
-        logger.info(
+        logger.debug(  # the server says it with more
             "KV cache: %d pages of %d tokens = %d tokens; %.1f requests of the full %d tokens fit, "
             "and at most %d sequences run in one step",
             info.num_blocks,
@@ -309,7 +309,12 @@ def has_fast_bfloat16() -> bool:
     )
 
 
-def _max_model_len(config: EngineConfig, hf_config: Any, max_positions: int | None) -> int:
+def find_max_model_len(config: EngineConfig, hf_config: Any, max_positions: int | None) -> int:
+    """The longest prompt plus answer, in tokens: as set, else what the model was made for.
+
+    Raises:
+        ConfigError: neither is known.
+    """
     trained = getattr(hf_config, "max_position_embeddings", None) or max_positions
     if config.max_model_len is None:
         if trained is None:

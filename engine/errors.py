@@ -19,6 +19,10 @@ class ModelLoadError(OctavoError):
     """A checkpoint cannot be loaded: files missing, names or shapes that do not match, wrong format."""
 
 
+class NotDownloadedError(ModelLoadError):
+    """The checkpoint is on the hub, perhaps, but not on this machine, and was not to be downloaded."""
+
+
 class UnsupportedModelError(ModelLoadError):
     """The checkpoint is sound but its architecture, or a part of it, is not implemented."""
 

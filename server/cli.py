@@ -1,19 +1,15 @@
-"""The command line: `octavo serve` with a flag per setting.
-
-Heavy imports wait until the arguments are known to need them, and until signals are handled.
-"""
+"""The command line: `octavo COMMAND`. Heavy imports wait until a command needs them, and until signals are handled."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    import argparse
+    from server.loading import Loaded, OneLineParser
 
 
 def version() -> str:
@@ -27,15 +23,22 @@ def version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0 served and stopped, 1 could not start, 2 wrong settings."""
+    """Entry point; returns the exit status: 0 all is well, 1 it could not start or a check failed, 2 wrong settings."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments == ["--version"]:
+    command = arguments[0] if arguments else ""
+    if command == "--version":
         print(f"octavo {version()}")
         return 0
-    if argv is None:  # the process is ours; once it serves, other handlers take over
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, _stop_early)
-    return _serve(arguments)
+    if command in COMMANDS:
+        if argv is None and command == "serve":  # the process is ours; once it serves, other handlers take over
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(signum, _stop_early)
+        return COMMANDS[command][1](arguments[1:])
+    parser = _overview()
+    if command in ("-h", "--help"):
+        parser.print_help()
+        return 0
+    parser.error(_no_command(arguments))
 
 
 def _stop_early(signum: int, frame: FrameType | None) -> NoReturn:
@@ -43,42 +46,88 @@ def _stop_early(signum: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
 
 
-def _serve(arguments: list[str]) -> int:
-    from engine import ConfigError, EngineConfig, OctavoError
-    from server.run import DEMO_MODEL, StartupError, serve
-    from server.settings import OneLineParser, ServerSettings, build
+def _no_command(arguments: list[str]) -> str:
+    from server.sources import did_you_mean
 
-    given = make_parser().parse_args(arguments)
+    if not arguments:
+        return f"a command is missing: {', '.join(COMMANDS)}"
+    if arguments[0].startswith("-"):
+        return f"{arguments[0].partition('=')[0]} must come after the command ({', '.join(COMMANDS)})"
+    near = did_you_mean(arguments[0], COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+    return f"unknown command {arguments[0]!r}{near}"
+
+
+def _overview() -> OneLineParser:
+    from server.loading import OneLineParser
+
+    parser = OneLineParser(prog="octavo", description="Serves transformer models over HTTP.", allow_abbrev=False)
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (about, _) in COMMANDS.items():
+        commands.add_parser(name, help=about)
+    return parser
+
+
+def _load(command: str, arguments: list[str], *, json: bool = False) -> tuple[Loaded, bool]:
+    """The settings of a command that takes them all as flags, and whether --json was given; ends the process with
+    status 2 and one line if something in them is wrong."""
+    from engine import ConfigError
+    from server.loading import SettingsParser
+
+    about = COMMANDS[command][0]
+    parser = SettingsParser(f"octavo {command}", f"{about[0].upper()}{about[1:]}.")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
     try:
-        settings = build(ServerSettings, given, os.environ)
-        config = build(EngineConfig, given, os.environ, model=str(DEMO_MODEL))
+        return parser.load(given), json and given.json
     except ConfigError as problem:
-        OneLineParser(prog="octavo serve").error(str(problem).rstrip("."))
+        parser.error(str(problem))
+
+
+def _serve(arguments: list[str]) -> int:
+    loaded, _ = _load("serve", arguments)
+    from engine import OctavoError
+    from server.listening import StartupError
+    from server.run import serve
+
     try:
-        return serve(config, settings, version())
+        return serve(loaded.engine, loaded.settings, version(), notes=loaded.notes)
     except (OctavoError, StartupError) as problem:
         print(f"octavo: cannot start: {problem}", file=sys.stderr)
         return 1
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line: `octavo serve` with a flag per setting."""
-    from engine import EngineConfig
-    from server.settings import OneLineParser, ServerSettings, add_flags
+def _config(arguments: list[str]) -> int:
+    loaded, json = _load("config", arguments, json=True)
+    from server.show_config import as_json, as_table
 
-    parser = OneLineParser(prog="octavo", description="Serves transformer models over HTTP.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"octavo {version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "serve",
-        help="serve a model over the OpenAI API",
-        description="Serves a model over the OpenAI API. Without MODEL, the bundled one (untrained: noise).",
-        allow_abbrev=False,
-    )
-    add_flags(command, ServerSettings, "service")
-    add_flags(command, EngineConfig, "engine", positional="model")
-    return parser
+    _print_notes(loaded)
+    print(as_json(loaded) if json else as_table(loaded))
+    return 0
 
+
+def _doctor(arguments: list[str]) -> int:
+    loaded, json = _load("doctor", arguments, json=True)
+    from server.doctor import examine, report
+
+    _print_notes(loaded)
+    findings = examine(loaded.engine, loaded.settings)
+    print(report(findings, json=json))
+    return 1 if any(finding.verdict == "FAIL" for finding in findings) else 0
+
+
+def _print_notes(loaded: Loaded) -> None:
+    for note in loaded.notes:
+        print(f"octavo: {note}", file=sys.stderr)
+
+
+# name: what it does, and the function that gets the arguments after the name and returns the exit status.
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "serve": ("serve a model over the OpenAI API; without MODEL the bundled one, which is untrained", _serve),
+    "config": ("show every setting, its value and where it came from", _config),
+    "doctor": ("check this machine, the settings and the model, and say what to fix", _doctor),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

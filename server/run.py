@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -17,36 +18,54 @@ from engine import EngineConfig
 from engine.client import EngineClient, RestartPolicy, start_engine
 from engine.text import Tokenizer, load_tokenizer
 from server.app import create_app
-from server.settings import ServerSettings
+from server.listening import Listener, check_certificate, is_public
+from server.root_path import RootPath
+from server.settings import DEMO_MODEL, ServerSettings
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEMO_MODEL_ID = "octavo-demo"
 
 logger = logging.getLogger("octavo.server")
 
 
-class StartupError(Exception):
-    """The service cannot start, for a reason that one paragraph explains."""
-
-
-def serve(config: EngineConfig, settings: ServerSettings, version: str) -> int:
+def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes: Sequence[str] = ()) -> int:
     """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status, which is 1 if
     the engine died too often.
 
+    Args:
+        config: the engine's settings.
+        settings: the service's.
+        version: shown in the API's documentation.
+        notes: what the log is to say first, as warnings.
+
     Raises:
-        StartupError: the address cannot be bound.
+        StartupError: the address cannot be bound, or the certificate cannot be used.
         OctavoError: the model cannot be loaded.
     """
+    _set_up_logging(settings)
+    for note in notes:
+        logger.warning(note)
+    check_certificate(settings)
+    # Bound before the model loads, so that a taken port is known at once; until uvicorn listens,
+    # connections are refused.
+    with Listener(settings) as listener:
+        if is_public(settings) and not (settings.api_key or settings.api_key_file):
+            logger.warning(
+                "%s is open to other machines, and anyone who reaches it may use it: no API key is set. "
+                "Set --api-key (OCTAVO_API_KEY) or --api-key-file, or listen on 127.0.0.1.",
+                listener.url,
+            )
+        return _run(_prepare(config, settings, version, listener), listener)
+
+
+def _set_up_logging(settings: ServerSettings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     if settings.log_level == "info":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it says at info, we say ourselves
-    # Bound before the model loads, so that a taken port is known at once; until uvicorn listens,
-    # connections are refused.
-    listener = bind(settings.host, settings.port)
-    server = _prepare(config, settings, version, url(listener))
 
+
+def _run(server: _Server, listener: Listener) -> int:
     # For the moment before uvicorn's own handlers stand; and after them, because uvicorn raises the
     # signal that stopped it once more, which has been obeyed by then.
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -54,7 +73,7 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str) -> int:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)
-    asyncio.run(server.serve(sockets=[listener]))
+    asyncio.run(server.serve(sockets=[listener.socket]))
     logger.info("Stopped.")
     for signum in (signal.SIGTERM, signal.SIGINT):
         # Python gives its own handlers up while it exits; a late signal would make that look like a crash.
@@ -65,15 +84,26 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str) -> int:
     return 0
 
 
-def _prepare(config: EngineConfig, settings: ServerSettings, version: str, address: str) -> _Server:
+def _prepare(config: EngineConfig, settings: ServerSettings, version: str, listener: Listener) -> _Server:
     client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures))
     model_id = served_model_id(config.model, settings.served_model_name)
     _log_facts(client, tokenizer, model_id)
     app = create_app(client, tokenizer, model_id, version=version, settings=settings)
+    documentation = "" if settings.uds else f" (API documentation: {listener.url}/docs)"
     return _Server(
         client,
-        uvicorn.Config(app, log_config=None, server_header=False, timeout_graceful_shutdown=settings.shutdown_timeout),
-        announce=f"Serving {model_id} on {address} (API documentation: {address}/docs)",
+        uvicorn.Config(
+            RootPath(app, settings.root_path),
+            log_config=None,
+            server_header=False,
+            forwarded_allow_ips=settings.forwarded_allow_ips,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_keyfile_password=settings.ssl_keyfile_password,
+            timeout_graceful_shutdown=settings.shutdown_timeout,
+        ),
+        listener,
+        announce=f"Serving {model_id} on {listener.url}{documentation}",
     )
 
 
@@ -85,34 +115,6 @@ def served_model_id(model: str, served_model_name: str | None) -> str:
     if path == DEMO_MODEL:
         return DEMO_MODEL_ID
     return path.resolve().name if path.is_dir() else model
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet.
-
-    Raises:
-        StartupError: unknown host, or the port is taken or not allowed.
-    """
-    listener: socket.socket | None = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as problem:
-        if listener is not None:
-            listener.close()
-        raise StartupError(
-            f"cannot listen on {host}, port {port}: {problem.strerror or problem}. "
-            "Choose another with --host and --port (OCTAVO_HOST, OCTAVO_PORT)."
-        ) from problem
-    return listener
-
-
-def url(listener: socket.socket) -> str:
-    """Where a client on this machine reaches the socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _load(config: EngineConfig, policy: RestartPolicy) -> tuple[EngineClient, Tokenizer | None]:
@@ -129,7 +131,17 @@ def _load(config: EngineConfig, policy: RestartPolicy) -> tuple[EngineClient, To
 
 def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str) -> None:
     info = client.info
-    logger.info("Model %s from %s: %s on %s.", model_id, info.model_path, info.dtype, info.device)
+    logger.info(
+        "Model %s from %s: %s on %s, answers and prompts of up to %d tokens.",
+        model_id, info.model_path, info.dtype, info.device, info.max_model_len,
+    )  # fmt: skip
+    tokens = info.num_blocks * info.block_size
+    lengths = [info.max_model_len] + [1024] * (info.max_model_len > 1024)
+    fit = ", or ".join(f"{tokens / length:.1f} of {length} tokens" for length in lengths)
+    logger.info(
+        "KV cache: %d pages of %d tokens hold %d tokens; requests that fit at a time: %s; at most %d run in one step.",
+        info.num_blocks, info.block_size, tokens, fit, info.max_num_seqs,
+    )  # fmt: skip
     if tokenizer is None:
         logger.warning("The model has no tokenizer: prompts are token ids, and texts are empty.")
 
@@ -142,9 +154,10 @@ class _Server(uvicorn.Server):
         failure: why the engine was given up, if it was.
     """
 
-    def __init__(self, client: EngineClient, config: uvicorn.Config, announce: str):
+    def __init__(self, client: EngineClient, config: uvicorn.Config, listener: Listener, announce: str):
         super().__init__(config)
         self._client = client
+        self._listener = listener
         self._announce = announce
         self._watch: asyncio.Task[None] | None = None
         self.failure: str | None = None
@@ -170,5 +183,6 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             # Neither the engine's step nor a client is waited for.
             print("octavo: second signal: stopped at once.", file=sys.stderr, flush=True)
+            self._listener.close()
             os._exit(1)
         super().handle_exit(sig, frame)

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from engine import SamplingParams
 from server.errors import ApiError
+from server.field_docs import field_docs
 
 MAX_PROMPTS = 2048  # prompts in one request, as at OpenAI
 # Fields that say nothing about the answer: ignored without a word.
@@ -114,16 +115,6 @@ def _integer_keys(value: Any) -> Any:
         return value
     digits = re.compile(r"[0-9]{1,10}", re.ASCII)
     return {int(key) if isinstance(key, str) and digits.fullmatch(key) else key: bias for key, bias in value.items()}
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The sentences of a class's `Attributes:` section, by field name."""
-    text = (cls.__doc__ or "").partition("Attributes:")[2]
-    docs: dict[str, str] = {}
-    for names, sentence in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", text, re.MULTILINE):
-        for name in names.split(", "):
-            docs[name] = re.sub(r"\s+", " ", sentence)
-    return docs
 
 
 def _sampling_fields() -> dict[str, Any]:

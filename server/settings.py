@@ -1,112 +1,216 @@
-"""Settings as flags and environment variables, made from the dataclasses that hold them.
-
-A field `max_model_len` is the flag --max-model-len and the variable OCTAVO_MAX_MODEL_LEN; the flag is
-the stronger. Type, choices, default and help text all come from the class.
+"""All settings in one pydantic-settings class: the service's, declared here, and the engine's, made from
+`EngineConfig`. `server.loading` fills it from flags, variables and a file.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from engine import ConfigError
-from server.schemas import field_docs
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model
+from pydantic import field_validator as check_field
+from pydantic import model_validator as check_model
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-T = TypeVar("T")
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+from engine import ConfigError, EngineConfig, parse_bytes
+from server.field_docs import field_docs
+from server.sources import FileSource, VariableSource
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+SECRETS = frozenset({"hf_token", "api_key", "ssl_keyfile_password"})
+_NAME = Field(default=None, min_length=1)  # a text that may be left out, but not be empty
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """Settings of the service around the engine.
+class ServerSettings(BaseModel):
+    """Settings of the service around the engine. Made with keywords, it reads nothing else.
 
     Attributes:
         host: address to listen on; 0.0.0.0 or :: for all.
         port: port to listen on; 0 for any free one.
+        uds: path of a Unix socket to listen on, instead of host and port.
+        root_path: prefix under which a proxy shows the service, such as /llm.
+        forwarded_allow_ips: proxies whose X-Forwarded headers count: addresses and networks, separated by
+            commas, or * for all (default: FORWARDED_ALLOW_IPS, else this machine).
+        ssl_keyfile: the certificate's private key (PEM), if it is not in ssl_certfile.
+        ssl_certfile: certificate and its chain (PEM); switches HTTPS on.
+        ssl_keyfile_password: opens an encrypted ssl_keyfile.
         served_model_name: the model's id to clients (default: the folder's last name, or the hub id).
         log_level: debug, info, warning or error.
+        log_format: console, json, or auto: console on a terminal, else json.
+        log_prompts: log what users send and get; off, no log line holds any of it.
         shutdown_timeout: seconds that running requests get to finish after SIGTERM or Ctrl-C.
         max_engine_failures: so many deaths of the engine in a row, none after a minute of service, end the
             service; before that it is started again.
         liveness_timeout: seconds without a step after which /health/live calls a working engine stuck.
+        api_key: a key that clients must send; several: repeat the flag, or separate them by commas.
+        api_key_file: file of further keys, one a line.
+        public_metrics: /metrics needs no key.
+        max_body_size: longest body of a request, in bytes or as "16MiB".
+        max_header_size: longest head of a request, in bytes or as "64KiB".
+        max_num_queued_reqs: requests that may wait; one more is answered 503.
+        max_num_queued_tokens: prompt tokens that may wait (default: from the number of pages).
+        stream_keepalive: seconds of silence after which a stream sends a comment.
+        stream_stall_timeout: seconds after which a stream whose reader takes nothing is aborted.
+        max_n: most answers per prompt that a request may ask for.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
+    # A message must not show the input: it may be a secret.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=8000, ge=0, le=65535)
+    uds: str | None = _NAME
+    root_path: str = ""
+    forwarded_allow_ips: str | None = _NAME
+    ssl_keyfile: str | None = _NAME
+    ssl_certfile: str | None = _NAME
+    ssl_keyfile_password: str | None = Field(default=None, min_length=1, repr=False)
+    served_model_name: str | None = _NAME
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    shutdown_timeout: int = 30
-    max_engine_failures: int = 3
-    liveness_timeout: float = 60.0
+    log_format: Literal["auto", "console", "json"] = "auto"
+    log_prompts: bool = False
+    shutdown_timeout: int = Field(default=30, ge=0)
+    max_engine_failures: int = Field(default=3, ge=1)
+    liveness_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    api_key: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    api_key_file: str | None = _NAME
+    public_metrics: bool = False
+    max_body_size: int | str = "16MiB"
+    max_header_size: int | str = "64KiB"
+    max_num_queued_reqs: int = Field(default=256, ge=1)
+    max_num_queued_tokens: int | None = Field(default=None, ge=1)
+    stream_keepalive: float = Field(default=15.0, gt=0, allow_inf_nan=False)
+    stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    max_n: int = Field(default=128, ge=1)
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be from 0 to 65535, got {self.port}.")
-        if self.shutdown_timeout < 0:
-            raise ConfigError(f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}.")
-        if self.max_engine_failures < 1:
-            raise ConfigError(f"max_engine_failures must be at least 1, got {self.max_engine_failures}.")
-        if not self.liveness_timeout > 0:
-            raise ConfigError(f"liveness_timeout must be above 0 seconds, got {self.liveness_timeout}.")
-        if self.served_model_name == "":
-            raise ConfigError("served_model_name must not be empty.")
+    def __init__(self, **values: Any) -> None:
+        """Raises ConfigError: a value of the wrong type or out of range; its message begins with the name."""
+        try:
+            super().__init__(**values)
+        except ValidationError as problem:
+            raise ConfigError(_explain(type(self), problem)) from None
+
+    @check_field("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # To pydantic, true is 1.
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and kind is not bool:
+            raise ValueError
+        return value
+
+    @check_field("api_key", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        """Keys as a list, or in one text separated by commas."""
+        if isinstance(value, str):
+            value = value.split(",")
+        if not isinstance(value, list | tuple) or not all(isinstance(key, str) for key in value):
+            return value
+        keys = [key.strip() for key in value]
+        if value and not any(keys):
+            # Not to be taken for "no key": that would open the service.
+            raise ConfigError("api_key must not be empty.")
+        for key in filter(None, keys):
+            if not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError("api_key must consist of printable ASCII characters without spaces.")
+        return [key for key in keys if key]
+
+    @check_field("root_path")
+    @classmethod
+    def _check_root_path(cls, value: str) -> str:
+        if value.strip("/") == "":
+            return ""
+        if not value.startswith("/") or not value.isprintable() or set(value) & set(" ?#"):
+            raise ConfigError(f"root_path must be a path that begins with /, such as /llm, got {value!r}.")
+        return value.rstrip("/")
+
+    @check_field("forwarded_allow_ips")
+    @classmethod
+    def _check_proxies(cls, value: str | None) -> str | None:
+        for item in filter(None, (item.strip() for item in (value or "").split(","))):
+            try:
+                item == "*" or ipaddress.ip_network(item)
+            except ValueError as problem:
+                raise ConfigError(
+                    "forwarded_allow_ips must be *, or addresses and networks separated by commas, "
+                    f"got {value!r}: {problem}."
+                ) from None
+        return value
+
+    @check_field("max_body_size", "max_header_size")
+    @classmethod
+    def _check_size(cls, value: int | str, info: ValidationInfo) -> int | str:
+        parse_bytes(value, info.field_name or "")
+        return value
+
+    @check_model(mode="after")
+    def _check_certificate(self) -> Self:
+        for name in ("ssl_keyfile", "ssl_keyfile_password"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"{name} is set, but ssl_certfile is not: HTTPS needs a certificate.")
+        return self
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Reports a wrong value in one line instead of the whole usage; exit status 2."""
+class SettingsBase(ServerSettings, BaseSettings):
+    """What `Settings` adds to the service's settings and the engine's: where the values come from."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+    model_config = SettingsConfigDict(
+        env_prefix="OCTAVO_", env_ignore_empty=True, env_parse_none_str="null", cli_parse_none_str="null",
+        cli_kebab_case=True, cli_implicit_flags=True, nested_model_default_partial_update=False,
+    )  # fmt: skip
 
+    config: str | None = Field(
+        default=None, min_length=1, description="YAML file of settings; variables and flags are stronger."
+    )
 
-def _converter(hint: Any) -> Callable[[str], Any]:
-    """Text to the hinted type; raises ValueError with a phrase that says what is expected."""
-    if get_origin(hint) in (Union, types.UnionType):
-        # "int | str" takes any text; else the one type besides None.
-        kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
-        return _converter(str if str in kinds else kinds[0])
-    if get_origin(hint) is Literal:
-        return _one_of(get_args(hint))
-    known: dict[Any, Callable[[str], Any]] = {bool: _boolean, int: _integer, float: _number, str: str}
-    return known[hint]
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Variables, then the file; `server.loading` puts the flags first."""
+        return VariableSource(settings_cls), FileSource(settings_cls)
 
+    @property
+    def engine(self) -> EngineConfig:
+        """The engine's part.
 
-def _one_of(choices: tuple[Any, ...]) -> Callable[[str], Any]:
-    def convert(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return text
-
-    return convert
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in _WORDS:
-        raise ValueError("must be true or false")
-    return _WORDS[text.lower()]
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("must be an integer") from None
+        Raises:
+            ConfigError: a value is out of range or contradicts another.
+        """
+        return EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("must be a number") from None
+def _engine_fields() -> dict[str, Any]:
+    hints, docs = get_type_hints(EngineConfig), field_docs(EngineConfig)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(EngineConfig):
+        kind: Any = hints[field.name]
+        default = field.default
+        if field.name == "model":
+            kind, default = CliPositionalArg[str], str(DEMO_MODEL)
+        fields[field.name] = (
+            kind,
+            Field(default=default, description=docs[field.name], repr=field.name not in SECRETS),
+        )
+    return fields
+
+
+ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(EngineConfig))
+Settings: type[SettingsBase] = create_model("Settings", __base__=SettingsBase, **_engine_fields())
 
 
 def flag(name: str) -> str:
-    """max_model_len -> --max-model-len."""
-    return "--" + name.replace("_", "-")
+    """max_model_len -> --max-model-len; the model has no flag."""
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
 def variable(name: str) -> str:
@@ -114,43 +218,48 @@ def variable(name: str) -> str:
     return "OCTAVO_" + name.upper()
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type, title: str, *, positional: str | None = None) -> None:
-    """A flag for every field of a dataclass, in a group of that title; the field `positional` becomes a
-    positional argument."""
-    docs, hints = field_docs(cls), get_type_hints(cls)
-    group = parser.add_argument_group(title)
-    for field in dataclasses.fields(cls):
-        text = docs[field.name].replace("%", "%%")
-        default = "" if field.default in (None, dataclasses.MISSING) else f" [{field.default}]"
-        text = f"{text}{default} ({variable(field.name)})"
-        if field.name == positional:
-            parser.add_argument(field.name, nargs="?", metavar=field.name.upper(), help=text, default=argparse.SUPPRESS)
-        elif hints[field.name] is bool:
-            action = argparse.BooleanOptionalAction
-            group.add_argument(flag(field.name), action=action, help=text, default=argparse.SUPPRESS)
-        else:
-            metavar = "|".join(get_args(hints[field.name])) if get_origin(hints[field.name]) is Literal else "X"
-            group.add_argument(flag(field.name), metavar=metavar, help=text, default=argparse.SUPPRESS)
+def description(name: str) -> str:
+    """The sentence about a setting."""
+    return Settings.model_fields[name].description or field_docs(ServerSettings)[name]
 
 
-def build(cls: type[T], given: argparse.Namespace, environ: Mapping[str, str], **fallbacks: Any) -> T:
-    """The dataclass filled from flags, then variables, then `fallbacks`, then its own defaults.
+def shown(name: str, value: Any) -> Any:
+    """A value as it may be printed: secrets are not."""
+    if name not in SECRETS or not value:
+        return value
+    return "(hidden)"
 
-    An empty variable counts as not set.
 
-    Raises:
-        ConfigError: a value of the wrong type or out of range; names the flag or the variable.
-    """
-    hints, values = get_type_hints(cls), dict(fallbacks)
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if hasattr(given, field.name):
-            source, text = flag(field.name), getattr(given, field.name)
-        elif environ.get(variable(field.name)):
-            source, text = variable(field.name), environ[variable(field.name)]
-        else:
-            continue
-        try:
-            values[field.name] = text if isinstance(text, bool) else _converter(hints[field.name])(text)
-        except ValueError as problem:
-            raise ConfigError(f"{source} {problem}, got {text!r}") from None
-    return cls(**values)
+def allowed(field: FieldInfo) -> str:
+    """What a setting takes, as in "port must be ..."."""
+    if get_origin(field.annotation) is tuple:
+        return "a text or a list of texts"
+    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
+    if all(isinstance(kind, str) for kind in kinds):
+        return f"one of {', '.join(kinds)}"
+    if bool in kinds:
+        return "true or false"
+    if {int, str} <= set(kinds):
+        return "a size such as 4GiB, 512MiB or a number of bytes"
+    if str in kinds:
+        nonempty = any(hasattr(item, "min_length") for item in field.metadata)
+        return "a text that is not empty" if nonempty else "a text"
+    text = "an integer" if int in kinds else "a number"
+    bounds = {key: getattr(item, key) for item in field.metadata for key in ("ge", "gt", "le") if hasattr(item, key)}
+    if "le" in bounds:
+        return f"{text} from {bounds['ge']} to {bounds['le']}"
+    if "ge" in bounds:
+        return f"{text} of at least {bounds['ge']}"
+    return f"{text} above {bounds['gt']}" if "gt" in bounds else text
+
+
+def _explain(cls: type[BaseModel], problem: ValidationError) -> str:
+    """The first error as a sentence that begins with the setting's name."""
+    error = problem.errors(include_url=False)[0]
+    raised = error.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigError):
+        return str(raised)
+    name = str(error["loc"][0]) if error["loc"] else ""
+    if name not in cls.model_fields:
+        return f"{name} is no setting."
+    return f"{name} must be {allowed(cls.model_fields[name])}, got {shown(name, error['input'])!r}."

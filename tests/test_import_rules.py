@@ -27,6 +27,7 @@ LAYERS = {
     "engine.tokenizer": 5,
     "engine.text": 6,
     "engine.llm": 7,
+    "engine.inspection": 7,
     "engine.client": 7,
     "engine.launch": 7,
     "engine.messages": 7,

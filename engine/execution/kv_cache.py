@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +11,7 @@ from torch import Tensor
 from engine.attention.base import Paged
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError
+from engine.execution.memory import available_memory
 from engine.scheduling.plan import Int32
 
 DEFAULT_CPU_SHARE = 0.25
@@ -88,9 +86,11 @@ def count_blocks(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    reserved: int = 0,
 ) -> int:
     """How many pages to make: what memory allows, and never more than max_num_seqs sequences of
-    max_model_len tokens can use.
+    max_model_len tokens can use. `reserved` bytes of the memory that is free now are for other things.
 
     Raises:
         ConfigError: not one page fits.
@@ -103,10 +103,10 @@ def count_blocks(
         memory, setting = parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        memory = int(free - (1.0 - config.gpu_memory_utilization) * total)
+        memory = int(free - reserved - (1.0 - config.gpu_memory_utilization) * total)
         setting = "--gpu-memory-utilization"
     else:
-        memory = min(int(DEFAULT_CPU_SHARE * available_memory()), DEFAULT_CPU_LIMIT)
+        memory = min(int(DEFAULT_CPU_SHARE * (available_memory() - reserved)), DEFAULT_CPU_LIMIT)
         setting = "--kv-cache-memory"
     blocks = min(memory // size - 1, useful)  # block 0 takes a page's memory, too
     if blocks < 1:
@@ -116,23 +116,3 @@ def count_blocks(
             "model."
         )
     return blocks
-
-
-def available_memory() -> int:
-    """Bytes this process can still take on the host, its container's limit included."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        # Cached files count as used, and give way when memory is needed.
-        files = re.search(r"^inactive_file (\d+)$", _text(Path("/sys/fs/cgroup/memory.stat")), re.MULTILINE)
-        free = min(free, int(text) - int(used.read_text()) + (int(files[1]) if files else 0))
-    return max(free, 0)
-
-
-def _text(file: Path) -> str:
-    return file.read_text() if file.exists() else ""

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig
 
-from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.errors import ModelLoadError, NotDownloadedError, UnsupportedModelError
 
 # Everything a model needs, and no weights in other formats.
 _PATTERNS = (
@@ -37,13 +37,14 @@ _PATTERNS = (
 )
 
 
-def locate(model: str, revision: str | None = None, hf_token: str | None = None) -> Path:
+def locate(model: str, revision: str | None = None, hf_token: str | None = None, *, download: bool = True) -> Path:
     """The folder of a checkpoint, downloaded if `model` is a hub id.
 
     Args:
         model: local folder, or hub id such as "org/name".
         revision: branch, tag or commit on the hub.
         hf_token: token for gated models; else HF_TOKEN or the token of `hf auth login`.
+        download: false: only what is in the local cache already.
 
     Raises:
         ModelLoadError: there is no such folder or model, access is denied, or the hub is out of reach.
@@ -60,7 +61,7 @@ def locate(model: str, revision: str | None = None, hf_token: str | None = None)
         raise ModelLoadError(f"{path} is a file; give the folder of the checkpoint that holds config.json.")
     if _looks_like_path(model):
         raise ModelLoadError(f"The folder {path} does not exist.")
-    return _download(model, revision, hf_token)
+    return _download(model, revision, hf_token, local_only=not download)
 
 
 def _looks_like_path(model: str) -> bool:
@@ -74,10 +75,16 @@ def _looks_like_path(model: str) -> bool:
     )
 
 
-def _download(model: str, revision: str | None, hf_token: str | None) -> Path:
+def _download(model: str, revision: str | None, hf_token: str | None, local_only: bool) -> Path:
     at = f"{model} (revision {revision})" if revision else model
     try:
-        folder = snapshot_download(model, revision=revision, token=hf_token or None, allow_patterns=list(_PATTERNS))
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            token=hf_token or None,
+            allow_patterns=list(_PATTERNS),
+            local_files_only=local_only,
+        )
     except HFValidationError as error:
         raise ModelLoadError(
             f"{model!r} is neither an existing folder nor a valid hub id such as org/name ({error})."
@@ -95,6 +102,8 @@ def _download(model: str, revision: str | None, hf_token: str | None) -> Path:
     except RevisionNotFoundError as error:
         raise ModelLoadError(f"The hub has the model {model}, but no revision {revision!r}; see --revision.") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        if local_only and not constants.HF_HUB_OFFLINE:
+            raise NotDownloadedError(f"{at} is not in the local cache yet.") from error
         raise ModelLoadError(_unreachable(model, at)) from error
     except Exception as error:
         # Whatever the HTTP client of the installed version raises, full disks, rate limits.

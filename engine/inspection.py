@@ -1,0 +1,131 @@
+"""What a start would find, without starting: torch, the device, the checkpoint and the memory it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.attention import select
+from engine.config import EngineConfig
+from engine.engine import choose_device, choose_dtype, find_max_model_len
+from engine.execution.kv_cache import count_blocks, page_bytes
+from engine.execution.memory import available_memory
+from engine.launch import make_folder, remove_folder
+from engine.model.checkpoint import locate, read_config
+from engine.model.families import architecture, build_spec
+from engine.model.transformer import Transformer
+from engine.model.weights import stored_dtype, weight_files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFacts:
+    """The installed torch.
+
+    Attributes:
+        version: such as 2.13.0+cpu.
+        cuda: version of CUDA it was built with; None for a CPU build.
+        num_threads: threads of one operation on the CPU.
+        gpus: names of the GPUs it sees.
+    """
+
+    version: str
+    cuda: str | None
+    num_threads: int
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A checkpoint as it would be loaded. Sizes in bytes.
+
+    Attributes:
+        path: its folder.
+        architecture: the name in its config.json.
+        weight_files: how many safetensors files hold its weights.
+        device, dtype: what the settings choose.
+        weights: size of the parameters in that dtype.
+        num_blocks: pages that the settings and the free memory allow now.
+        pages: size of these pages.
+        block_size: tokens a page holds.
+        max_model_len: longest prompt plus answer, in tokens.
+        free: memory of the device that this process can still take.
+    """
+
+    path: Path
+    architecture: str
+    weight_files: int
+    device: str
+    dtype: str
+    weights: int
+    num_blocks: int
+    pages: int
+    block_size: int
+    max_model_len: int
+    free: int
+
+
+def inspect_torch() -> TorchFacts:
+    """What torch says of itself."""
+    available = torch.cuda.is_available()
+    return TorchFacts(
+        version=torch.__version__,
+        cuda=torch.version.cuda,
+        num_threads=torch.get_num_threads(),
+        gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if available else (),
+    )
+
+
+def inspect_device(config: EngineConfig) -> str:
+    """The device that would be used.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    return str(choose_device(config.device))
+
+
+def inspect_model(config: EngineConfig) -> ModelFacts:
+    """The checkpoint and the memory it takes; only the headers of its files are read, and nothing is downloaded.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError, ConfigError: what would prevent the start.
+    """
+    path = locate(config.model, config.revision, config.hf_token, download=False)
+    hf_config = read_config(path)
+    spec = build_spec(hf_config)
+    files = weight_files(path)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
+    max_model_len = find_max_model_len(config, hf_config, spec.max_positions)
+    assert spec.decoder is not None  # `build_spec` refuses models without one
+    backend = select(device, [block.attention for block in spec.decoder.blocks])
+    model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory
+    weights = sum(tensor.nbytes for tensor in model.parameters())
+    shapes = model.kv_shapes()
+    num_blocks = count_blocks(config, shapes, max_model_len, dtype, device, reserved=weights)
+    return ModelFacts(
+        path=path,
+        architecture=architecture(hf_config),
+        weight_files=len(files),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        weights=weights,
+        num_blocks=num_blocks,
+        pages=(num_blocks + 1) * page_bytes(shapes, config.block_size, dtype),
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        free=available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
+    )
+
+
+def inspect_socket_folder() -> Path:
+    """Where the folder of the engine's socket can be made.
+
+    Raises:
+        ConfigError: nowhere.
+    """
+    folder = make_folder()
+    remove_folder(folder)
+    return folder.parent

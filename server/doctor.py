@@ -1,0 +1,288 @@
+"""`octavo doctor`: what a start would trip over, and what to do about it. No weights are loaded."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError
+from engine.text import load_tokenizer
+from server.listening import Listener, StartupError, check_certificate, is_public
+from server.settings import ServerSettings
+
+_OLDEST = (3, 11)
+_SPARE = 2**30  # bytes: what the two processes take besides weights and pages, with room for activations
+_OWN_FILES = 64  # file descriptors of the service itself, generously
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The verdict on one thing.
+
+    Attributes:
+        check: what was looked at.
+        verdict: FAIL prevents the start.
+        found: what was seen.
+        fix: what to do about it; "" if nothing.
+    """
+
+    check: str
+    verdict: Literal["ok", "warn", "FAIL"]
+    found: str
+    fix: str = ""
+
+
+def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
+    """All checks, in the order in which a start would meet them."""
+    findings = [check_python()]
+    torch_found = list(check_torch())
+    findings += torch_found
+    if all(finding.verdict != "FAIL" for finding in torch_found):
+        device = check_device(config)
+        findings.append(device)
+        if device.verdict == "FAIL":  # the model can be looked at all the same
+            config = replace(config, device="cpu")
+        findings += check_model(config, memory=device.verdict != "FAIL")
+    findings += check_listening(settings)
+    findings += check_access(settings)
+    findings.append(check_socket_folder())
+    findings.append(check_files(config, settings))
+    return findings
+
+
+def report(findings: list[Finding], *, json: bool = False) -> str:
+    """The findings as lines, or as JSON."""
+    if json:
+        return jsonlib.dumps([asdict(finding) for finding in findings], indent=2)
+    width = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.verdict:<4}  {finding.check:<{width}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
+    counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in ("FAIL", "warn")}
+    problems = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    return "\n".join([*lines, problems or "All is well."])
+
+
+def check_python() -> Finding:
+    """The interpreter is new enough."""
+    found = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < _OLDEST:
+        return Finding("python", "FAIL", found, f"Use Python {'.'.join(map(str, _OLDEST))} or newer.")
+    return Finding("python", "ok", found)
+
+
+def check_torch() -> Iterator[Finding]:
+    """torch can be imported, and has as many threads as there are CPUs."""
+    try:
+        from engine import inspect_torch
+
+        facts = inspect_torch()
+    except Exception as error:  # a broken installation fails in many ways
+        yield Finding("torch", "FAIL", f"cannot be imported: {' '.join(str(error).split())}", "Install Octavo again.")
+        return
+    build = f"built for CUDA {facts.cuda}" if facts.cuda else "a CPU build"
+    yield Finding("torch", "ok", f"{facts.version}, {build}")
+    cpus = num_cpus()
+    found = f"{facts.num_threads} for {cpus:g} CPUs"
+    if facts.num_threads > max(1, cpus):
+        fix = f"Threads that wait for each other are slow: set OMP_NUM_THREADS={max(1, int(cpus))}."
+        yield Finding("threads", "warn", found, fix)
+    else:
+        yield Finding("threads", "ok", found)
+
+
+def num_cpus(cgroups: Path = Path("/sys/fs/cgroup")) -> float:
+    """CPUs this process may use, its container's share included."""
+    cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for quota, period in (_quota(cgroups / "cpu.max"), _quota(cgroups / "cpu" / "cpu.cfs_quota_us")):
+        if quota > 0 < period:
+            cpus = min(cpus, quota / period)
+    return cpus
+
+
+def _quota(file: Path) -> tuple[int, int]:
+    """Microseconds of CPU per period and the period's length; (0, 0) where there is no limit."""
+    try:
+        words = file.read_text().split()
+        if file.name != "cpu.max":
+            words += file.with_name("cpu.cfs_period_us").read_text().split()
+        return int(words[0]), int(words[1])
+    except (OSError, ValueError, IndexError):  # no such group, or "max"
+        return 0, 0
+
+
+def check_device(config: EngineConfig) -> Finding:
+    """The device is there; a GPU that is there is used."""
+    from engine import inspect_device, inspect_torch
+
+    facts, driver = inspect_torch(), _has_nvidia_driver()
+    cuda_build = "Install a CUDA build of torch, as listed on pytorch.org."
+    try:
+        device = inspect_device(config)
+    except ConfigError:
+        found = f"{config.device} was asked for, and torch sees {len(facts.gpus)} GPUs"
+        if facts.gpus:
+            return Finding("device", "FAIL", found, f"Use --device cuda:N with N from 0 to {len(facts.gpus) - 1}.")
+        if facts.cuda is None:
+            return Finding("device", "FAIL", f"{found}: it is a CPU build", f"{cuda_build} Or use --device cpu.")
+        fix = "Make the GPU visible (docker run --gpus all; CUDA_VISIBLE_DEVICES)" if driver else "Install its driver"
+        return Finding("device", "FAIL", found, f"{fix}, or use --device cpu.")
+    if device == "cpu" and config.device == "auto" and driver and not facts.gpus:
+        if facts.cuda is None:
+            return Finding("device", "warn", "cpu: there is an NVIDIA driver, but torch is a CPU build", cuda_build)
+        fix = "Check nvidia-smi and CUDA_VISIBLE_DEVICES."
+        return Finding("device", "warn", "cpu: there is an NVIDIA driver, but torch sees no GPU", fix)
+    return Finding("device", "ok", f"{device} ({', '.join(facts.gpus)})" if device.startswith("cuda") else device)
+
+
+def _has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Finding]:
+    """The checkpoint is complete and supported, it fits into memory, and its texts can be read."""
+    from engine import inspect_model
+
+    try:
+        facts = inspect_model(config)
+    except NotDownloadedError as problem:
+        yield Finding(
+            "model", "warn", str(problem), f"The start downloads it; or do so now: hf download {config.model}"
+        )
+        return
+    except OctavoError as problem:
+        yield Finding("model", "FAIL", *_split(problem, "Name another model, or correct its folder."))
+        return
+    files = "1 file" if facts.weight_files == 1 else f"{facts.weight_files} files"
+    found = f"{facts.path}: {facts.architecture}, {files} of weights, context {facts.max_model_len} tokens"
+    yield Finding("model", "ok", found)
+    if memory:
+        yield check_memory(facts)
+    if config.skip_tokenizer_init:
+        yield Finding("tokenizer", "ok", "none is wanted: token ids in and out")
+    else:
+        yield from check_tokenizer(config, facts.path)
+
+
+def check_memory(facts: ModelFacts) -> Finding:
+    """Weights and pages fit into what is free."""
+    found = (
+        f"weights {_size(facts.weights)} ({facts.dtype}) + {facts.num_blocks} pages {_size(facts.pages)} "
+        f"= {facts.num_blocks * facts.block_size} tokens; {_size(facts.free)} are free on {facts.device}"
+    )
+    left = facts.free - facts.weights - facts.pages
+    fix = (
+        "Lower --kv-cache-memory or --num-gpu-blocks-override, use a 16-bit --dtype or a smaller model, or free memory."
+    )
+    if left < 0:
+        return Finding("memory", "FAIL", found, fix)
+    if left < _SPARE and facts.device == "cpu":
+        return Finding("memory", "warn", f"{found}: {_size(left)} for everything else is little", fix)
+    return Finding("memory", "ok", found)
+
+
+def _size(count: int) -> str:
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / 1024**power:.1f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def _split(message: object, fix: str = "") -> tuple[str, str]:
+    """What is wrong, and the advice that follows it; `fix` if none does."""
+    found, _, advice = str(message).partition(". ")
+    return found.rstrip("."), advice or fix
+
+
+def check_tokenizer(config: EngineConfig, path: Path) -> Iterator[Finding]:
+    """There is a tokenizer, and a chat template."""
+    source = config.tokenizer or str(path)
+    if not Path(source).is_dir():
+        fix = f"The start downloads it; or do so now: hf download {source}"
+        yield Finding("tokenizer", "warn", f"{source} is no local folder, so it was not looked at", fix)
+        return
+    try:
+        tokenizer = load_tokenizer(source)
+    except OctavoError as problem:
+        yield Finding("tokenizer", "FAIL", *_split(problem, "Correct its files, or set --skip-tokenizer-init."))
+        return
+    if tokenizer is None:
+        fix = "Add tokenizer.json, or name another folder with --tokenizer. Token ids can be sent without one."
+        yield Finding("tokenizer", "warn", f"{source} holds none: prompts must be token ids, texts are empty", fix)
+        return
+    yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens")
+    if tokenizer.chat_template is None:
+        fix = "Use /v1/completions, or add the chat_template.jinja of the model's chat variant to its folder."
+        yield Finding("chat template", "warn", "none: /v1/chat/completions answers 400", fix)
+    else:
+        yield Finding("chat template", "ok", f"{len(tokenizer.chat_template)} characters")
+
+
+def check_listening(settings: ServerSettings) -> Iterator[Finding]:
+    """The address can be bound now, and the certificate can be used."""
+    check = "port" if settings.uds is None else "socket"
+    try:
+        with Listener(settings) as listener:
+            yield Finding(check, "ok", f"{listener.url} is free")
+    except StartupError as problem:
+        found, fix = _split(problem)
+        if 0 < settings.port < 1024 and settings.uds is None:
+            fix = f"Ports below 1024 may need a privilege: use one above, such as 8000. {fix}"
+        yield Finding(check, "FAIL", found, fix)
+    if settings.ssl_certfile is not None:
+        try:
+            check_certificate(settings)
+            yield Finding("certificate", "ok", settings.ssl_certfile)
+        except StartupError as problem:
+            yield Finding("certificate", "FAIL", *_split(problem))
+
+
+def check_access(settings: ServerSettings) -> Iterator[Finding]:
+    """Keys can be read; without one, only this machine gets in."""
+    if settings.api_key_file is not None:
+        try:
+            lines = Path(settings.api_key_file).expanduser().read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            fix = "Correct --api-key-file (OCTAVO_API_KEY_FILE)."
+            yield Finding("access", "FAIL", f"cannot read {settings.api_key_file}: {reason}", fix)
+            return
+        if not lines:
+            yield Finding("access", "FAIL", f"{settings.api_key_file} holds no key", "Write one key a line into it.")
+            return
+    if settings.api_key or settings.api_key_file:
+        yield Finding("access", "ok", "with an API key only")
+    elif is_public(settings):
+        fix = "Set --api-key-file or OCTAVO_API_KEY, or listen on 127.0.0.1 behind a gateway that asks for one."
+        yield Finding("access", "warn", f"{settings.host} is open to other machines, and no API key is set", fix)
+    else:
+        yield Finding("access", "ok", "from this machine only, without a key")
+
+
+def check_socket_folder() -> Finding:
+    """The engine's socket has a place."""
+    try:
+        from engine import inspect_socket_folder
+
+        return Finding("engine socket", "ok", f"in {inspect_socket_folder()}")
+    except ConfigError as problem:
+        return Finding("engine socket", "FAIL", *_split(problem))
+
+
+def check_files(config: EngineConfig, settings: ServerSettings) -> Finding:
+    """There are file descriptors for as many connections as requests may run and wait."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = config.max_num_seqs + settings.max_num_queued_reqs + _OWN_FILES
+    unlimited = limit == resource.RLIM_INFINITY
+    found = f"{'no limit' if unlimited else limit} for {needed} needed (requests running and waiting, and {_OWN_FILES})"
+    if unlimited or limit >= needed:
+        return Finding("open files", "ok", found)
+    highest = "" if most == resource.RLIM_INFINITY or most >= needed else f"; {most} is the most without root"
+    return Finding("open files", "warn", found, f"ulimit -n {needed}{highest}; or lower --max-num-queued-reqs.")

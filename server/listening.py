@@ -1,0 +1,207 @@
+"""Where the service listens: a TCP port or a Unix socket, with or without TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from server.settings import ServerSettings
+
+_LONGEST_PATH = 103  # bytes of a Unix socket's path; Linux allows 107
+
+
+class StartupError(Exception):
+    """The service cannot start, for a reason that one paragraph explains."""
+
+
+class Listener:
+    """A bound socket that does not listen yet; a context manager that leaves nothing behind.
+
+    Args:
+        settings: host and port, or uds; whether there is a certificate.
+
+    Attributes:
+        socket: for the web server, which closes it.
+        url: where a client on this machine reaches it.
+
+    Raises:
+        StartupError: unknown host; the port or path is taken or not allowed.
+    """
+
+    def __init__(self, settings: ServerSettings):
+        self._file: tuple[Path, os.stat_result] | None = None
+        if settings.uds is not None:
+            path = Path(settings.uds).expanduser().absolute()
+            self.socket = bind_path(path)
+            self._file = path, path.stat()
+            self.url = f"unix:{path}"
+        else:
+            self.socket = bind(settings.host, settings.port)
+            self.url = url(self.socket, tls=settings.ssl_certfile is not None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket and remove its file, unless another service has replaced it; idempotent."""
+        self.socket.close()
+        if self._file is not None:
+            path, made = self._file
+            with contextlib.suppress(OSError):
+                if os.path.samestat(path.stat(), made):
+                    path.unlink()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket that does not listen yet.
+
+    Raises:
+        StartupError: unknown host, or the port is taken or not allowed.
+    """
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, UnicodeError) as problem:
+        if listener is not None:
+            listener.close()
+        reason = (problem.strerror if isinstance(problem, OSError) else None) or problem
+        raise StartupError(
+            f"cannot listen on {host}, port {port}: {reason}. "
+            "Choose another with --host and --port (OCTAVO_HOST, OCTAVO_PORT)."
+        ) from problem
+    return listener
+
+
+def url(listener: socket.socket, *, tls: bool = False) -> str:
+    """Where a client on this machine reaches a TCP socket."""
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def bind_path(path: Path) -> socket.socket:
+    """A bound Unix socket that does not listen yet and that only this user can connect to. The file of a service
+    that is gone is replaced.
+
+    Raises:
+        StartupError: the path is too long, taken, or cannot be made.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if len(os.fsencode(path)) > _LONGEST_PATH:
+            raise StartupError(
+                f"cannot listen on {path}: a socket's path may have {_LONGEST_PATH} bytes, this one has "
+                f"{len(os.fsencode(path))}. Choose a shorter one with --uds (OCTAVO_UDS)."
+            )
+        try:
+            _remove_stale(path)
+            listener.bind(str(path))
+            path.chmod(0o600)  # nobody can have connected yet: it does not listen
+        except OSError as problem:
+            raise StartupError(
+                f"cannot listen on {path}: {problem.strerror or problem}. Choose another path with --uds (OCTAVO_UDS)."
+            ) from problem
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise StartupError(f"cannot listen on {path}: it exists and is no socket. Choose another path with --uds.")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+            taken = True
+        except ConnectionRefusedError:
+            taken = _is_bound(path)
+        except TimeoutError:  # its queue is full
+            taken = True
+    if taken:
+        raise StartupError(
+            f"cannot listen on {path}: another process does. Stop it, or choose another path with --uds (OCTAVO_UDS)."
+        )
+    path.unlink()
+
+
+def _is_bound(path: Path) -> bool:
+    """Whether a process has bound the path and does not listen yet, as a service that loads its model."""
+    try:
+        lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not on this system
+        return False
+    return any(line.endswith(f" {path}") for line in lines)
+
+
+def is_public(settings: ServerSettings) -> bool:
+    """Whether other machines may reach the service."""
+    if settings.uds is not None:
+        return False
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        return not all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+    except (OSError, ValueError):
+        return True
+
+
+def check_certificate(settings: ServerSettings) -> None:
+    """Open the TLS files as the web server will.
+
+    Raises:
+        StartupError: one is missing or unreadable, they do not belong together, or the password is wrong.
+    """
+    if settings.ssl_certfile is None:
+        return
+    for name in ("ssl_certfile", "ssl_keyfile"):
+        path = getattr(settings, name)
+        if path is not None:
+            try:
+                Path(path).read_bytes()
+            except OSError as problem:
+                raise StartupError(
+                    f"cannot read {path}: {problem.strerror or problem}. Correct --{name.replace('_', '-')} "
+                    f"(OCTAVO_{name.upper()})."
+                ) from problem
+    asked = False
+
+    def password() -> str:
+        nonlocal asked
+        asked = True
+        return settings.ssl_keyfile_password or ""
+
+    files = " and ".join(path for path in (settings.ssl_certfile, settings.ssl_keyfile) if path is not None)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password)
+    except (ssl.SSLError, ValueError) as problem:
+        raise StartupError(f"HTTPS cannot be served with {files}: {_reason(problem, asked, settings)}") from problem
+
+
+def _reason(problem: Exception, asked: bool, settings: ServerSettings) -> str:
+    if asked:
+        if settings.ssl_keyfile_password is None:
+            return "the private key is encrypted. Give --ssl-keyfile-password (OCTAVO_SSL_KEYFILE_PASSWORD)."
+        return "the password does not open the private key. Correct --ssl-keyfile-password."
+    if getattr(problem, "reason", None) == "KEY_VALUES_MISMATCH":
+        return "the private key does not belong to the certificate. Correct --ssl-keyfile or --ssl-certfile."
+    fix = "name the key's file with --ssl-keyfile" if settings.ssl_keyfile is None else "correct --ssl-keyfile"
+    return f"a certificate and its private key in PEM form are needed. Correct --ssl-certfile, or {fix}."

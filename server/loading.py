@@ -1,0 +1,171 @@
+"""From a command line to settings: flags before variables before the file before defaults, and which it was."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from pydantic_settings import CliApp, CliSettingsSource
+
+from engine import ConfigError, EngineConfig
+from server.settings import ENGINE_FIELDS, Settings, SettingsBase, description, flag, variable
+from server.sources import VariableSource, did_you_mean, read_file, unknown_variables
+
+_FIELDS = Settings.model_fields
+_EPILOG = (
+    "A flag is stronger than the variable in round brackets, and that than the file --config names; [ ] holds the "
+    "default. `octavo config` shows what is in force and why."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from.
+
+    Attributes:
+        kind: which of the sources.
+        name: of the flag or variable, the file's path, or "".
+    """
+
+    kind: Literal["flag", "variable", "file", "default"]
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """All settings.
+
+    Attributes:
+        settings: the values.
+        engine: the engine's part of them.
+        origins: by a setting's name.
+        notes: sentences about variables that set nothing.
+    """
+
+    settings: SettingsBase
+    engine: EngineConfig
+    origins: Mapping[str, Origin]
+    notes: tuple[str, ...]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports what is wrong in one line instead of the whole usage, with exit status 2, and suggests a near flag."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say so and end the process."""
+        switch = re.match(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument", message)
+        if switch:
+            message = f"{switch[1]} takes no value; to switch it off, use {switch[2]}"
+        self.exit(2, f"{self.prog}: {' '.join(message.split()).rstrip('.')} (see {self.prog} --help)\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; an unknown flag, or one argument too many, ends the process."""
+        given, rest = self.parse_known_args(args, namespace)
+        for argument in rest:
+            if argument.startswith("-") and argument != "-":
+                self.error(self._unknown(argument.partition("=")[0]))
+        if rest:
+            self.error(f"unexpected argument {rest[0]!r}")
+        return given
+
+    def _unknown(self, name: str) -> str:
+        if name == "--model" and name not in self._option_string_actions:
+            return "unknown flag --model: the model is named without one, after the command"
+        return f"unknown flag {name}{did_you_mean('--' + name.lstrip('-'), self._option_string_actions)}"
+
+
+class SettingsParser(OneLineParser):
+    """A command that takes all settings as flags; `load` makes settings of what it parsed."""
+
+    def __init__(self, prog: str, about: str):
+        super().__init__(
+            prog=prog, usage=f"{prog} [MODEL] [flags]", description=about, epilog=_EPILOG, allow_abbrev=False
+        )
+        groups = {title: self.add_argument_group(title) for title in ("service", "engine")}
+
+        def add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+            name = options.get("dest", names[0])
+            options["help"] = _help(name).replace("%", "%%")
+            if "metavar" in options:
+                options["metavar"] = _metavar(name)
+            group = parser if name == "model" else groups["engine" if name in ENGINE_FIELDS else "service"]
+            return group.add_argument(*names, **options)
+
+        self._source = CliSettingsSource[argparse.ArgumentParser](
+            Settings, root_parser=self, add_argument_method=add_argument
+        )
+        # Unlike a variable, a flag that was given counts even if it is empty: an empty key must not pass for none.
+        self._source.env_ignore_empty = False
+
+    def load(self, given: argparse.Namespace) -> Loaded:
+        """The settings that these flags, the environment and the file give.
+
+        Raises:
+            ConfigError: one sentence that names the flag, the variable or the file's key that is wrong.
+        """
+        named = {name: value for name, value in vars(given).items() if name in _FIELDS}
+        flags, variables = self._source(parsed_args=named)(), VariableSource(Settings)()
+        origins = {name: Origin("variable", variable(name)) for name in variables}
+        origins |= {name: Origin("flag", _as_given(name, value)) for name, value in flags.items()}
+        try:
+            path = flags.get("config", variables.get("config"))
+            if path:
+                origins = {name: Origin("file", path) for name in read_file(path, _FIELDS)} | origins
+            settings = CliApp.run(Settings, named, self._source)
+            engine = settings.engine
+        except ConfigError as problem:
+            raise ConfigError(_with_origins(str(problem), origins)) from None
+        known = {variable(name) for name in _FIELDS}
+        return Loaded(
+            settings=settings,
+            engine=engine,
+            origins={name: origins.get(name, Origin("default")) for name in _FIELDS},
+            notes=tuple(unknown_variables(os.environ, known)),
+        )
+
+
+def _as_given(name: str, value: Any) -> str:
+    switched_off = _FIELDS[name].annotation is bool and str(value) == "False"
+    return flag(f"no_{name}" if switched_off else name)
+
+
+def _with_origins(message: str, origins: Mapping[str, Origin]) -> str:
+    """A message about settings, naming each as the user did."""
+
+    def named(match: re.Match[str]) -> str:
+        origin = origins.get(match[0])
+        if origin is None:
+            return match[0]
+        return f"{match[0]} in {origin.name}" if origin.kind == "file" else origin.name
+
+    # A short name is an ordinary word, too, unless the message begins with it.
+    names = "|".join(_FIELDS)
+    long_names = "|".join(name for name in _FIELDS if "_" in name)
+    return re.sub(rf"^({names})(?= )|(?<![\w/-])({long_names})(?![\w/-]|\.\w)", named, message)
+
+
+def _help(name: str) -> str:
+    default = _FIELDS[name].default
+    if name == "model":
+        text = " [the bundled one]"
+    elif default in (None, (), ""):
+        text = ""
+    else:
+        text = f" [{str(default).lower() if isinstance(default, bool) else default}]"
+    return f"{description(name)}{text} ({variable(name)})"
+
+
+def _metavar(name: str) -> str:
+    kind = _FIELDS[name].annotation
+    if name == "model":
+        return "MODEL"
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    kinds = get_args(kind) or (kind,)
+    if int in kinds:
+        return "SIZE" if str in kinds else "N"
+    return "X" if float in kinds else "TEXT"

@@ -1,0 +1,29 @@
+"""The prefix under which a proxy shows the service."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class RootPath:
+    """Tells an app that it is seen under a prefix, whether the proxy takes that off the path or not; links that the
+    app makes (the API's documentation) then begin with it.
+
+    Args:
+        app: the whole app, its middleware included, which routes by the path after the prefix.
+        root_path: such as "/llm"; "" for none.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self._app = app
+        self._root = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._root and scope["type"] in ("http", "websocket"):
+            scope = {**scope, "root_path": self._root}
+            if not f"{scope['path']}/".startswith(f"{self._root}/"):
+                # As ASGI wants it: the path holds the prefix.
+                scope["path"] = self._root + scope["path"]
+                if scope.get("raw_path") is not None:
+                    scope["raw_path"] = self._root.encode() + scope["raw_path"]
+        await self._app(scope, receive, send)

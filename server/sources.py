@@ -1,0 +1,139 @@
+"""Where settings come from besides flags: variables and a YAML file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
+
+from engine import ConfigError
+
+PREFIX = "OCTAVO_"
+# What Kubernetes puts into every container for a Service whose name begins with "octavo".
+_SERVICE_LINK = re.compile(r"OCTAVO_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean NEAR?" if something known is near, else nothing.
+
+    Nearest is what has the same words and perhaps more (max-length: max-model-len), else the most similar text.
+    """
+    plain = {re.sub(r"^(octavo_|-+)", "", other.lower().replace("-", "_")).strip("_"): other for other in known}
+    name = re.sub(r"^(octavo_|-+)", "", name.lower().replace("-", "_")).strip("_")
+    pool = [other for other in plain if _has_words(other, name)] or list(plain)
+    near = difflib.get_close_matches(name, pool, n=1, cutoff=0.6 if len(pool) == len(plain) else 0.0)
+    return f"; did you mean {plain[near[0]]}?" if near else ""
+
+
+def _has_words(name: str, wanted: str) -> bool:
+    """Whether every word wanted begins a word of the name, or the other way round."""
+    words = name.split("_")
+    return all(any(word.startswith(part) or part.startswith(word) for word in words) for part in wanted.split("_"))
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether a variable is Kubernetes' word about a Service, and no setting."""
+    name = name.upper()
+    return bool(_SERVICE_LINK.fullmatch(name)) or (name.endswith("_PORT") and bool(_SERVICE_ADDRESS.match(value)))
+
+
+class VariableSource(EnvSettingsSource):
+    """OCTAVO_* variables; an empty one counts as not set."""
+
+    def __init__(self, settings_cls: type[BaseSettings]):
+        super().__init__(settings_cls)
+        self.env_vars = {name: value for name, value in self.env_vars.items() if not is_service_link(name, value or "")}
+
+
+def unknown_variables(environ: Mapping[str, str], known: Collection[str]) -> list[str]:
+    """A sentence for each OCTAVO_* variable that sets nothing.
+
+    Args:
+        environ: all variables.
+        known: names of the variables that are settings.
+    """
+    sentences = []
+    for name, value in sorted(environ.items()):
+        if not name.upper().startswith(PREFIX) or not value:
+            continue
+        if name.upper() in known:
+            if is_service_link(name, value):
+                sentences.append(
+                    f"{name} is {value!r}, which Kubernetes sets for a Service called octavo, and is ignored. Give the "
+                    "Service another name, or set enableServiceLinks: false."
+                )
+        elif not is_service_link(name, value):
+            sentences.append(f"{name} is no setting and is ignored{did_you_mean(name.upper(), known) or '.'}")
+    return sentences
+
+
+class FileSource(PydanticBaseSettingsSource):
+    """The YAML file that the setting `config` names, as known from the stronger sources."""
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        return read_file(str(path), self.settings_cls.model_fields) if path else {}
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """One field's value, its key, and that it needs no decoding."""
+        return self().get(field_name), field_name, False
+
+
+def read_file(path: str, known: Iterable[str]) -> dict[str, Any]:
+    """The settings in a YAML file, by name; keys may be spelled max_num_seqs or max-num-seqs, and one without a
+    value counts as not set.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or sets what is no setting.
+    """
+    names = [name for name in known if name != "config"]
+    values: dict[str, Any] = {}
+    for key, value in _parse(path).items():
+        name = str(key).replace("-", "_")
+        if name == "config":
+            raise ConfigError(f"{path}: a file of settings cannot name another one (config).")
+        if name not in names:
+            raise ConfigError(f"{path}: {key!s} is no setting{did_you_mean(name, names) or '.'}")
+        if name in values:
+            raise ConfigError(f"{path}: {name} is set twice.")
+        values[name] = value
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that comes twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(path: str) -> dict[Any, Any]:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(f"config names {path}, which cannot be read: {reason}.") from error
+    try:
+        content = yaml.load(text, _Loader)  # a SafeLoader: plain values only
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{place}: {error.problem or error.context}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as characters YAML does not allow, 2024-99-99
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold lines such as max_num_seqs: 32, got a {type(content).__name__}.")
+    return content
