@@ -155,9 +155,8 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
     try:
         facts = inspect_model(config)
     except NotDownloadedError as problem:
-        yield Finding(
-            "model", "warn", str(problem), f"The start downloads it; or do so now: hf download {config.model}"
-        )
+        fix = f"The start downloads it; or do so now: hf download {config.model}"
+        yield Finding("model", "warn", *_split(problem, fix))
         return
     except OctavoError as problem:
         yield Finding("model", "FAIL", *_split(problem, "Name another model, or correct its folder."))

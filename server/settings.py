@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -124,8 +125,8 @@ class ServerSettings(BaseModel):
     def _check_root_path(cls, value: str) -> str:
         if value.strip("/") == "":
             return ""
-        if not value.startswith("/") or not value.isprintable() or set(value) & set(" ?#"):
-            raise ConfigError(f"root_path must be a path that begins with /, such as /llm, got {value!r}.")
+        if not re.fullmatch(r"/[\w.~/-]*", value, re.ASCII):
+            raise ConfigError(f"root_path must be a path such as /llm, of letters, digits and -._~/, got {value!r}.")
         return value.rstrip("/")
 
     @check_field("forwarded_allow_ips")
@@ -160,7 +161,7 @@ class SettingsBase(ServerSettings, BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="OCTAVO_", env_ignore_empty=True, env_parse_none_str="null", cli_parse_none_str="null",
-        cli_kebab_case=True, cli_implicit_flags=True, nested_model_default_partial_update=False,
+        cli_kebab_case=True, cli_implicit_flags=True,
     )  # fmt: skip
 
     config: str | None = Field(

@@ -111,10 +111,11 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key that comes twice, of which YAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
+        seen: list[Any] = []
         for key, _ in node.value:
-            if keys.count(key.value) > 1:
+            if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
+            seen.append(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -1,73 +1,196 @@
-"""Flags, environment variables, and what the command says when they are wrong."""
+"""Flags, variables and the YAML file, which of them wins, and what the commands say when they are wrong."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import socket
+import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from engine import ConfigError, EngineConfig
 from octavo import shadowed
-from server.cli import main, make_parser
-from server.run import DEMO_MODEL, DEMO_MODEL_ID, StartupError, bind, served_model_id, url
-from server.settings import ServerSettings, build, flag, variable
+from server.cli import main
+from server.loading import Loaded, SettingsParser
+from server.run import DEMO_MODEL, DEMO_MODEL_ID, served_model_id
+from server.settings import SECRETS, ServerSettings, Settings, flag, variable
+from server.sources import did_you_mean
 
+ROOT = Path(__file__).resolve().parent.parent
 # A valid value for every setting, unlike its default.
-VALUES = {
+ENGINE = {
     "model": "some/model", "tokenizer": "tok", "skip_tokenizer_init": True, "revision": "main", "hf_token": "t",
     "dtype": "float16", "device": "cuda:1", "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 99,
     "block_size": 8, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
 }  # fmt: skip
+SERVICE = {
+    "host": "::1", "port": 81, "uds": "/run/o.sock", "root_path": "/llm", "forwarded_allow_ips": "10.0.0.0/8,127.0.0.1",
+    "ssl_keyfile": "key.pem", "ssl_certfile": "cert.pem", "ssl_keyfile_password": "pass", "served_model_name": "mine",
+    "log_level": "debug", "log_format": "json", "log_prompts": True, "shutdown_timeout": 7, "max_engine_failures": 9,
+    "liveness_timeout": 1.5, "api_key": ("one", "two"), "api_key_file": "keys", "public_metrics": True,
+    "max_body_size": "1MiB", "max_header_size": "8KiB", "max_num_queued_reqs": 11, "max_num_queued_tokens": 12,
+    "stream_keepalive": 2.5, "stream_stall_timeout": 3.5, "max_n": 13,
+}  # fmt: skip
+VALUES: dict[str, Any] = ENGINE | SERVICE
 
 
-def engine_config(arguments: list[str], environ: dict[str, str]) -> EngineConfig:
-    given = make_parser().parse_args(["serve", *arguments])
-    return build(EngineConfig, given, environ, model=str(DEMO_MODEL))
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loaded]:
+    """Settings from arguments and variables, nothing else being set."""
+
+    def load(arguments: list[str] | None = None, environ: dict[str, str] | None = None) -> Loaded:
+        for name in Settings.model_fields:
+            monkeypatch.delenv(variable(name), raising=False)
+        for name, value in (environ or {}).items():
+            monkeypatch.setenv(name, value)
+        parser = SettingsParser("octavo serve", "Serve.")
+        return parser.load(parser.parse_args(arguments or []))
+
+    return load
 
 
-def test_every_setting_is_a_flag() -> None:
-    assert set(VALUES) == {field.name for field in dataclasses.fields(EngineConfig)}
-    arguments = [VALUES["model"]]
-    for name, value in VALUES.items():
-        if isinstance(value, bool):
-            arguments.append(flag(name) if value else flag(f"no_{name}"))
-        elif name != "model":
-            arguments += [flag(name), str(value)]
-    assert engine_config(arguments, {}) == EngineConfig(**VALUES)
+def as_text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def test_every_setting_is_a_variable_and_the_flag_is_stronger() -> None:
-    environ = {variable(name): str(value) for name, value in VALUES.items()}
-    assert engine_config([], environ) == EngineConfig(**VALUES)
-    stronger = engine_config(["other", "--max-num-seqs", "7", "--enable-prefix-caching"], environ)
-    assert stronger == EngineConfig(**(VALUES | {"model": "other", "max_num_seqs": 7, "enable_prefix_caching": True}))
+def as_flags(name: str) -> list[str]:
+    value = VALUES[name]
+    if name == "model":
+        return [value]
+    if isinstance(value, bool):
+        return [flag(name if value else f"no_{name}")]
+    return [part for item in (value if isinstance(value, tuple) else (value,)) for part in (flag(name), str(item))]
 
 
-def test_without_settings_the_demo_model_and_the_defaults() -> None:
-    assert engine_config([], {"OCTAVO_SEED": ""}) == EngineConfig(model=str(DEMO_MODEL))
-    assert build(ServerSettings, argparse.Namespace(), {}) == ServerSettings()
-    assert build(ServerSettings, argparse.Namespace(), {"OCTAVO_PORT": "81"}).port == 81
+def as_file(folder: Path, values: dict[str, Any]) -> str:
+    path = folder / "octavo.yaml"
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    path.write_text(yaml.safe_dump(plain))
+    return str(path)
+
+
+def values_of(loaded: Loaded) -> dict[str, Any]:
+    return {name: getattr(loaded.settings, name) for name in VALUES}
+
+
+def test_the_values_cover_every_setting() -> None:
+    assert {*VALUES, "config"} == set(Settings.model_fields)
+    assert set(ENGINE) == {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(SERVICE) == set(ServerSettings.model_fields)
+    defaults = Settings()
+    assert not [name for name, value in VALUES.items() if getattr(defaults, name) == value]
+
+
+def test_every_setting_is_a_flag(load: Callable[..., Loaded]) -> None:
+    loaded = load([part for name in VALUES for part in as_flags(name)])
+    assert values_of(loaded) == VALUES
+    assert loaded.engine == EngineConfig(**ENGINE)
+    assert {loaded.origins[name].kind for name in VALUES} == {"flag"}
+    assert loaded.origins["enable_prefix_caching"].name == "--no-enable-prefix-caching"
+    assert loaded.origins["model"].name == "MODEL"
+
+
+def test_every_setting_is_a_variable(load: Callable[..., Loaded]) -> None:
+    loaded = load([], {variable(name): as_text(value) for name, value in VALUES.items()})
+    assert values_of(loaded) == VALUES
+    assert loaded.engine == EngineConfig(**ENGINE)
+    assert all(loaded.origins[name].name == variable(name) for name in VALUES)
+
+
+@pytest.mark.parametrize("spell", [str, lambda name: name.replace("_", "-")])
+def test_every_setting_is_a_key_of_the_file(
+    spell: Callable[[str], str], load: Callable[..., Loaded], tmp_path: Path
+) -> None:
+    path = as_file(tmp_path, {spell(name): value for name, value in VALUES.items()})
+    for loaded in (load(["--config", path]), load([], {"OCTAVO_CONFIG": path})):
+        assert values_of(loaded) == VALUES
+        assert loaded.engine == EngineConfig(**ENGINE)
+        assert all(loaded.origins[name].name == path for name in VALUES)
+
+
+def test_the_file_is_weaker_than_variables_and_they_than_flags(load: Callable[..., Loaded], tmp_path: Path) -> None:
+    path = as_file(tmp_path, {"port": 1, "max_num_seqs": 1, "model": "a", "log_prompts": True, "block_size": 4})
+    environ = {"OCTAVO_CONFIG": path, "OCTAVO_PORT": "2", "OCTAVO_MAX_NUM_SEQS": "2", "OCTAVO_MODEL": "b"}
+    loaded = load(["c", "--port", "3", "--no-log-prompts"], environ)
+    settings = loaded.settings
+    assert (settings.port, settings.log_prompts, loaded.engine.model) == (3, False, "c")
+    assert (loaded.engine.max_num_seqs, loaded.engine.block_size, loaded.engine.seed) == (2, 4, None)
+    kinds = {name: loaded.origins[name].kind for name in ("port", "max_num_seqs", "block_size", "seed", "config")}
+    expected = {"port": "flag", "max_num_seqs": "variable", "block_size": "file", "seed": "default"}
+    assert kinds == {**expected, "config": "variable"}
+    assert load(["--config", as_file(tmp_path, {"port": 5})], environ).settings.port == 2
+
+
+def test_without_settings_the_demo_model_and_the_defaults(load: Callable[..., Loaded], tmp_path: Path) -> None:
+    loaded = load([], {"OCTAVO_SEED": "", "OCTAVO_API_KEY": "", "OCTAVO_CONFIG": ""})
+    assert loaded.engine == EngineConfig(model=str(DEMO_MODEL))
+    defaults = ServerSettings()
+    assert all(getattr(loaded.settings, name) == getattr(defaults, name) for name in SERVICE)
+    assert {origin.kind for origin in loaded.origins.values()} == {"default"}
+    assert not loaded.notes
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("# nothing\nport:\n")
+    assert load(["--config", str(empty)]).origins["port"].kind == "default"
+
+
+def test_null_takes_a_weaker_value_back(load: Callable[..., Loaded], tmp_path: Path) -> None:
+    path = as_file(tmp_path, {"max_model_len": 9, "revision": "x"})
+    loaded = load(["--config", path, "--max-model-len", "null"], {"OCTAVO_REVISION": "null"})
+    assert (loaded.engine.max_model_len, loaded.engine.revision) == (None, None)
+
+
+def test_keys_come_one_by_one_or_separated_by_commas(load: Callable[..., Loaded], tmp_path: Path) -> None:
+    assert load(["--api-key", "a", "--api-key", "b, c"]).settings.api_key == ("a", "b", "c")
+    assert load([], {"OCTAVO_API_KEY": "a,b,"}).settings.api_key == ("a", "b")
+    assert load(["--config", as_file(tmp_path, {"api-key": "a"})]).settings.api_key == ("a",)
+    assert ServerSettings(api_key=("a", "b")).api_key == ("a", "b")
+    assert "secret" not in repr(ServerSettings(api_key=("secret",), ssl_certfile="c", ssl_keyfile_password="secret"))
+    assert "secret" not in repr(load(["--hf-token", "secret"]).settings)
 
 
 @pytest.mark.parametrize(
     ("arguments", "environ", "said"),
     [
         (["--max-num-seqs", "many"], {}, "--max-num-seqs must be an integer, got 'many'"),
-        (["--max-num-seqs", "0"], {}, "max_num_seqs must be an integer of at least 1, got 0"),
+        (["--max-num-seqs", "0"], {}, "--max-num-seqs must be an integer of at least 1, got 0"),
+        (["--max-num-seqs=3", "--max-num-batched-tokens=2"], {}, "tokens (2) must be at least --max-num-seqs (3)"),
         (["--dtype", "int3"], {}, "--dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
         (["--gpu-memory-utilization", "x"], {}, "--gpu-memory-utilization must be a number, got 'x'"),
-        (["--port", "70000"], {}, "port must be from 0 to 65535, got 70000"),
-        (["--max-num-seq", "3"], {}, "unrecognized arguments: --max-num-seq"),
-        ([], {"OCTAVO_PORT": "http"}, "OCTAVO_PORT must be an integer, got 'http'"),
+        (["--gpu-memory-utilization", "2"], {}, "--gpu-memory-utilization must be in (0, 1], got 2.0"),
+        (["--port", "70000"], {}, "--port must be an integer from 0 to 65535, got '70000'"),
+        (["--port"], {}, "argument --port: expected one argument"),
+        (["--device", "tpu"], {}, "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["--max-body-size", "big"], {}, "--max-body-size must be a size such as 4GiB"),
+        (["--api-key", ""], {}, "--api-key must not be empty"),
+        (["--api-key", "two words"], {}, "--api-key must consist of printable ASCII characters without spaces ("),
+        (["--served-model-name", ""], {}, "--served-model-name must be a text that is not empty, got ''"),
+        (["--root-path", "llm"], {}, "--root-path must be a path such as /llm"),
+        (["--forwarded-allow-ips", "10.0.0.1/8"], {}, "got '10.0.0.1/8': 10.0.0.1/8 has host bits set"),
+        (["--ssl-keyfile", "k"], {}, "--ssl-keyfile is set, but ssl_certfile is not"),
+        (["--enable-prefix-caching=false"], {}, "takes no value; to switch it off, use --no-enable-prefix-caching"),
+        (["--max-num-seq", "3"], {}, "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
+        (["--max-model-length=3"], {}, "unknown flag --max-model-length; did you mean --max-model-len?"),
+        (["--max_model_len", "3"], {}, "unknown flag --max_model_len; did you mean --max-model-len?"),
+        (["--warp-drive"], {}, "unknown flag --warp-drive ("),
+        (["--model", "m"], {}, "unknown flag --model: the model is named without one"),
+        (["a", "b"], {}, "unexpected argument 'b'"),
+        ([], {"OCTAVO_PORT": "http"}, "OCTAVO_PORT must be an integer from 0 to 65535, got 'http'"),
         ([], {"OCTAVO_ENABLE_PREFIX_CACHING": "perhaps"}, "OCTAVO_ENABLE_PREFIX_CACHING must be true or false"),
         ([], {"OCTAVO_LOG_LEVEL": "loud"}, "OCTAVO_LOG_LEVEL must be one of debug, info, warning, error, got 'loud'"),
+        ([], {"OCTAVO_LIVENESS_TIMEOUT": "nan"}, "OCTAVO_LIVENESS_TIMEOUT must be a number above 0, got 'nan'"),
+        ([], {"OCTAVO_MAX_NUM_SEQS": "4000"}, "must be at least OCTAVO_MAX_NUM_SEQS (4000)"),
+        ([], {"OCTAVO_CONFIG": "/no/such.yaml"}, "OCTAVO_CONFIG names /no/such.yaml, which cannot be read: No"),
     ],
-)
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["serve", "config", "doctor"])
 def test_a_wrong_value_is_one_line_and_status_2(
+    command: str,
     arguments: list[str],
     environ: dict[str, str],
     said: str,
@@ -77,35 +200,183 @@ def test_a_wrong_value_is_one_line_and_status_2(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stopped:
-        main(["serve", *arguments])
+        main([command, *arguments])
+    assert stopped.value.code == 2
+    output = capsys.readouterr().err
+    assert output.startswith(f"octavo {command}: ")
+    assert said in output
+    assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_model_length: 3", "max_model_length is no setting; did you mean max_model_len?"),
+        ("max-num-seqs: 3\nmax_num_seqs: 4", "max_num_seqs is set twice"),
+        ("port: 3\nport: 4", "line 2, column 1: port is set twice"),
+        ("config: other.yaml", "cannot name another one (config)"),
+        ("port: [3", "line 1, column 9: expected ',' or ']'"),
+        ("- port", "must hold lines such as max_num_seqs: 32, got a list"),
+        ("port: true", "port in {path} must be an integer from 0 to 65535, got True"),
+        ("revision: 2024", "revision in {path} must be a text, got 2024"),
+        ("block-size: 0", "block_size in {path} must be an integer of at least 1, got 0"),
+        ("max_num_seqs: 4000", "must be at least max_num_seqs in {path} (4000)"),
+        ("hf_token: 12345", "hf_token in {path} must be a text, got '(hidden)'"),
+        ("api_key: [12345]", "api_key in {path} must be a text or a list of texts, got '(hidden)'"),
+        ("model: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("port: 2024-99-99", "is not valid YAML"),
+        ("\0", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_it(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.yaml"  # begins like a setting
+    path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        main(["config", "some/model", "--config", str(path)])
+    assert stopped.value.code == 2
+    output = capsys.readouterr().err
+    assert str(path) in output
+    assert said.format(path=path) in output
+    assert "12345" not in output
+    assert output.count("\n") == 1
+
+
+def test_a_flag_helps_a_wrong_weaker_value_out(load: Callable[..., Loaded], tmp_path: Path) -> None:
+    path = as_file(tmp_path, {"port": "wrong"})
+    assert load(["--port", "3", "--config", path]).settings.port == 3
+
+
+def test_variables_that_set_nothing_are_named_once(load: Callable[..., Loaded]) -> None:
+    environ = {
+        "OCTAVO_MAX_MODEL_LENGTH": "3",
+        "OCTAVO_ELSEWHERE_FLAG": "x",
+        "OCTAVO_EMPTY": "",
+        # what Kubernetes sets for a Service "octavo" and one "octavo-web"
+        "OCTAVO_SERVICE_HOST": "10.1.1.1",
+        "OCTAVO_SERVICE_PORT_HTTP": "80",
+        "OCTAVO_PORT": "tcp://10.1.1.1:80",
+        "OCTAVO_PORT_80_TCP_ADDR": "10.1.1.1",
+        "OCTAVO_WEB_PORT": "tcp://10.1.1.2:80",
+    }
+    loaded = load([], environ)
+    assert loaded.settings.port == 8000
+    nothing, length, port = loaded.notes
+    assert nothing == "OCTAVO_ELSEWHERE_FLAG is no setting and is ignored."
+    assert length == "OCTAVO_MAX_MODEL_LENGTH is no setting and is ignored; did you mean OCTAVO_MAX_MODEL_LEN?"
+    assert "Kubernetes" in port
+    assert "tcp://10.1.1.1:80" in port
+    assert load(["--port", "80"], environ).settings.port == 80
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("max-length", "max-model-len"), ("batched-tokens", "max-num-batched-tokens"), ("prot", "port"),
+        ("ssl-key-file", "ssl-keyfile"), ("tensor-parallel-size", None),
+    ],
+)  # fmt: skip
+def test_the_near_name(name: str, near: str | None) -> None:
+    known = [flag(name) for name in Settings.model_fields]
+    assert did_you_mean(f"--{name}", known) == (f"; did you mean --{near}?" if near else "")
+
+
+def test_config_shows_values_and_where_they_come_from(
+    load: Callable[..., Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load()  # clears the environment
+    path = as_file(tmp_path, {"block_size": 8, "hf_token": "secret-1"})
+    monkeypatch.setenv("OCTAVO_API_KEY", "secret-2,secret-3")
+    monkeypatch.setenv("OCTAVO_MAX_LENGTH", "3")
+    arguments = ["config", "some/model", "--config", path, "--port", "81", "--no-show-progress"]
+    arguments += ["--ssl-certfile", "c", "--ssl-keyfile-password", "secret-4"]
+
+    assert main(arguments) == 0
+    table = capsys.readouterr()
+    assert "did you mean OCTAVO_MAX_MODEL_LEN?" in table.err
+    rows = {line.split()[0]: line.split()[1:] for line in table.out.splitlines()}
+    assert rows.pop("setting") == ["value", "from"]
+    assert set(rows) == set(Settings.model_fields)
+    assert rows["port"] == ["81", "flag", "--port"]
+    assert rows["model"] == ["some/model", "flag", "MODEL"]
+    assert rows["show_progress"] == ["false", "flag", "--no-show-progress"]
+    assert rows["api_key"] == ["(hidden)", "variable", "OCTAVO_API_KEY"]
+    assert rows["block_size"] == ["8", "file", path]
+    assert rows["seed"] == ["-", "default"]
+
+    assert main([*arguments, "--json"]) == 0
+    shown = capsys.readouterr()
+    settings = json.loads(shown.out)
+    assert settings["port"] == {"value": 81, "source": "flag", "name": "--port"}
+    assert settings["hf_token"] == {"value": "(hidden)", "source": "file", "name": path}
+    assert settings["seed"] == {"value": None, "source": "default", "name": None}
+    assert {name for name in SECRETS if settings[name]["value"] == "(hidden)"} == SECRETS
+    assert "secret" not in table.out + table.err + shown.out + shown.err
+
+
+def test_wrong_values_are_config_errors() -> None:
+    for values in (
+        {"shutdown_timeout": -1}, {"served_model_name": ""}, {"max_engine_failures": 0}, {"liveness_timeout": 0},
+        {"port": True}, {"host": None}, {"stream_keepalive": float("inf")}, {"max_n": 0}, {"max_header_size": 0},
+    ):  # fmt: skip
+        (name,) = values
+        with pytest.raises(ConfigError, match=f"^{name} must"):
+            ServerSettings(**values)
+    with pytest.raises(ConfigError, match="colour is no setting"):
+        ServerSettings(colour="red")
+    assert ServerSettings(root_path="/").root_path == ""
+    assert ServerSettings(root_path="/a/b/").root_path == "/a/b"
+
+
+def test_keywords_alone_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_PORT", "81")
+    assert ServerSettings().port == 8000
+    with pytest.raises(ValueError):
+        ServerSettings().port = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "a command is missing: serve, config, doctor"),
+        (["srve"], "unknown command 'srve'; did you mean serve?"),
+        (["dance"], "unknown command 'dance'; there are serve"),
+        (["--port", "3", "serve"], "--port must come after the command"),
+    ],
+)
+def test_a_wrong_command_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
     assert stopped.value.code == 2
     output = capsys.readouterr().err
     assert said in output
     assert output.count("\n") == 1
 
 
-def test_wrong_values_are_config_errors() -> None:
-    with pytest.raises(ConfigError, match="shutdown_timeout"):
-        ServerSettings(shutdown_timeout=-1)
-    with pytest.raises(ConfigError, match="served_model_name"):
-        ServerSettings(served_model_name="")
-    with pytest.raises(ConfigError, match="max_engine_failures"):
-        ServerSettings(max_engine_failures=0)
-    with pytest.raises(ConfigError, match="liveness_timeout"):
-        ServerSettings(liveness_timeout=0)
-
-
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("octavo ")
+    assert main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    assert all(command in overview for command in ("serve", "config", "doctor"))
     with pytest.raises(SystemExit) as stopped:
         main(["serve", "--help"])
     assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    for name in VALUES:
-        assert variable(name) in text.replace("\n", "")
-    assert "keep" not in text.partition("--block-size")[0]
-    assert "tokens a page holds. [16]" in text
+    parts = capsys.readouterr().out.partition("\nengine:\n")
+    service, text, engine = (" ".join(part.split()) for part in (parts[0], "".join(parts), parts[2]))
+    for name in Settings.model_fields:
+        assert f"({variable(name)})" in text
+    assert {flag(name) for name in SERVICE} <= set(service.replace(",", "").split())
+    assert {flag(name) for name in ENGINE if name != "model"} <= set(engine.replace(",", "").split())
+    assert "tokens a page holds. [16] (OCTAVO_BLOCK_SIZE)" in engine
+
+
+def test_settings_come_without_what_serving_needs() -> None:
+    """`octavo config` and a wrong flag answer at once."""
+    code = "import sys, server.loading; print([n for n in ('torch', 'fastapi', 'uvicorn') if n in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "[]", run.stderr
 
 
 def test_the_served_id(tmp_path: Path) -> None:
@@ -116,22 +387,6 @@ def test_the_served_id(tmp_path: Path) -> None:
     assert served_model_id("org/name", None) == "org/name"
     assert served_model_id("org/name", "mine") == "mine"
     assert served_model_id(str(DEMO_MODEL), None) == DEMO_MODEL_ID
-
-
-def test_a_taken_port_is_one_clear_sentence() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1, port {port}: .*--port"):
-            bind("127.0.0.1", port)
-    with pytest.raises(StartupError, match="no-such-host"):
-        bind("no-such-host.invalid", 0)
-
-
-def test_the_address_is_shown_as_it_can_be_opened() -> None:
-    with bind("127.0.0.1", 0) as listener:
-        assert url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_the_packages_are_ours() -> None:

@@ -1,0 +1,303 @@
+"""`octavo doctor`: each verdict, good and bad, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_client import hf_byte_tokenizer
+
+import engine
+from engine import EngineConfig, inspect_model
+from engine.execution.memory import available_memory
+from server import doctor
+from server.cli import main
+from server.doctor import Finding
+from server.settings import DEMO_MODEL, ServerSettings
+
+CPU_BUILD = engine.TorchFacts(version="2.13.0+cpu", cuda=None, num_threads=1, gpus=())
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "num_cpus", lambda: 64.0)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the bundled checkpoint, to be damaged."""
+    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+
+
+def examine(model: Path | str = DEMO_MODEL, **settings: Any) -> dict[str, Finding]:
+    """Findings by check."""
+    own = {name: settings.pop(name) for name in list(settings) if name in ServerSettings.model_fields}
+    config = EngineConfig(model=str(model), **settings)
+    return {finding.check: finding for finding in doctor.examine(config, ServerSettings(**({"port": 0} | own)))}
+
+
+def failed(finding: Finding) -> str:
+    """What a failing check says, in one line."""
+    assert finding.verdict == "FAIL", finding
+    assert finding.fix
+    return f"{finding.found} -> {finding.fix}"
+
+
+def warned(finding: Finding) -> str:
+    """What a warning says, in one line."""
+    assert finding.verdict == "warn", finding
+    assert finding.fix
+    return f"{finding.found} -> {finding.fix}"
+
+
+def test_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "load", lambda *arguments, **options: pytest.fail("weights were loaded"))
+    assert main(["doctor", "--port", "0", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    checks = " ".join(line.split()[1] for line in lines[:-1])
+    assert checks == "python torch threads device model memory tokenizer chat port access engine open"
+    assert {line.split()[0] for line in lines[:-1]} == {"ok"}
+    assert lines[-1] == "All is well."
+
+
+def test_a_failure_is_status_1_and_names_its_cure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["doctor", str(tmp_path / "absent"), "--port", "0", "--host", "0.0.0.0"]
+    assert main(arguments) == 1
+    text = capsys.readouterr().out
+    assert f"FAIL  model          The folder {tmp_path / 'absent'} does not exist" in text
+    assert "warn  access" in text
+    assert text.splitlines()[-1] == "1 FAIL, 1 warn"
+    assert main([*arguments, "--json"]) == 1
+    findings = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings["model"]["verdict"] == "FAIL"
+    assert findings["model"]["fix"]
+    assert findings["python"] == {
+        "check": "python", "verdict": "ok", "found": findings["python"]["found"], "fix": ""
+    }  # fmt: skip
+
+
+def test_warnings_alone_are_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--port", "0", "--host", "0.0.0.0"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 warn"
+
+
+# ---------------------------------------------------------------- torch and the device
+
+
+def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 9))
+    assert "3.11" in failed(doctor.check_python())
+
+
+def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("libgomp.so.1: cannot open\nshared object file")
+
+    monkeypatch.setattr(engine, "inspect_torch", broken, raising=False)
+    findings = examine()
+    assert "libgomp.so.1: cannot open shared object file" in failed(findings["torch"])
+    assert "model" not in findings
+    assert findings["port"].verdict == "ok"
+
+
+def test_more_threads_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "inspect_torch", lambda: replace(CPU_BUILD, num_threads=64), raising=False)
+    monkeypatch.setattr(doctor, "num_cpus", lambda: 1.5)
+    found = {finding.check: finding for finding in doctor.check_torch()}
+    assert "64 for 1.5 CPUs" in warned(found["threads"])
+    assert "OMP_NUM_THREADS=1." in found["threads"].fix
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "cpus"),
+    [("cpu.max", "50000 100000\n", 0.5), ("cpu.max", "max 100000\n", None), ("cpu/cpu.cfs_quota_us", "25000\n", 0.25),
+     ("cpu/cpu.cfs_quota_us", "-1\n", None)],
+)  # fmt: skip
+def test_a_containers_share_of_cpus(
+    file: str, content: str, cpus: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(content)
+    (tmp_path / file).with_name("cpu.cfs_period_us").write_text("100000\n")
+    without = doctor.num_cpus(tmp_path / "nothing")
+    assert without >= 1
+    assert doctor.num_cpus(tmp_path) == (cpus or without)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(engine, "inspect_torch", lambda: CPU_BUILD, raising=False)
+    (model / "model.safetensors").unlink()
+    findings = examine(model, device="cuda:3")
+    text = failed(findings["device"])
+    assert "cuda:3 was asked for, and torch sees 0 GPUs: it is a CPU build" in text
+    assert "--device cpu" in text
+    assert "holds no weights" in failed(findings["model"]), "the model is looked at all the same"
+
+    cuda_build = replace(CPU_BUILD, version="2.13.0+cu130", cuda="13.0")
+    monkeypatch.setattr(engine, "inspect_torch", lambda: cuda_build, raising=False)
+    monkeypatch.setattr(doctor, "_has_nvidia_driver", lambda: False)
+    assert "Install its driver" in failed(doctor.check_device(EngineConfig(model="m", device="cuda:3")))
+    monkeypatch.setattr(doctor, "_has_nvidia_driver", lambda: True)
+    assert "Make the GPU visible" in failed(doctor.check_device(EngineConfig(model="m", device="cuda:3")))
+
+
+def test_a_driver_without_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "inspect_torch", lambda: CPU_BUILD, raising=False)
+    monkeypatch.setattr(engine, "inspect_device", lambda config: "cpu", raising=False)
+    monkeypatch.setattr(doctor, "_has_nvidia_driver", lambda: True)
+    assert "Install a CUDA build of torch" in warned(doctor.check_device(EngineConfig(model="m")))
+    assert doctor.check_device(EngineConfig(model="m", device="cpu")).verdict == "ok"
+
+
+# ---------------------------------------------------------------- the model
+
+
+def test_models_that_cannot_be_served(model: Path) -> None:
+    config = model / "config.json"
+    whole = json.loads(config.read_text())
+    config.write_text(json.dumps(whole | {"architectures": ["MambaForCausalLM"]}))
+    assert "'MambaForCausalLM' is not supported -> Supported: GPT2" in failed(examine(model)["model"])
+    config.write_text("{")
+    assert "config.json cannot be read" in failed(examine(model)["model"])
+    config.unlink()
+    assert "holds no config.json" in failed(examine(model)["model"])
+    config.write_text(json.dumps(whole))
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    text = failed(examine(model)["model"])
+    assert "a format that is not read (pytorch_model.bin)" in text
+    assert "save_pretrained" in text
+
+
+def test_a_model_on_the_hub_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants
+
+    def download(*arguments: object, local_files_only: bool, **options: object) -> None:
+        assert local_files_only
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
+
+    monkeypatch.setattr("engine.model.checkpoint.snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    findings = examine("org/name")
+    assert "org/name is not in the local cache yet -> The start downloads it" in warned(findings["model"])
+    assert "memory" not in findings
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in failed(examine("org/name")["model"])
+
+
+def test_a_model_without_words(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    assert "/v1/chat/completions answers 400" in warned(examine(model)["chat template"])
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    assert "prompts must be token ids" in warned(examine(model)["tokenizer"])
+    assert examine(model, skip_tokenizer_init=True)["tokenizer"].verdict == "ok"
+    (model / "tokenizer.json").write_text("{")
+    assert "cannot be loaded" in failed(examine(model)["tokenizer"])
+    assert "not looked at" in warned(examine(model, tokenizer="org/name")["tokenizer"])
+    other = model.parent / "other"
+    hf_byte_tokenizer().save_pretrained(other)
+    assert examine(model, tokenizer=str(other))["tokenizer"].verdict == "ok"
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = inspect_model(EngineConfig(model=str(DEMO_MODEL), device="cpu", dtype="float32", max_num_seqs=2))
+    # 2 x 512 tokens of 2 layers x (K, V) x heads x dim floats, and page 0
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    width = config["num_key_value_heads"] * config.get(
+        "head_dim", config["hidden_size"] // config["num_attention_heads"]
+    )
+    page = 16 * 2 * config["num_hidden_layers"] * width * 4
+    assert facts.num_blocks == 2 * 512 // 16
+    assert facts.pages == (facts.num_blocks + 1) * page
+    stored = (DEMO_MODEL / "model.safetensors").stat().st_size
+    assert facts.weights == pytest.approx(stored, rel=0.02), "float32, as stored"
+
+    assert doctor.check_memory(replace(facts, free=facts.weights + facts.pages + 2**31)).verdict == "ok"
+    assert "is little" in warned(doctor.check_memory(replace(facts, free=facts.weights + facts.pages)))
+    text = failed(doctor.check_memory(replace(facts, free=facts.weights + facts.pages - 1)))
+    assert "--kv-cache-memory" in text
+    monkeypatch.setattr("engine.execution.kv_cache.available_memory", lambda: facts.weights)
+    assert "No memory for the KV cache" in failed(examine(device="cpu")["model"])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_containers_limit_of_memory(version: int, tmp_path: Path) -> None:
+    inner = tmp_path / ("memory" if version == 1 else "") / "outer" / "inner"
+    inner.mkdir(parents=True)
+    limit, used, cached = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if version == 1
+        else ("memory.max", "memory.current", "inactive_file")
+    )
+    own = tmp_path / "cgroup"
+    own.write_text("4:cpu,memory:/outer/inner\n1:name=systemd:/\n" if version == 1 else "0::/outer/inner\n")
+    free = available_memory(tmp_path, own)
+    assert free > 2**22
+    (inner / limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
+    (inner / used).write_text("1000\n")
+    assert available_memory(tmp_path, own) == pytest.approx(free, rel=0.5)
+    # The limit of the group around it holds, too; cached files give way.
+    (inner.parent / limit).write_text("1000000\n")
+    (inner.parent / used).write_text("900000\n")
+    (inner.parent / "memory.stat").write_text(f"anon 5\n{cached} 300000\n")
+    assert available_memory(tmp_path, own) == 400000
+    (inner / limit).write_text("1500\n")
+    assert available_memory(tmp_path, own) == 500
+    (inner / used).write_text("2000\n")
+    assert available_memory(tmp_path, own) == 0
+
+
+# ---------------------------------------------------------------- where it listens, and who gets in
+
+
+def test_where_it_listens(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        text = failed(examine(port=port)["port"])
+    assert f"port {port}: Address already in use -> Choose another with --host and --port" in text
+    assert "No such file or directory" in failed(examine(uds=str(tmp_path / "absent" / "o"))["socket"])
+    assert "cannot read" in failed(examine(ssl_certfile=str(tmp_path / "absent"))["certificate"])
+
+
+def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(settings: ServerSettings) -> None:
+        raise doctor.StartupError("cannot listen on 127.0.0.1, port 80: Permission denied. Choose another.")
+
+    monkeypatch.setattr(doctor, "Listener", refuse)
+    assert "Permission denied -> Ports below 1024 may need a privilege" in failed(examine(port=80)["port"])
+
+
+def test_who_gets_in(tmp_path: Path) -> None:
+    assert "no API key is set" in warned(examine(host="0.0.0.0")["access"])
+    assert examine(host="0.0.0.0", api_key="secret")["access"] == Finding("access", "ok", "with an API key only")
+    keys = tmp_path / "keys"
+    assert "cannot read" in failed(examine(api_key_file=str(keys))["access"])
+    keys.write_text("\n\n")
+    assert "holds no key" in failed(examine(api_key_file=str(keys))["access"])
+    keys.write_text("key-1\n")
+    assert examine(api_key_file=str(keys))["access"].verdict == "ok"
+
+
+def test_a_place_for_the_engines_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.launch._LONGEST_FOLDER", 3)
+    assert "TMPDIR" in failed(examine()["engine socket"])
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 300))
+    text = warned(examine(max_num_queued_reqs=1000)["open files"])
+    assert "256 for 1128 needed" in text
+    assert "ulimit -n 1128; 300 is the most without root" in text
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert examine()["open files"].verdict == "ok"

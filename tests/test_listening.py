@@ -1,0 +1,282 @@
+"""Ports, Unix sockets, TLS and path prefixes: what is refused, and the service behind all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_client import FakeClient, byte_tokenizer, say
+
+from engine import EngineConfig
+from server import run
+from server.app import create_app
+from server.listening import Listener, StartupError, bind, bind_path, check_certificate, is_public, url
+from server.root_path import RootPath
+from server.settings import ServerSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+PASSWORD = "open sesame"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="octavo-", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with cert.pem for localhost, its key.pem, the same key under a password, and another key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("pem")
+    commands = [
+        "req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost "
+        "-addext subjectAltName=DNS:localhost",
+        "rsa -aes256 -passout env:PASSWORD -in key.pem -out locked.pem",
+        "genrsa -out other.pem 2048",
+    ]
+    for command in commands:
+        environ = {**os.environ, "PASSWORD": PASSWORD}
+        subprocess.run(["openssl", *command.split()], cwd=folder, env=environ, check=True, capture_output=True)
+    (folder / "both.pem").write_text((folder / "cert.pem").read_text() + (folder / "key.pem").read_text())
+    return folder
+
+
+# ---------------------------------------------------------------- ports
+
+
+def test_a_taken_port_is_one_clear_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1, port {port}: .*--port"):
+            bind("127.0.0.1", port)
+    for host in ("no-such-host.invalid", "a" * 80 + ".invalid"):
+        with pytest.raises(StartupError, match=host):
+            bind(host, 0)
+
+
+def test_the_address_is_shown_as_it_can_be_opened() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert url(listener) == f"http://127.0.0.1:{port}"
+        assert url(listener, tls=True) == f"https://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("host", "public"),
+    [("127.0.0.1", False), ("127.9.9.9", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True),
+     ("192.0.2.7", True), ("no-such-host.invalid", True)],
+)  # fmt: skip
+def test_what_other_machines_can_reach(host: str, public: bool) -> None:
+    assert is_public(ServerSettings(host=host)) is public
+    assert not is_public(ServerSettings(host=host, uds="/run/o.sock"))
+
+
+class _EnoughError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [({"host": "0.0.0.0"}, True), ({"host": "127.0.0.1"}, False), ({"host": "0.0.0.0", "api_key": "k"}, False),
+     ({"host": "0.0.0.0", "api_key_file": "keys"}, False)],
+)  # fmt: skip
+def test_an_open_door_is_pointed_out(
+    settings: dict[str, str], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop_here(*arguments: object) -> None:
+        raise _EnoughError
+
+    monkeypatch.setattr(run, "_prepare", stop_here)
+    monkeypatch.setattr(run, "_set_up_logging", lambda settings: None)
+    with caplog.at_level(logging.WARNING), pytest.raises(_EnoughError):
+        run.serve(EngineConfig(model="m"), ServerSettings(port=0, **settings), "0", notes=["first of all"])
+    assert caplog.messages[0] == "first of all"
+    assert any("no API key is set" in message for message in caplog.messages) is warned
+
+
+# ---------------------------------------------------------------- Unix sockets
+
+
+def test_a_unix_socket_is_private_and_leaves_nothing(folder: Path) -> None:
+    path = folder / "o.sock"
+    with Listener(ServerSettings(uds=str(path))) as listener:
+        assert listener.url == f"unix:{path}"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.exists()
+    listener.close()
+
+
+def test_the_file_of_a_dead_service_is_replaced(folder: Path) -> None:
+    path = folder / "o.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+        dead.listen()
+    assert path.exists()
+    with bind_path(path) as alive:
+        alive.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_the_file_of_a_living_service_is_not(listening: bool, folder: Path) -> None:
+    if not listening and not Path("/proc/net/unix").exists():
+        pytest.skip("this system does not tell")
+    path = folder / "o.sock"
+    with bind_path(path) as first:
+        if listening:
+            first.listen()
+        with pytest.raises(StartupError, match=r"another process does.*--uds"):
+            bind_path(path)
+        assert path.exists()
+
+
+def test_a_socket_that_another_service_has_replaced_stays(folder: Path) -> None:
+    path = folder / "o.sock"
+    with Listener(ServerSettings(uds=str(path))):
+        path.unlink()
+        (folder / "keeps-the-inode").touch()
+        with bind_path(path):
+            pass
+    assert path.exists()
+
+
+def test_paths_that_cannot_be_are_clear_sentences(folder: Path) -> None:
+    (folder / "file").write_text("precious")
+    with pytest.raises(StartupError, match="exists and is no socket"):
+        bind_path(folder / "file")
+    assert (folder / "file").read_text() == "precious"
+    with pytest.raises(StartupError, match=r"may have 103 bytes, this one has 1\d\d"):
+        bind_path(folder / ("x" * 100))
+    with pytest.raises(StartupError, match=r"No such file or directory.*--uds"):
+        bind_path(folder / "absent" / "o.sock")
+
+
+# ---------------------------------------------------------------- TLS
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (("absent.pem", None, None), r"cannot read \S+absent\.pem: No such.*--ssl-certfile \(OCTAVO_SSL_CERTFILE\)"),
+        (("cert.pem", "absent.pem", None), r"cannot read \S+absent\.pem.*--ssl-keyfile"),
+        (("cert.pem", "other.pem", None), "does not belong to the certificate"),
+        (("cert.pem", None, None), "name the key's file with --ssl-keyfile"),
+        (("key.pem", "cert.pem", None), "Correct --ssl-certfile, or correct --ssl-keyfile"),
+        (("cert.pem", "locked.pem", None), "is encrypted. Give --ssl-keyfile-password"),
+        (("cert.pem", "locked.pem", "wrong-word"), "the password does not open the private key"),
+    ],
+)  # fmt: skip
+def test_a_certificate_that_cannot_be_used(
+    files: tuple[str, str | None, str | None], said: str, pem: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key, password = files
+    settings = ServerSettings(
+        ssl_certfile=str(pem / cert), ssl_keyfile=key and str(pem / key), ssl_keyfile_password=password
+    )
+    with pytest.raises(StartupError, match=said) as refused:
+        check_certificate(settings)
+    assert "wrong-word" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+    # Before anything slow is tried.
+    monkeypatch.setattr(run, "_load", lambda *arguments: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(run, "_set_up_logging", lambda settings: None)
+    with pytest.raises(StartupError, match=said):
+        run.serve(EngineConfig(model="m"), settings, "0")
+
+
+def test_certificates_that_can_be_used(pem: Path) -> None:
+    check_certificate(ServerSettings(ssl_certfile=str(pem / "both.pem")))
+    check_certificate(ServerSettings(ssl_certfile=str(pem / "cert.pem"), ssl_keyfile=str(pem / "key.pem")))
+    check_certificate(
+        ServerSettings(
+            ssl_certfile=str(pem / "cert.pem"), ssl_keyfile=str(pem / "locked.pem"), ssl_keyfile_password=PASSWORD
+        )
+    )
+
+
+# ---------------------------------------------------------------- behind a proxy
+
+
+@pytest.mark.parametrize("asked", ["/docs", "/llm/docs"])
+def test_a_prefix_whether_the_proxy_takes_it_off_or_not(asked: str) -> None:
+    app = create_app(FakeClient(lambda *request: say(request[0], ["x"], request[2])), byte_tokenizer(), "m")
+
+    async def get(path: str) -> httpx.Response:
+        transport = httpx.ASGITransport(RootPath(app, "/llm"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+            return await http.get(path)
+
+    page = asyncio.run(get(asked))
+    assert page.status_code == 200
+    found = re.search(r"url: '([^']+)'", page.text)
+    assert found
+    assert found[1] == "/llm/openapi.json"
+    schema = asyncio.run(get(found[1]))
+    assert schema.json()["servers"] == [{"url": "/llm"}]
+    prefix = asked.removesuffix("/docs")
+    assert asyncio.run(get(f"{prefix}/v1/models")).json()["data"][0]["id"] == "m"
+    assert asyncio.run(get(f"{prefix}/llmx")).status_code == 404
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def test_https_over_a_unix_socket_under_a_prefix(pem: Path, folder: Path) -> None:
+    path, log = folder / "o.sock", folder / "log"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    settings = folder / "octavo.yaml"
+    settings.write_text(f"uds: {path}\nssl-certfile: {pem / 'cert.pem'}\nssl_keyfile: {pem / 'locked.pem'}\n")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+    environ |= {
+        "OCTAVO_SSL_KEYFILE_PASSWORD": PASSWORD, "OCTAVO_CONFIG": str(settings), "OCTAVO_SHOW_PROGRES": "false",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "octavo", "serve", "--root-path", "/llm", "--max-num-seqs", "4"]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 120
+        while f"Serving octavo-demo on unix:{path}" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        transport = httpx.HTTPTransport(uds=str(path), verify=ssl.create_default_context(cafile=str(pem / "cert.pem")))
+        with httpx.Client(transport=transport, base_url="https://localhost/llm", timeout=60) as http:
+            answer = http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3, "ignore_eos": True})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] == 3
+            assert "/llm/openapi.json" in http.get("/docs").text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert sorted(file.name for file in folder.iterdir()) == ["log", "octavo.yaml"], "something was left behind"
+    text = log.read_text()
+    assert "Traceback" not in text
+    assert PASSWORD not in text
+    assert "OCTAVO_SHOW_PROGRES is no setting and is ignored; did you mean OCTAVO_SHOW_PROGRESS?" in text
+    assert re.search(r"Model octavo-demo from \S+: float32 on cpu, answers and prompts of up to 512 tokens", text)
+    assert re.search(r"KV cache: 128 pages of 16 tokens hold 2048 tokens; .* 4\.0 of 512 tokens; at most 4 run", text)
