@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import ConfigError
@@ -61,7 +61,7 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None
-    hf_token: str | None = None
+    hf_token: str | None = field(default=None, repr=False)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     max_model_len: int | None = None

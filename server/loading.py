@@ -92,6 +92,8 @@ class SettingsParser(OneLineParser):
             options["help"] = _help(name).replace("%", "%%")
             if "metavar" in options:
                 options["metavar"] = _metavar(name)
+            if get_origin(_FIELDS[name].annotation) is tuple:
+                options["action"] = "append"  # before 2.16, pydantic-settings kept the last alone
             group = parser if name == "model" else groups["engine" if name in ENGINE_FIELDS else "service"]
             return group.add_argument(*names, **options)
 
@@ -108,14 +110,16 @@ class SettingsParser(OneLineParser):
             ConfigError: one sentence that names the flag, the variable or the file's key that is wrong.
         """
         named = {name: value for name, value in vars(given).items() if name in _FIELDS}
+        # A repeated flag as one text, which every version of pydantic-settings understands.
+        named = {name: ",".join(value) if isinstance(value, list) else value for name, value in named.items()}
         flags, variables = self._source(parsed_args=named)(), VariableSource(Settings)()
         origins = {name: Origin("variable", variable(name)) for name in variables}
         origins |= {name: Origin("flag", _as_given(name, value)) for name, value in flags.items()}
         try:
             path = flags.get("config", variables.get("config"))
-            if path:
-                origins = {name: Origin("file", path) for name in read_file(path, _FIELDS)} | origins
-            settings = CliApp.run(Settings, named, self._source)
+            content = read_file(path, _FIELDS) if path else {}
+            origins = {name: Origin("file", path) for name in content} | origins
+            settings = CliApp.run(Settings, named, self._source, **content)
             engine = settings.engine
         except ConfigError as problem:
             raise ConfigError(_with_origins(str(problem), origins)) from None

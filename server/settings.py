@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, Pydantic
 
 from engine import ConfigError, EngineConfig, parse_bytes
 from server.field_docs import field_docs
-from server.sources import FileSource, VariableSource
+from server.sources import VariableSource
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 SECRETS = frozenset({"hf_token", "api_key", "ssl_keyfile_password"})
@@ -177,8 +177,8 @@ class SettingsBase(ServerSettings, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Variables, then the file; `server.loading` puts the flags first."""
-        return VariableSource(settings_cls), FileSource(settings_cls)
+        """Variables, then keywords: `server.loading` puts the flags first, and gives the file's values as keywords."""
+        return VariableSource(settings_cls), init_settings
 
     @property
     def engine(self) -> EngineConfig:

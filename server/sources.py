@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from engine import ConfigError
 
@@ -72,18 +71,6 @@ def unknown_variables(environ: Mapping[str, str], known: Collection[str]) -> lis
         elif not is_service_link(name, value):
             sentences.append(f"{name} is no setting and is ignored{did_you_mean(name.upper(), known) or '.'}")
     return sentences
-
-
-class FileSource(PydanticBaseSettingsSource):
-    """The YAML file that the setting `config` names, as known from the stronger sources."""
-
-    def __call__(self) -> dict[str, Any]:
-        path = self.current_state.get("config")
-        return read_file(str(path), self.settings_cls.model_fields) if path else {}
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """One field's value, its key, and that it needs no decoding."""
-        return self().get(field_name), field_name, False
 
 
 def read_file(path: str, known: Iterable[str]) -> dict[str, Any]:

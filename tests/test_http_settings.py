@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -137,6 +138,14 @@ def test_without_settings_the_demo_model_and_the_defaults(load: Callable[..., Lo
     empty = tmp_path / "empty.yaml"
     empty.write_text("# nothing\nport:\n")
     assert load(["--config", str(empty)]).origins["port"].kind == "default"
+
+
+def test_the_file_may_be_a_pipe(load: Callable[..., Loaded]) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"port: 5")
+    os.close(writer)
+    assert load(["--config", f"/dev/fd/{reader}"]).settings.port == 5
+    os.close(reader)
 
 
 def test_null_takes_a_weaker_value_back(load: Callable[..., Loaded], tmp_path: Path) -> None:
