@@ -116,7 +116,7 @@ class SettingsParser(OneLineParser):
         origins = {name: Origin("variable", variable(name)) for name in variables}
         origins |= {name: Origin("flag", _as_given(name, value)) for name, value in flags.items()}
         try:
-            path = flags.get("config", variables.get("config"))
+            path = str(flags.get("config", variables.get("config")) or "")
             content = read_file(path, _FIELDS) if path else {}
             origins = {name: Origin("file", path) for name in content} | origins
             settings = CliApp.run(Settings, named, self._source, **content)
