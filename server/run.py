@@ -132,7 +132,7 @@ def _load(config: EngineConfig, policy: RestartPolicy) -> tuple[EngineClient, To
 def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str) -> None:
     info = client.info
     logger.info(
-        "Model %s from %s: %s on %s, answers and prompts of up to %d tokens.",
+        "Model %s from %s: %s on %s, prompt and answer of up to %d tokens together.",
         model_id, info.model_path, info.dtype, info.device, info.max_model_len,
     )  # fmt: skip
     tokens = info.num_blocks * info.block_size
