@@ -1,0 +1,295 @@
+"""One benchmark: ask the server what it is, warm up, send, report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from tqdm import tqdm
+
+from server.bench.arrivals import arrivals
+from server.bench.client import Client, Target, TransportError, error_message
+from server.bench.errors import BenchError, OptionError
+from server.bench.lengths import Lengths
+from server.bench.load import Load
+from server.bench.measure import Goals, summarise
+from server.bench.prompts import PromptMaker, find_text_prompts, find_token_prompts
+from server.bench.record import Record
+from server.bench.report import Facts, document, table
+from server.bench.trace import TraceRow, read_trace
+from server.bench.workload import Job, Workload
+
+_DEFAULT_REQUESTS = 100
+_DEFAULT_CONCURRENCY = 8
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    model: str
+    version: str | None
+    max_model_len: int | None
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run what the checked options ask for; returns the exit status.
+
+    Raises:
+        BenchError: nothing could be measured.
+    """
+    trace = None if args.trace is None else read_trace(args.trace, args.num_requests)
+    target = Target.parse(args.url, args.api_key)
+    _raise_file_limit()
+    try:
+        import uvloop
+    except ImportError:  # it does not exist for Windows
+        return asyncio.run(_measure(args, target, trace))
+    return uvloop.run(_measure(args, target, trace))
+
+
+async def _measure(args: argparse.Namespace, target: Target, trace: list[TraceRow] | None) -> int:
+    client = Client(target)
+    try:
+        async with asyncio.timeout(args.timeout):
+            server = await _ask(client, args)
+            workload, notes = await _workload(client, args, server.model, trace)
+    except TimeoutError:
+        raise BenchError(f"{args.url} did not answer within {args.timeout:g} seconds (--timeout).") from None
+    except TransportError as problem:
+        raise BenchError(f"{problem}. Is the server running there? (--url)") from None
+    count = _count(args, trace)
+    _check_context(args, workload, server, count)
+    path = _PATHS[args.endpoint]
+    await _warm_up(client, path, args, workload)
+
+    total = count if args.duration is None else None
+    bar = tqdm(total=total, unit=" requests", disable=args.quiet or not sys.stderr.isatty(), leave=False)
+    load = Load(client, path, args.timeout, on_end=lambda record: bar.update())
+    cpu = time.process_time()
+    stopped = await _until_interrupted(_send(load, args, workload, count))
+    cpu = time.process_time() - cpu
+    bar.close()
+    client.close()
+    if stopped:
+        print("Stopped; this is what was measured until then.", file=sys.stderr)
+    facts = Facts(
+        settings=_settings(args, workload, count),
+        server={
+            "url": args.url,
+            "model": server.model,
+            "version": server.version,
+            "max_model_len": server.max_model_len,
+        },
+        client_cpu_seconds=cpu,
+        loop=type(asyncio.get_running_loop()).__module__.partition(".")[0],
+        notes=notes,
+    )
+    status = report(args, load.records, facts)
+    return 130 if stopped else status
+
+
+def report(args: argparse.Namespace, records: list[Record], facts: Facts) -> int:
+    """Print the table, write the JSON file; 1 if no request succeeded."""
+    goals = None
+    if args.slo_ttft is not None or args.slo_tpot is not None:
+        goals = Goals(*(None if limit is None else limit / 1e3 for limit in (args.slo_ttft, args.slo_tpot)))
+    summary = summarise(records, goals)
+    print(table(summary, facts))
+    if args.json is not None:
+        rows = records if args.save_requests else None
+        try:
+            args.json.write_text(json.dumps(document(summary, facts, rows), indent=2) + "\n", encoding="utf-8")
+        except OSError as problem:
+            raise BenchError(f"--json {args.json}: {problem.strerror or problem}.") from None
+        print(f"\nWritten to {args.json}.")
+    return 0 if summary.completed else 1
+
+
+async def _ask(client: Client, args: argparse.Namespace) -> _Server:
+    status, answer = await client.json("GET", "/v1/models")
+    if status in (401, 403):
+        raise BenchError(f"the server wants an API key (status {status}: {error_message(answer)}). Give --api-key.")
+    cards: list[dict[str, Any]] = []
+    if status == 200 and isinstance(answer, dict) and isinstance(answer.get("data"), list):
+        cards = [card for card in answer["data"] if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    if args.model is None and not cards:
+        raise BenchError(
+            f"{args.url}/v1/models lists no model (status {status}: {error_message(answer)[:120]}). "
+            "Check --url, or give --model."
+        )
+    model = args.model or cards[0]["id"]
+    card = next((card for card in cards if card["id"] == model), None)
+    if cards and card is None:
+        raise BenchError(f"--model {model}: the server has {', '.join(card['id'] for card in cards[:8])}.")
+    length = card.get("max_model_len") if card else None
+    status, answer = await client.json("GET", "/version")
+    version = answer.get("version") if status == 200 and isinstance(answer, dict) else None
+    return _Server(model, version, length if isinstance(length, int) else None)
+
+
+async def _workload(
+    client: Client, args: argparse.Namespace, model: str, trace: list[TraceRow] | None
+) -> tuple[Workload, list[str]]:
+    if trace is not None and args.endpoint == "completions" and any(row.messages is not None for row in trace):
+        raise OptionError(f"--trace {args.trace} holds messages, which need --endpoint chat.")
+    if trace is not None and args.endpoint == "chat" and any(isinstance(row.prompt, list) for row in trace):
+        raise OptionError(f"--trace {args.trace} holds token ids, which need --endpoint completions.")
+    notes: list[str] = []
+    maker: PromptMaker
+    if args.prompts == "ids":
+        maker = await find_token_prompts(client, model, args.vocab_size)
+    else:
+        maker, note = await find_text_prompts(client, model)
+        notes += [note] if note else []
+    # Real texts without a wanted length end where the model ends them.
+    natural = trace is not None and any(row.output_len is None and row.input_len is None for row in trace)
+    return Workload(
+        model=model,
+        chat=args.endpoint == "chat",
+        maker=maker,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        prefix_len=args.prefix_len,
+        num_prefixes=args.num_prefixes or 1,
+        trace=trace,
+        scale=args.trace_scale or 1.0,
+        max_input_len=args.max_input_len,
+        max_output_len=args.max_output_len,
+        stream=args.stream,
+        ignore_eos=not natural if args.ignore_eos is None else args.ignore_eos,
+        return_token_ids=args.return_token_ids,
+        extra_body=args.extra_body,
+        seed=args.seed,
+    ), notes
+
+
+def _count(args: argparse.Namespace, trace: list[TraceRow] | None) -> int | None:
+    """How many requests there are to send; None: as many as the duration allows."""
+    if trace is not None:
+        if args.num_requests is not None and args.num_requests > len(trace):
+            raise OptionError(f"--num-requests is {args.num_requests}, but {args.trace} holds {len(trace)} requests.")
+        return len(trace)
+    if args.num_requests is None and args.duration is None:
+        return _DEFAULT_REQUESTS
+    number: int | None = args.num_requests
+    return number
+
+
+def _check_context(args: argparse.Namespace, workload: Workload, server: _Server, count: int | None) -> None:
+    """Refuse requests of which the server will refuse the first or many, where that is known."""
+    limit = server.max_model_len
+    if limit is None or args.prompts != "ids":
+        return
+    if workload.trace is not None:
+        lengths = list(workload.lengths(count))
+        beyond = sum(sum(pair) > limit for pair in lengths)
+        longest = max((sum(pair) for pair in lengths), default=0)
+        if beyond:
+            raise BenchError(
+                f"{beyond} of {len(lengths)} requests of the trace are longer than the server's context of {limit} "
+                f"tokens (max_model_len), the longest has {longest}. Use --trace-scale, --max-input-len and "
+                "--max-output-len."
+            )
+        return
+    highest = [
+        _least(workload.input_len, args.max_input_len),
+        _least(workload.output_len, args.max_output_len),
+    ]
+    if None not in highest:
+        total = args.prefix_len + sum(length for length in highest if length is not None)
+        if total > limit:
+            raise BenchError(
+                f"prefix, input and output are up to {total} tokens, but the server's context is {limit} "
+                "(max_model_len). Lower --prefix-len, --input-len or --output-len."
+            )
+
+
+def _least(lengths: Lengths, limit: int | None) -> int | None:
+    known = [value for value in (lengths.highest, limit) if value is not None]
+    return min(known, default=None)
+
+
+async def _warm_up(client: Client, path: str, args: argparse.Namespace, workload: Workload) -> None:
+    if not args.warmup:
+        return
+    load = Load(client, path, args.timeout)
+    await load.closed(workload.warmup(args.warmup), min(args.warmup, args.concurrency or _DEFAULT_CONCURRENCY))
+    failures = [record.failure for record in load.records if record.failure is not None]
+    if len(failures) == len(load.records):
+        raise BenchError(f"the warm-up failed ({failures[0].kind}): {failures[0].message}")
+
+
+async def _send(load: Load, args: argparse.Namespace, workload: Workload, count: int | None) -> None:
+    replay = args.trace is not None and workload.trace is not None and workload.trace[0].arrival is not None
+    if args.request_rate is not None:
+        dues = arrivals(args.request_rate, args.burstiness or 1.0, args.seed)
+        await load.open(_in_time(zip(dues, workload.jobs(count), strict=False), args.duration))
+    elif replay and args.concurrency is None:
+        speed = args.trace_speed or 1.0
+        due = (((job.arrival or 0.0) / speed, job) for job in workload.jobs(count))
+        await load.open(_in_time(due, args.duration))
+    else:
+        await load.closed(workload.jobs(count), args.concurrency or _DEFAULT_CONCURRENCY, args.duration)
+
+
+def _in_time(jobs: Iterator[tuple[float, Job]], seconds: float | None) -> Iterator[tuple[float, Job]]:
+    return jobs if seconds is None else takewhile(lambda item: item[0] < seconds, jobs)
+
+
+async def _until_interrupted(work: Any) -> bool:
+    """Run `work`, ending it at Ctrl-C or SIGTERM; whether that happened. A second signal ends the process."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(signum)
+            signal.signal(signum, signal.SIG_DFL)
+
+    with contextlib.suppress(NotImplementedError):  # event loops of Windows: Ctrl-C ends without a report
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, stop)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    if not stopped:
+        with contextlib.suppress(NotImplementedError):
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(signum)
+    return stopped
+
+
+def _settings(args: argparse.Namespace, workload: Workload, count: int | None) -> dict[str, Any]:
+    """The options as they were used; the key is not written down."""
+    settings: dict[str, Any] = {}
+    for name, value in sorted(vars(args).items()):
+        if name in ("api_key", "json", "command", "kind"):
+            continue
+        if isinstance(value, Lengths):
+            value = value.text
+        settings[name] = value if isinstance(value, str | int | float | bool | dict | None) else str(value)
+    if settings["request_rate"] == float("inf"):
+        settings["request_rate"] = "inf"  # JSON has no infinity
+    if workload.trace is not None:
+        settings["input_len"] = None
+    return settings | {"num_requests": count, "ignore_eos": workload.ignore_eos, "model": workload.model}
+
+
+def _raise_file_limit() -> None:
+    """Every request that runs holds a connection."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
