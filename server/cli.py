@@ -117,6 +117,12 @@ def _doctor(arguments: list[str]) -> int:
     return 1 if any(finding.verdict == "FAIL" for finding in findings) else 0
 
 
+def _bench(arguments: list[str]) -> int:
+    from server.bench.cli import main
+
+    return main(arguments)
+
+
 def _print_notes(loaded: Loaded) -> None:
     for note in loaded.notes:
         print(f"octavo: {note}", file=sys.stderr)
@@ -127,6 +133,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("serve a model over the OpenAI API; without MODEL the bundled one, which is untrained", _serve),
     "config": ("show every setting, its value and where it came from", _config),
     "doctor": ("check this machine, the settings and the model, and say what to fix", _doctor),
+    "bench": ("measure a server: octavo bench serve loads any OpenAI-compatible one", _bench),
 }
 
 if __name__ == "__main__":

@@ -10,9 +10,14 @@ from server.bench.client import Client, TransportError
 from server.bench.record import AnswerSink, Failure, Record
 from server.bench.workload import Job
 
+_PAUSE = 0.1  # seconds
+
 
 class Load:
     """Sends jobs and keeps a record of each.
+
+    In a closed load a failed request is followed by a pause: a server that is gone or full fails requests faster
+    than it serves them.
 
     Args:
         path: of the endpoint.
@@ -35,7 +40,9 @@ class Load:
 
         async def work() -> None:
             while time.perf_counter() < end and (job := next(shared, None)) is not None:
-                await self._send(job, time.perf_counter())
+                record = await self._send(job, time.perf_counter())
+                if record.failure is not None:
+                    await asyncio.sleep(_PAUSE)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
@@ -51,7 +58,7 @@ class Load:
                 await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
                 group.create_task(self._send(job, start + due))
 
-    async def _send(self, job: Job, scheduled: float) -> None:
+    async def _send(self, job: Job, scheduled: float) -> Record:
         record = Record(index=job.index, input_len=job.input_len, output_len=job.output_len, scheduled=scheduled)
         self.records.append(record)
         sink = AnswerSink(record)
@@ -72,3 +79,4 @@ class Load:
             record.ended = record.ended or time.perf_counter()
             if self._on_end is not None:
                 self._on_end(record)
+        return record
