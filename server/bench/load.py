@@ -55,7 +55,9 @@ class Load:
         async with asyncio.TaskGroup() as group:
             for due, job in jobs:
                 start = time.perf_counter() if start is None else start  # the first body has been made
-                await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+                await asyncio.sleep(0)  # the others get their turn even where this load is late
+                while (early := start + due - time.perf_counter()) > 0:  # a timer may be early by a millisecond
+                    await asyncio.sleep(early)
                 group.create_task(self._send(job, start + due))
 
     async def _send(self, job: Job, scheduled: float) -> Record:
