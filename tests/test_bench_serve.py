@@ -19,7 +19,7 @@ import uvicorn
 from fake_client import VOCAB_SIZE, FakeClient, byte_tokenizer, say
 
 from server.app import create_app
-from server.bench.cli import main
+from server.cli import main as octavo
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON = "application/json"
@@ -148,6 +148,11 @@ class FakeServer:
     @staticmethod
     def end(writer: asyncio.StreamWriter) -> None:
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status of `octavo bench serve`."""
+    return octavo(["bench", "serve", *arguments])
 
 
 @pytest.fixture
@@ -323,6 +328,31 @@ async def hang_up(server: FakeServer, body: dict[str, Any], writer: asyncio.Stre
     return True
 
 
+async def two_by_two(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    server.begin(writer)
+    for start in range(0, body["max_tokens"], 2):
+        piece = server.piece("", " x x", "length" if start + 2 == body["max_tokens"] else None)
+        if body.get("return_token_ids"):
+            piece["choices"][0]["token_ids"] = [1, 2]
+        server.event(writer, piece)
+    server.event(writer, {"choices": [], "usage": server.usage(body)})
+    server.end(writer)
+    return True
+
+
+def test_tokens_that_come_together_are_told_of(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.play = two_by_two
+    result = bench(server, tmp_path, "--num-requests 3 --output-len 8")
+    assert (result["tokens"]["output"], result["tokens"]["per_event"]) == (24, 2.0)
+    assert (result["itl_counted_by"], result["latency_ms"]["itl"]["count"]) == ("event", 9)
+    assert "Events hold 2.00 tokens on average" in capsys.readouterr().out
+    result = bench(server, tmp_path, "--num-requests 3 --output-len 8 --return-token-ids")
+    assert (result["itl_counted_by"], result["latency_ms"]["itl"]["count"]) == ("token", 18)
+    assert result["notes"] == []
+
+
 def test_connections_that_break_and_answers_that_never_come(server: FakeServer, tmp_path: Path) -> None:
     server.play = hang_up
     result = bench(server, tmp_path, "--num-requests 4 --concurrency 4 --output-len 2 --timeout 1.5", status=1)
@@ -337,6 +367,21 @@ def test_a_server_that_closes_after_each_answer(server: FakeServer, tmp_path: Pa
     result = bench(server, tmp_path, "--num-requests 20 --concurrency 2 --output-len 2")
     assert result["requests"]["completed"] == 20  # a connection that was closed meanwhile is no error
     assert server.connections >= 20
+
+
+def test_wrong_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        ([], "a kind is missing: serve"),
+        (["train"], "unknown kind 'train'"),
+        (["serve", "--concurency", "3"], "unknown flag --concurency"),
+        (["serve", "--concurrency", "many"], "--concurrency"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            octavo(["bench", *arguments])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+    assert main(["--trace", "x", "--input-len", "3"]) == 2
+    assert octavo(["bench", "--help"]) == 0
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +191,18 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The benchmark alone, without the rest of the command line."""
-    parser = argparse.ArgumentParser(prog="octavo bench serve", allow_abbrev=False)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
+def main(arguments: Sequence[str]) -> int:
+    """`octavo bench` with these arguments; returns the exit status."""
+    from server.loading import OneLineParser
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if arguments[:1] == ["serve"]:
+        parser = OneLineParser(prog="octavo bench serve", allow_abbrev=False)
+        add_arguments(parser)
+        return run(parser.parse_args(arguments[1:]))
+    parser = OneLineParser(prog="octavo bench", description="Measures servers.", allow_abbrev=False)
+    kinds = parser.add_subparsers(metavar="KIND")
+    kinds.add_parser("serve", help="load any OpenAI-compatible server and measure its answers")
+    if arguments[:1] in (["-h"], ["--help"]):
+        parser.print_help()
+        return 0
+    parser.error(f"unknown kind {arguments[0]!r}; there is serve" if arguments else "a kind is missing: serve")

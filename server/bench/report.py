@@ -60,7 +60,7 @@ def notes(summary: Summary, facts: Facts) -> list[str]:
     found = list(facts.notes)
     if summary.tokens_counted_by == "events" and summary.completed:
         found.append("The server does not report usage: output tokens are estimated as one per event.")
-    if not summary.itl_by_token:
+    if not summary.itl_by_token and (summary.tokens_per_event or 1.0) > 1.01:  # else it makes no difference
         found.append(
             f"Events hold {summary.tokens_per_event:.2f} tokens on average, and the server does not say how many each: "
             "inter-token latency is per event (see --return-token-ids)."
