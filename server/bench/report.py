@@ -65,7 +65,7 @@ def notes(summary: Summary, facts: Facts) -> list[str]:
             f"Events hold {summary.tokens_per_event:.2f} tokens on average, and the server does not say how many each: "
             "inter-token latency is per event (see --return-token-ids)."
         )
-    if summary.seconds and facts.client_cpu_seconds > 0.8 * summary.seconds:
+    if summary.seconds > 1 and facts.client_cpu_seconds > 0.8 * summary.seconds:
         found.append(
             f"The load generator was busy for {facts.client_cpu_seconds / summary.seconds:.0%} of the time, "
             "so latencies may be its own: spread the load over several."
