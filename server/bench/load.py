@@ -39,8 +39,11 @@ class Load:
         end = float("inf") if seconds is None else time.perf_counter() + seconds
 
         async def work() -> None:
-            while time.perf_counter() < end and (job := next(shared, None)) is not None:
-                record = await self._send(job, time.perf_counter())
+            for job in shared:
+                now = time.perf_counter()
+                if now >= end:
+                    return
+                record = await self._send(job, now)
                 if record.failure is not None:
                     await asyncio.sleep(_PAUSE)
 
