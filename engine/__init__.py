@@ -26,7 +26,15 @@ from engine.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from engine.request import PixelInput, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
+from engine.request import (
+    NUMBER_RANGES,
+    NumberRange,
+    PixelInput,
+    PoolingParams,
+    SamplingParams,
+    Seq2SeqInput,
+    TokenInput,
+)
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "NUMBER_RANGES",
     "ChoiceDelta",
     "CompletionOutput",
     "ConfigError",
@@ -55,6 +64,7 @@ __all__ = [
     "ModelFacts",
     "ModelLoadError",
     "NotDownloadedError",
+    "NumberRange",
     "OctavoError",
     "PixelInput",
     "PoolingParams",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import InvalidRequestError, ModelLoadError
-from engine.request import Decoding, SamplingParams
+from engine.request import Decoding, SamplingParams, brief
 
 logger = logging.getLogger("octavo.generation")
 
@@ -244,7 +244,7 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
-                f"{name} holds token id {token}, but the vocabulary has ids 0 to {vocab_size - 1}.",
+                f"{name} holds token id {brief(token)}, but the vocabulary has ids 0 to {vocab_size - 1}.",
                 param=name,
                 code="invalid_value",
             )
@@ -254,8 +254,9 @@ def _max_tokens(params: SamplingParams, values: Mapping[str, Any], prompt_len: i
     room = max_model_len - prompt_len
     if room < 1:
         raise InvalidRequestError(
-            f"the prompt has {prompt_len} tokens, but prompt and answer together may have {max_model_len} "
-            "(max_model_len). Shorten the prompt or raise --max-model-len.",
+            # Clients know the error by these words where the code does not reach them.
+            f"the prompt is too long: it has {prompt_len} tokens, and this model's maximum context length is "
+            f"{max_model_len} tokens, answer included (max_model_len). Shorten the prompt or raise --max-model-len.",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -263,7 +264,7 @@ def _max_tokens(params: SamplingParams, values: Mapping[str, Any], prompt_len: i
         if params.max_tokens > room:
             raise InvalidRequestError(
                 f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}, together "
-                f"{prompt_len + params.max_tokens}, but prompt and answer together may have {max_model_len} "
+                f"{prompt_len + params.max_tokens}, but this model's maximum context length is {max_model_len} tokens "
                 "(max_model_len). Lower max_tokens, shorten the prompt or raise --max-model-len.",
                 param="max_tokens",
                 code="context_length_exceeded",

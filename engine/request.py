@@ -20,6 +20,56 @@ MAX_INT = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
+MAX_LISTED_IDS = 1024
+_IDS = f"integers of at least 0 and at most {MAX_INT}"
+_SHOWN = 80  # characters of a wrong value that a message repeats
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """The values that a number may take.
+
+    Attributes:
+        low, high: the ends, None for none; integers end at 2**31 - 1 where nothing else is said.
+        open_low: `low` itself is not allowed.
+        integer: fractions are not allowed.
+        optional: None is allowed.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    open_low: bool = False
+    integer: bool = False
+    optional: bool = True
+
+    def __post_init__(self) -> None:
+        if self.integer and self.high is None:
+            object.__setattr__(self, "high", MAX_INT)
+
+
+# The numbers among the fields of `SamplingParams`.
+NUMBER_RANGES: Mapping[str, NumberRange] = {
+    "max_tokens": NumberRange(low=1, integer=True),
+    "min_tokens": NumberRange(low=0, integer=True),
+    "temperature": NumberRange(low=0.0),
+    "top_k": NumberRange(low=-1, integer=True),
+    "top_p": NumberRange(low=0.0, open_low=True, high=1.0),
+    "min_p": NumberRange(low=0.0, high=1.0),
+    "seed": NumberRange(low=-(2**63), high=MAX_SEED, integer=True),
+    "n": NumberRange(low=1, integer=True, optional=False),
+    "repetition_penalty": NumberRange(low=0.0, open_low=True),
+    "presence_penalty": NumberRange(low=-2.0, high=2.0, optional=False),
+    "frequency_penalty": NumberRange(low=-2.0, high=2.0, optional=False),
+    "logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
+    "prompt_logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
+    "num_beams": NumberRange(low=1, integer=True),
+    "length_penalty": NumberRange(),
+    "no_repeat_ngram_size": NumberRange(low=0, integer=True),
+    "min_length": NumberRange(low=0, integer=True),
+    "forced_bos_token_id": NumberRange(low=0, integer=True),
+    "forced_eos_token_id": NumberRange(low=0, integer=True),
+}
+BIAS_RANGE = NumberRange(low=-100.0, high=100.0, optional=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,43 +114,43 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _check_number(
-    name: str,
-    value: Any,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    open_low: bool = False,
-    integer: bool = False,
-    optional: bool = True,
-) -> None:
-    """Refuse a value that is no finite number or lies outside the range; None is accepted if optional.
-    Integers end at 2**31 - 1 where nothing else is said."""
-    if value is None and optional:
+def brief(value: Any) -> str:
+    """A wrong value as a message repeats it: cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _check_number(name: str, value: Any, allowed: NumberRange) -> None:
+    """Refuse a value that is no finite number or lies outside the range."""
+    if value is None and allowed.optional:
         return
-    kinds = (int,) if integer else (int, float)
+    kinds = (int,) if allowed.integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
-        _fail(name, f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}.")
-    if integer:
-        high = MAX_INT if high is None else high
-    elif not _is_finite(value):
-        _fail(name, f"{name} must be finite, got {value}.")
-    below = low is not None and (value <= low if open_low else value < low)
+        _fail(name, f"{name} must be {'an integer' if allowed.integer else 'a number'}, got {brief(value)}.")
+    if not allowed.integer and not _is_finite(value):
+        _fail(name, f"{name} must be finite, got {brief(value)}.")
+    low, high = allowed.low, allowed.high
+    below = low is not None and (value <= low if allowed.open_low else value < low)
     above = high is not None and value > high
     if below or above:
-        lower = "" if low is None else f"{'greater than' if open_low else 'at least'} {low}"
+        lower = "" if low is None else f"{'greater than' if allowed.open_low else 'at least'} {low}"
         upper = "" if high is None else f"at most {high}"
-        _fail(name, f"{name} must be {' and '.join(x for x in (lower, upper) if x)}, got {value}.")
+        _fail(name, f"{name} must be {' and '.join(x for x in (lower, upper) if x)}, got {brief(value)}.")
 
 
 def _check_ids(name: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        _fail(name, f"{name} must be a list of token ids, got {value!r}.")
+        _fail(name, f"{name} must be a list of token ids, got {brief(value)}.")
+    if len(value) > MAX_LISTED_IDS:
+        _fail(name, f"{name} may hold at most {MAX_LISTED_IDS} token ids, got {len(value)}.")
     for token in value:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            _fail(name, f"{name} must hold token ids (integers of at least 0), got {token!r}.")
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_INT:
+            _fail(name, f"{name} must hold token ids ({_IDS}), got {brief(token)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +169,8 @@ class SamplingParams:
         n: number of answers.
         repetition_penalty: as in CTRL (arXiv:1909.05858), over prompt and output (1.0).
         presence_penalty, frequency_penalty: OpenAI's, over the output only, in [-2, 2].
-        logit_bias: token id -> value added to its logit.
-        stop: strings that end the answer; not with beams.
+        logit_bias: token id -> value added to its logit, from -100 to 100.
+        stop: strings that end the answer, at most 16; not with beams.
         stop_token_ids: ids that end the answer, besides the model's EOS.
         ignore_eos: let the model's EOS be an ordinary token.
         include_stop_str_in_output: keep the stop string in the text.
@@ -178,34 +228,17 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def __post_init__(self) -> None:
-        _check_number("max_tokens", self.max_tokens, low=1, integer=True)
-        _check_number("min_tokens", self.min_tokens, low=0, integer=True)
-        _check_number("temperature", self.temperature, low=0.0)
-        _check_number("top_k", self.top_k, low=-1, integer=True)
-        _check_number("top_p", self.top_p, low=0.0, open_low=True, high=1.0)
-        _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_number("seed", self.seed, low=-(2**63), high=MAX_SEED, integer=True)
-        _check_number("n", self.n, low=1, integer=True, optional=False)
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
-        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0, optional=False)
-        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0, optional=False)
-        _check_number("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, integer=True)
-        _check_number("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS, integer=True)
-        _check_number("num_beams", self.num_beams, low=1, integer=True)
-        _check_number("length_penalty", self.length_penalty)
-        _check_number("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0, integer=True)
-        _check_number("min_length", self.min_length, low=0, integer=True)
-        _check_number("forced_bos_token_id", self.forced_bos_token_id, low=0, integer=True)
-        _check_number("forced_eos_token_id", self.forced_eos_token_id, low=0, integer=True)
+        for name, allowed in NUMBER_RANGES.items():
+            _check_number(name, getattr(self, name), allowed)
         _check_ids("stop_token_ids", self.stop_token_ids)
         _check_ids("suppress_tokens", self.suppress_tokens)
         _check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                _fail(name, f"{name} must be true or false, got {getattr(self, name)!r}.")
+                _fail(name, f"{name} must be true or false, got {brief(getattr(self, name))}.")
         early: Any = self.early_stopping
         if not (early is None or isinstance(early, bool) or early == "never"):
-            _fail("early_stopping", f'early_stopping must be true, false or "never", got {self.early_stopping!r}.')
+            _fail("early_stopping", f'early_stopping must be true, false or "never", got {brief(early)}.')
         self._check_stop()
         self._check_bias()
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -218,13 +251,13 @@ class SamplingParams:
             return
         stop: Any = self.stop
         if not isinstance(stop, (str, Sequence)):
-            _fail("stop", f"stop must be a string or a list of strings, got {self.stop!r}.")
+            _fail("stop", f"stop must be a string or a list of strings, got {brief(self.stop)}.")
         strings = self.stop_strings
         if len(strings) > MAX_STOP_STRINGS:
             _fail("stop", f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}.")
         for text in strings:
             if not isinstance(text, str) or not text:
-                _fail("stop", f"stop must hold non-empty strings, got {text!r}.")
+                _fail("stop", f"stop must hold non-empty strings, got {brief(text)}.")
             if len(text) > MAX_STOP_LENGTH:
                 _fail("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters, got one of {len(text)}.")
 
@@ -233,11 +266,13 @@ class SamplingParams:
             return
         bias: Any = self.logit_bias
         if not isinstance(bias, Mapping):
-            _fail("logit_bias", f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.")
+            _fail("logit_bias", f"logit_bias must map token ids to numbers, got {brief(self.logit_bias)}.")
+        if len(bias) > MAX_LISTED_IDS:
+            _fail("logit_bias", f"logit_bias may hold at most {MAX_LISTED_IDS} token ids, got {len(bias)}.")
         for token, value in self.logit_bias.items():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                _fail("logit_bias", f"logit_bias keys must be token ids (integers of at least 0), got {token!r}.")
-            _check_number("logit_bias", value, low=-100.0, high=100.0, optional=False)
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_INT:
+                _fail("logit_bias", f"logit_bias keys must be token ids ({_IDS}), got {brief(token)}.")
+            _check_number("logit_bias", value, BIAS_RANGE)
 
     def _check_beams(self, num_beams: int) -> None:
         if self.n > num_beams:

@@ -3,89 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic
+from typing import ClassVar, Generic
 
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from engine import EngineInfo, InvalidRequestError, SamplingParams
+from engine import InvalidRequestError
 from server.context import Service
-from server.errors import ApiError
+from server.errors import ApiError, shown
+from server.fields import ignored_header
 from server.generation import Update, run_prompts
 from server.pieces import Choice, Piece, PieceMaker, Shape, keep_best
 from server.prompt import Prompt
 from server.schemas import GenerationBody, Usage
 from server.streaming import ClientGoneError, EventStream, run_while_connected, sse
 
-STREAM_DOC = {"text/event-stream": {"schema": {"type": "string"}}}
-_SENDABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
-_IGNORED_NAMES_SHOWN = 32
-# What beam search does not use, with the values that ask for nothing.
-_NOT_WITH_BEAMS: dict[str, tuple[float, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
 
-
-def shape_of(body: GenerationBody, info: EngineInfo, *, echo: bool = False) -> Shape:
-    """What the body asks of the engine, and of the answer.
-
-    Raises:
-        ApiError, InvalidRequestError: fields that contradict each other, are out of range or not supported.
-    """
-    body.refuse_unsupported()
-    if body.stream_options is not None and not body.stream:
-        message = "stream_options is only allowed when stream is true."
-        raise ApiError(400, message, param="stream_options", code="invalid_value")
-    fields = body.sampling()
-    asked = SamplingParams(**fields)  # also checks what was given, before anything is computed with it
-    best_of = body.best_of if body.best_of is not None else asked.n
-    if best_of < asked.n:
-        message = f"best_of ({best_of}) must be at least n ({asked.n})."
-        raise ApiError(400, message, param="best_of", code="invalid_value")
-    if body.use_beam_search:
-        fields["num_beams"] = max(asked.num_beams or 0, best_of, 2)
-    elif (asked.num_beams or 1) > 1:
-        fields["num_beams"] = max(asked.num_beams or 0, best_of)
-    elif best_of > asked.n:
-        if body.stream:
-            message = f"best_of ({best_of}) above n ({asked.n}) cannot be streamed: the best are known at the end."
-            raise ApiError(400, message, param="best_of", code="invalid_value")
-        fields["n"] = best_of
-        fields["logprobs"] = asked.logprobs or 0  # what the choice among them goes by
-    if fields.get("num_beams", 1) > 1:
-        _refuse_sampling(fields)
-    if fields.get("n", 1) > info.max_num_seqs:  # the engine says so too, but here memory would be spent before
-        name = "n" if asked.n > info.max_num_seqs else "best_of"
-        message = f"{name} is {fields['n']}, but a step holds at most {info.max_num_seqs} sequences (max_num_seqs)."
-        raise ApiError(400, f"{message} Ask for fewer, or raise --max-num-seqs.", param=name, code="invalid_value")
-    if echo and asked.logprobs is not None:
-        fields["prompt_logprobs"] = max(asked.prompt_logprobs or 0, asked.logprobs)
-    return Shape(
-        params=SamplingParams(**fields),
-        n=asked.n,
-        logprobs=asked.logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-        echo=echo,
-        return_token_ids=bool(body.return_token_ids),
-    )
-
-
-def _refuse_sampling(fields: Mapping[str, Any]) -> None:
-    for name, nothing in _NOT_WITH_BEAMS.items():
-        if name in fields and fields[name] not in nothing:
-            message = (
-                f"{name} ({fields[name]}) cannot be used with beam search (num_beams is {fields['num_beams']}), "
-                f"which does not sample; leave it out or send {nothing[0]}."
-            )
-            raise ApiError(400, message, param=name, code="invalid_value")
-
-
-async def encode_prompts(service: Service, given: Sequence[str | list[int]], param: str = "prompt") -> list[Prompt]:
+async def encode_prompts(
+    service: Service, given: Sequence[str | list[int]], param: str = "prompt", *, add_special_tokens: bool = True
+) -> list[Prompt]:
     """Prompts as token ids; texts are tokenised in a thread.
 
     Raises:
@@ -101,10 +43,13 @@ async def encode_prompts(service: Service, given: Sequence[str | list[int]], par
             check_token_ids(prompt, vocab_size, param)
     if tokenizer is None:
         return [Prompt(prompt) for prompt in given if not isinstance(prompt, str)]
-    encode = tokenizer.encode
-    return await asyncio.to_thread(
-        lambda: [Prompt(encode(item), item) if isinstance(item, str) else Prompt(item) for item in given]
-    )
+
+    def encode(prompt: str | list[int]) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt)
+        return Prompt(prompt)
+
+    return await asyncio.to_thread(lambda: [encode(prompt) for prompt in given])
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -115,7 +60,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {wrong}."
+        message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {shown(wrong)}."
         raise ApiError(400, message, param=param, code="invalid_value")
 
 
@@ -161,7 +106,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it."""
-        headers = _ignored_header(self.body)
+        headers = ignored_header(self.body.ignored_fields())
         if self.body.stream:
             return EventStream(self._events(), headers)
         try:
@@ -193,10 +138,12 @@ class Run(ABC, Generic[Piece, Choice]):
         maker = self.maker(prompts)
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
+        continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
         async with aclosing(self._updates(prompts)) as updates:
             async for update in updates:
                 for piece in maker.pieces(update):
-                    yield self._event([piece], {"usage": None} if with_usage else {})
+                    usage = {"usage": maker.usage() if continuous else None} if with_usage else {}
+                    yield self._event([piece], usage)
         if with_usage:
             yield self._event([], {"usage": maker.usage()})
         yield sse("[DONE]")
@@ -213,8 +160,3 @@ class Run(ABC, Generic[Piece, Choice]):
         except InvalidRequestError as problem:
             name = self.public_name(problem.param)
             raise InvalidRequestError(str(problem), param=name, code=problem.code) from problem
-
-
-def _ignored_header(body: GenerationBody) -> dict[str, str]:
-    names = [name for name in body.ignored_fields() if _SENDABLE_NAME.fullmatch(name)]
-    return {"X-Octavo-Ignored-Fields": ", ".join(names[:_IGNORED_NAMES_SHOWN])} if names else {}

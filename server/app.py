@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 
 from engine.client import EngineClient
 from engine.text import Tokenizer
 from server import errors
 from server.context import Service
+from server.head import HeadMiddleware
 from server.metrics import Metrics
 from server.routes import chat, completions, models, operations, tokenize
 from server.settings import ServerSettings
@@ -39,7 +41,15 @@ def create_app(
         yield
         await client.close()
 
-    app = FastAPI(title="Octavo", version=version, summary="An OpenAI-compatible model server.", lifespan=lifespan)
+    app = FastAPIOffline(  # the documentation's scripts come with it, and not from elsewhere at each visit
+        redoc_url=None,
+        static_url="/docs/static",
+        title="Octavo",
+        version=version,
+        summary="An OpenAI-compatible model server.",
+        lifespan=lifespan,
+        redirect_slashes=False,  # clients do not follow with a body; an unknown route says what is wrong
+    )
     app.state.service = Service(
         client=client,
         tokenizer=tokenizer,
@@ -48,6 +58,7 @@ def create_app(
         settings=settings or ServerSettings(),
     )
     errors.install(app)
+    app.add_middleware(HeadMiddleware)
     for module in (completions, chat, models, operations, tokenize):
         app.include_router(module.router)
     return app

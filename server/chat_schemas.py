@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
+from engine import SamplingParams
 from server.schemas import GenerationBody, Usage
 
 _TEXT_PART_SCHEMA = {
@@ -21,7 +22,7 @@ _MESSAGES_SCHEMA = {
         "properties": {
             "role": {"enum": ["system", "developer", "user", "assistant"]},
             "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART_SCHEMA}]},
-            "name": {"type": "string"},
+            "name": {"type": ["string", "null"]},
         },
         "required": ["role", "content"],
     },
@@ -41,9 +42,14 @@ class ChatCompletionRequest(GenerationBody):
     )
 
     def sampling(self) -> dict[str, Any]:
-        """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
+        """Keyword arguments for `SamplingParams`: the sampling fields that were given.
+
+        Raises:
+            InvalidRequestError: max_tokens is wrong, although it does not count.
+        """
         fields = super().sampling()
         if self.max_completion_tokens is not None:
+            SamplingParams(max_tokens=fields.get("max_tokens"))  # outweighed, but wrong is wrong
             fields["max_tokens"] = self.max_completion_tokens
         if fields.pop("logprobs", False):
             fields["logprobs"] = self.top_logprobs or 0

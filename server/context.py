@@ -11,7 +11,7 @@ from fastapi import Depends, Request
 
 from engine.client import EngineClient
 from engine.text import Tokenizer
-from server.errors import ApiError
+from server.errors import ApiError, shown
 from server.metrics import Metrics
 from server.prompt import Prompt
 from server.rendering import ChatRenderer
@@ -47,7 +47,7 @@ class Service:
             ApiError: 404, code model_not_found.
         """
         if model is not None and model != self.model_id:
-            message = f"The model {model!r} does not exist; this server serves {self.model_id!r}."
+            message = f"The model {shown(model)} does not exist; this server serves {self.model_id!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> Prompt:

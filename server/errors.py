@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,9 +74,13 @@ class ApiError(HTTPException):
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
 
 
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN
+
+
 def shown(value: Any) -> str:
-    """A wrong value as an error message repeats it: in ASCII, and cut where it is long."""
-    text = ascii(value) if not isinstance(value, (list, dict)) or len(value) < _SHOWN else f"{type(value).__name__}"
+    """A wrong value as an error message repeats it: in ASCII, and cut where it is long or deep."""
+    text = _repr.repr(value).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
@@ -87,11 +92,15 @@ def describe_validation(problems: list[Any]) -> ApiError:
         return ApiError(
             400, "The body must be a JSON object, sent with Content-Type: application/json.", code="invalid_body"
         )
-    param = str(location[0])
+    field = str(location[0])
+    # Below a field stand the branches of its type, and in an object its own fields.
+    param = ".".join(map(str, location)) if field == "stream_options" else field
     if first["type"] == "missing":
         return ApiError(400, f"{param} is required.", param=param, code="missing_required_parameter")
+    if first["type"] == "limit":
+        return ApiError(400, f"{param} {first['msg']}.", param=param, code="invalid_value")
     reasons = dict.fromkeys(
-        problem["msg"] for problem in problems if param in problem["loc"] and problem["type"] != "missing"
+        problem["msg"] for problem in problems if field in problem["loc"] and problem["type"] != "missing"
     )
     message = f"{param}: {', or: '.join(reasons)}; got {shown(first['input'])}."
     return ApiError(400, message, param=param, code="invalid_type")
@@ -117,13 +126,19 @@ def to_api_error(problem: Exception) -> ApiError:
 def _on_error(request: Request, problem: Exception) -> Response:
     error = to_api_error(problem)
     if error.code is None and error.status_code == 404:
-        where = f"{request.method} {request.url.path}"
-        error = ApiError(404, f"Unknown route: {where}. /docs lists the routes.", code="unknown_route")
+        where = f"{request.method} {_path(request)}"
+        hint = "No route ends with a slash" if request.url.path.endswith("/") else "/docs lists the routes"
+        error = ApiError(404, f"Unknown route: {where}. {hint}.", code="unknown_route")
     elif error.code is None and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "other methods")
-        message = f"{request.url.path} does not answer {request.method}; it answers {allowed}."
+        message = f"{_path(request)} does not answer {request.method}; it answers {allowed}."
         error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
     return error.response()
+
+
+def _path(request: Request) -> str:
+    path = request.url.path
+    return path if len(path) <= _SHOWN else path[:_SHOWN] + "..."
 
 
 def install(app: FastAPI) -> None:

@@ -27,13 +27,14 @@ Choice = TypeVar("Choice", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How the choices are to look, as the request asked."""
+    """How the choices are to look, as the request asked; with `prompt_only` nothing of the answer is shown."""
 
     params: SamplingParams
     n: int
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
+    prompt_only: bool = False
     return_token_ids: bool = False
 
 
@@ -59,7 +60,7 @@ class PieceMaker(ABC, Generic[Piece]):
         """The pieces worth sending."""
         self._cached[update.prompt_index] = update.num_cached_tokens
         made = []
-        for choice in update.choices:
+        for choice in map(_nothing_of, update.choices) if self.shape.prompt_only else update.choices:
             self.completion_tokens += len(choice.token_ids)
             index = update.prompt_index * self.shape.params.n + choice.index
             first = index not in self._begun
@@ -103,6 +104,14 @@ class PieceMaker(ABC, Generic[Piece]):
             for position, (token, item) in enumerate(entry.items())
             if position == 0 or item.rank is None or item.rank <= limit
         }
+
+
+def _nothing_of(choice: ChoiceText) -> ChoiceText:
+    """The choice's news without its answer."""
+    finish_reason = choice.finish_reason
+    if finish_reason == "stop":  # by a token that nobody asked for
+        finish_reason = "length"
+    return ChoiceText(index=choice.index, token_ids=[], finish_reason=finish_reason)
 
 
 def keep_best(choices: Sequence[Choice], scores: Sequence[float], generated: int, n: int) -> list[Choice]:

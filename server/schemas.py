@@ -1,49 +1,26 @@
 """The HTTP bodies, in OpenAI's shapes with vLLM's extra fields; those of chat are in `chat_schemas`.
 
-The sampling fields are made from `SamplingParams` itself, so that a new one needs no second
-declaration; values are checked there too, here only their types.
+The sampling fields are made from `SamplingParams` itself (`server.fields`), so that a new one needs no
+second declaration; values are checked there too, here only their types.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError
 
 from engine import SamplingParams
 from server.errors import ApiError
-from server.field_docs import field_docs
+from server.fields import refuse_unsupported, sampling_fields, unknown_fields
 
 MAX_PROMPTS = 2048  # prompts in one request, as at OpenAI
-# Fields that say nothing about the answer: ignored without a word.
-HARMLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
-# Fields that would change the answer and are not supported, with the values at which they ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "continue_final_message": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-}
 
 
 def _refuse_constant(name: str) -> Any:
@@ -51,17 +28,21 @@ def _refuse_constant(name: str) -> Any:
 
 
 class StrictJsonRequest(Request):
-    """A request whose JSON must be standard JSON: no NaN, no Infinity, and every string valid Unicode."""
+    """A request whose JSON must be standard JSON: UTF-8, no NaN, no Infinity, and every string valid Unicode."""
 
     async def json(self) -> Any:
         content = await self.body()
         try:
-            value = json.loads(content, parse_constant=_refuse_constant)
-            if b"\\u" in content:  # the one way to write half a surrogate pair
+            text = content.decode("utf-8-sig")  # json itself would take other encodings, and half surrogate pairs
+            value = json.loads(text, parse_constant=_refuse_constant)
+            if b"\\u" in content:  # the one way left to write half a surrogate pair
                 json.dumps(value, ensure_ascii=False).encode()
             return value
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
+        except UnicodeDecodeError as problem:
+            message = f"The body is not valid UTF-8: {problem.reason} at byte {problem.start}."
+            raise ApiError(400, message, code="invalid_json") from None
         except ValueError as problem:  # syntax, encoding, numbers of too many digits
             reason = str(problem).encode("ascii", "backslashreplace").decode()
             raise ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json") from None
@@ -93,11 +74,11 @@ def _check_prompt(value: Any) -> list[str | list[int]]:
         message = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
         raise PydanticCustomError("prompt", message)
     if len(prompts) > MAX_PROMPTS:
-        raise PydanticCustomError("prompt", f"may hold at most {MAX_PROMPTS} prompts, got {len(prompts)}")
+        raise PydanticCustomError("limit", f"may hold at most {MAX_PROMPTS} prompts, got {len(prompts)}")
     return list(prompts)
 
 
-_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_IDS_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -107,25 +88,6 @@ _PROMPT_SCHEMA = {
     ]
 }
 Prompts = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
-
-
-def _integer_keys(value: Any) -> Any:
-    """JSON keys are strings; logit_bias means token ids."""
-    if not isinstance(value, dict):
-        return value
-    digits = re.compile(r"[0-9]{1,10}", re.ASCII)
-    return {int(key) if isinstance(key, str) and digits.fullmatch(key) else key: bias for key, bias in value.items()}
-
-
-def _sampling_fields() -> dict[str, Any]:
-    docs, hints = field_docs(SamplingParams), get_type_hints(SamplingParams)
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(SamplingParams):
-        kind: Any = hints[field.name] | None
-        if field.name == "logit_bias":
-            kind = Annotated[kind, BeforeValidator(_integer_keys)]
-        fields[field.name] = (kind, Field(default=None, description=docs.get(field.name)))
-    return fields
 
 
 class _Body(BaseModel):
@@ -138,24 +100,26 @@ class _Body(BaseModel):
         Raises:
             ApiError: names the first one.
         """
-        for name, value in (self.model_extra or {}).items():
-            nothing = UNSUPPORTED.get(name)
-            if nothing is not None and value is not None and value not in nothing:
-                otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
-                message = f"{name} is not supported; leave it out{otherwise}."
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        refuse_unsupported(self.model_extra or {})
+
+    def ignored_fields(self) -> list[str]:
+        """Names of unknown fields that might have been meant to change the answer."""
+        return unknown_fields(self.model_extra or {})
 
 
 if TYPE_CHECKING:
     _SamplingBody = _Body
 else:
-    _SamplingBody = create_model("SamplingFields", __base__=_Body, **_sampling_fields())
+    _SamplingBody = create_model("SamplingFields", __base__=_Body, **sampling_fields())
 
 
 class StreamOptions(_Body):
     """How to stream."""
 
     include_usage: bool | None = Field(None, description="End the stream with a chunk that holds the usage.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: every chunk holds the usage so far."
+    )
 
 
 class GenerationBody(_SamplingBody):
@@ -175,16 +139,23 @@ class GenerationBody(_SamplingBody):
 
     def ignored_fields(self) -> list[str]:
         """Names of unknown fields that might have been meant to change the answer."""
-        extra = self.model_extra or {}
-        return sorted(name for name in extra if name not in HARMLESS and name not in UNSUPPORTED)
+        options = self.stream_options.ignored_fields() if self.stream_options is not None else []
+        return super().ignored_fields() + [f"stream_options.{name}" for name in options]
 
 
 class CompletionRequest(GenerationBody):
     """Body of POST /v1/completions. Null means the default, for every field but the prompt."""
 
     prompt: Prompts = Field(description="One prompt or several, as text or as token ids.")
-    echo: bool | None = Field(None, description="Begin each answer with its prompt.")
+    echo: bool | None = Field(
+        None,
+        description="Begin each answer with its prompt. With max_tokens 0 there is nothing after it: with logprobs, "
+        "the way to score a text.",
+    )
     suffix: str | None = Field(None, description="Not supported.")
+    add_special_tokens: bool | None = Field(
+        None, description="Open each text with the special tokens that the tokenizer puts there (true)."
+    )
 
 
 class PromptTokensDetails(BaseModel):

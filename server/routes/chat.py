@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 
 from engine import EngineInfo, SamplingParams
-from server.answer import STREAM_DOC, Run, shape_of
+from server import examples
+from server.answer import Run
 from server.chat import ChatPieces, join_pieces, read_messages
 from server.chat_schemas import (
     ChatChoice,
@@ -19,6 +21,7 @@ from server.chat_schemas import (
 )
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
+from server.parameters import shape_of
 from server.prompt import Prompt
 from server.schemas import StrictJsonRoute, Usage
 
@@ -28,17 +31,19 @@ router = APIRouter(route_class=StrictJsonRoute)
 @router.post(
     "/v1/chat/completions",
     response_model=ChatCompletionResponse,
-    responses={200: {"content": STREAM_DOC}, **ERROR_RESPONSES},
+    responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
     summary="Answer a conversation",
 )
-async def create_chat_completion(body: ChatCompletionRequest, request: Request, service: ServiceDep) -> Response:
+async def create_chat_completion(
+    body: Annotated[ChatCompletionRequest, Body(openapi_examples=examples.CHAT)], request: Request, service: ServiceDep
+) -> Response:
     """Say what the assistant says next, at once or as a stream."""
     arrival = time.perf_counter()
     service.check_model(body.model)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")
-    shape = shape_of(body, service.client.info)
+    shape = shape_of(body, service)
     return await _ChatRun(service, body, shape, arrival).respond(request)
 
 

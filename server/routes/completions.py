@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 
-from server.answer import STREAM_DOC, Run, encode_prompts, shape_of
+from server import examples
+from server.answer import Run, encode_prompts
 from server.completion import CompletionPieces, join
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
+from server.parameters import shape_of
 from server.prompt import Prompt
 from server.schemas import CompletionChoice, CompletionRequest, CompletionResponse, StrictJsonRoute, Usage
 
@@ -20,16 +23,20 @@ router = APIRouter(route_class=StrictJsonRoute)
 @router.post(
     "/v1/completions",
     response_model=CompletionResponse,
-    responses={200: {"content": STREAM_DOC}, **ERROR_RESPONSES},
+    responses={200: {"content": examples.EVENT_STREAM}, **ERROR_RESPONSES},
     summary="Continue a prompt",
 )
-async def create_completion(body: CompletionRequest, request: Request, service: ServiceDep) -> Response:
+async def create_completion(
+    body: Annotated[CompletionRequest, Body(openapi_examples=examples.COMPLETIONS)],
+    request: Request,
+    service: ServiceDep,
+) -> Response:
     """Continue one prompt or several, at once or as a stream."""
     arrival = time.perf_counter()
     service.check_model(body.model)
-    if body.suffix is not None:
+    if body.suffix:
         raise ApiError(400, "suffix is not supported; leave it out.", param="suffix", code="unsupported_parameter")
-    shape = shape_of(body, service.client.info, echo=bool(body.echo))
+    shape = shape_of(body, service, echo=bool(body.echo))
     return await _CompletionRun(service, body, shape, arrival).respond(request)
 
 
@@ -39,7 +46,8 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     body: CompletionRequest
 
     async def prompts(self) -> list[Prompt]:
-        return await encode_prompts(self.service, self.body.prompt)
+        special = self.body.add_special_tokens is not False
+        return await encode_prompts(self.service, self.body.prompt, add_special_tokens=special)
 
     def maker(self, prompts: list[Prompt]) -> CompletionPieces:
         return CompletionPieces(prompts, self.shape, self.service.tokenizer)

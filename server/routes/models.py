@@ -24,7 +24,7 @@ async def list_models(service: ServiceDep) -> ModelList:
     return ModelList(data=[_card(service)])
 
 
-# A path, because hub ids hold a slash.
+# A path, because hub ids hold slashes.
 @router.get("/v1/models/{model_id:path}", responses=ERROR_RESPONSES, summary="Describe a served model")
 async def get_model(model_id: str, service: ServiceDep) -> ModelCard:
     """The model of that id; 404 for any other than the served one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from server import examples
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 from server.schemas import VersionResponse
@@ -34,7 +35,12 @@ async def ready(service: ServiceDep) -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/metrics", response_class=Response, responses=ERROR_RESPONSES, summary="Metrics for Prometheus")
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": examples.EXPOSITION}, **ERROR_RESPONSES},
+    summary="Metrics for Prometheus",
+)
 async def metrics(request: Request, service: ServiceDep) -> Response:
     """Prometheus text exposition."""
     content, content_type = service.metrics.render(request.headers.get("accept"))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Body, Response
 
 from engine.text import Tokenizer
+from server import examples
 from server.answer import check_token_ids
 from server.chat import read_messages
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
+from server.fields import ignored_header
 from server.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -23,10 +26,13 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 
 @router.post("/tokenize", responses=ERROR_RESPONSES, summary="Text or messages to token ids")
-async def tokenize(body: TokenizeRequest, service: ServiceDep) -> TokenizeResponse:
+async def tokenize(
+    body: Annotated[TokenizeRequest, Body(openapi_examples=examples.TOKENIZE)],
+    response: Response,
+    service: ServiceDep,
+) -> TokenizeResponse:
     """The token ids that the completions endpoint makes of a prompt, or the chat endpoint of messages."""
-    service.check_model(body.model)
-    body.refuse_unsupported()
+    _check(body, response, service)
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
         message = f"Send either prompt, a string, or messages, a list; got {given}."
@@ -46,13 +52,23 @@ async def tokenize(body: TokenizeRequest, service: ServiceDep) -> TokenizeRespon
 
 
 @router.post("/detokenize", responses=ERROR_RESPONSES, summary="Token ids to text")
-async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> DetokenizeResponse:
+async def detokenize(
+    body: Annotated[DetokenizeRequest, Body(openapi_examples=examples.DETOKENIZE)],
+    response: Response,
+    service: ServiceDep,
+) -> DetokenizeResponse:
     """The text of token ids, special ones included."""
-    service.check_model(body.model)
+    _check(body, response, service)
     tokenizer = _tokenizer(service, "tokens")
     check_token_ids(body.tokens, service.client.info.vocab_size, "tokens")
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return DetokenizeResponse(prompt=text)
+
+
+def _check(body: TokenizeRequest | DetokenizeRequest, response: Response, service: Service) -> None:
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    response.headers.update(ignored_header(body.ignored_fields()))
 
 
 def _tokenizer(service: Service, param: str) -> Tokenizer:

@@ -1,0 +1,140 @@
+"""The fields of bodies that need no class of their own: those of `SamplingParams`, and those that nobody here knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from engine import NUMBER_RANGES, SamplingParams
+from server.errors import ApiError
+from server.field_docs import field_docs
+
+# Fields that say nothing about the answer: ignored without a word.
+HARMLESS = frozenset(
+    {
+        "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "include_obfuscation",
+    }
+)  # fmt: skip
+# Fields that would change what is answered, or who may see it, and are not supported, with the values at which they
+# ask for nothing. Any other unknown field is a hint that may be missed: it is ignored, and said to be.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "continue_final_message": (False,),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "cache_salt": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "grammar": ("",),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+}
+_SENDABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+_NAMES_SHOWN = 32
+
+
+def refuse_unsupported(unknown: Mapping[str, Any]) -> None:
+    """Refuse fields that would change the answer and are not supported.
+
+    Raises:
+        ApiError: names the first one.
+    """
+    for name, value in unknown.items():
+        nothing = UNSUPPORTED.get(name)
+        if nothing is not None and value is not None and not any(_same(value, other) for other in nothing):
+            otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
+            message = f"{name} is not supported; leave it out{otherwise}."
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)  # 0 is not false
+
+
+def unknown_fields(names: Iterable[str]) -> list[str]:
+    """Those that might have been meant to change the answer."""
+    return [name for name in names if name not in HARMLESS and name not in UNSUPPORTED]
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """The header that lists these fields, where there are any that a header can hold."""
+    listed = [name for name in sorted(names) if _SENDABLE_NAME.fullmatch(name)][:_NAMES_SHOWN]
+    return {"X-Octavo-Ignored-Fields": ", ".join(listed)} if listed else {}
+
+
+def _integer_keys(value: Any) -> Any:
+    """JSON keys are strings; logit_bias means token ids."""
+    if not isinstance(value, dict):
+        return value
+    digits = re.compile(r"[0-9]{1,10}", re.ASCII)
+    return {int(key) if isinstance(key, str) and digits.fullmatch(key) else key: bias for key, bias in value.items()}
+
+
+_ID = {"type": "integer", "minimum": 0}
+_IDS: Any = Annotated[list[int], WithJsonSchema({"type": "array", "maxItems": 1024, "items": _ID})]
+_STOP = {"type": "string", "minLength": 1, "maxLength": 1024}
+_BIAS = {
+    "type": "object",
+    "maxProperties": 1024,
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
+# JSON's types, where Python's own are wider than what a body can hold or say less than is known.
+_JSON_TYPES: dict[str, Any] = {
+    "logit_bias": Annotated[dict[int, float], BeforeValidator(_integer_keys), WithJsonSchema(_BIAS)],
+    "stop": Annotated[
+        str | list[str], WithJsonSchema({"anyOf": [_STOP, {"type": "array", "maxItems": 16, "items": _STOP}]})
+    ],
+    "stop_token_ids": _IDS,
+    "suppress_tokens": _IDS,
+    "begin_suppress_tokens": _IDS,
+}
+
+
+def _number(name: str) -> Any:
+    allowed = NUMBER_RANGES[name]
+    schema: dict[str, Any] = {"type": "integer" if allowed.integer else "number"}
+    if allowed.low is not None:
+        schema["exclusiveMinimum" if allowed.open_low else "minimum"] = allowed.low
+    if allowed.high is not None:
+        schema["maximum"] = allowed.high
+    return Annotated[int if allowed.integer else float, WithJsonSchema(schema)]
+
+
+def sampling_fields() -> dict[str, Any]:
+    """The fields of `SamplingParams` for a body, all optional: pydantic's type and `Field` of each name."""
+    docs, hints = field_docs(SamplingParams), get_type_hints(SamplingParams)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(SamplingParams):
+        if field.name in NUMBER_RANGES:
+            kind = _number(field.name)
+        else:
+            kind = _JSON_TYPES.get(field.name, hints[field.name])
+        fields[field.name] = (kind | None, Field(default=None, description=docs.get(field.name)))
+    return fields
