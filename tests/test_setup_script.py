@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import subprocess
@@ -190,7 +191,12 @@ class TestStamp:
         keys.add(setup.stamp_key(tmp_path, "3.11", "2.13.0 cpu"))
         (tmp_path / "pyproject.toml").write_text("d")
         keys.add(setup.stamp_key(tmp_path, "3.11", "2.13.0 cpu"))
-        assert len(keys) == 5
+        pins = tmp_path / setup.CLIENTS / "old.txt"
+        pins.parent.mkdir(parents=True)
+        for content in ("e", "f"):
+            pins.write_text(content)
+            keys.add(setup.stamp_key(tmp_path, "3.11", "2.13.0 cpu"))
+        assert len(keys) == 7
 
     def test_a_torn_stamp_counts_as_none(self, tmp_path: Path) -> None:
         path = tmp_path / "stamp.json"
@@ -216,6 +222,41 @@ class TestStamp:
         assert setup.half_installed(tmp_path) == ["torn-2.dist-info"]
         (tmp_path / "~orch").mkdir()
         assert setup.half_installed(tmp_path) == ["torn-2.dist-info", "~orch"]
+
+
+class TestClients:
+    def install(self, root: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> list[str]:
+        """The folders that pip was asked to fill."""
+        filled = []
+
+        def pip(command: list[str], lock: object, problem: str) -> None:
+            target = Path(command[command.index("--target") + 1])
+            assert not target.exists(), "what was there before is in the way of pip --target"
+            target.mkdir(parents=True)
+            filled.append(target.name)
+            if fails:
+                raise torch_source.SetupError(problem)
+
+        monkeypatch.setattr(setup, "run", pip)
+        with pytest.raises(torch_source.SetupError) if fails else contextlib.nullcontext():
+            setup.install_clients(root, root / ".venv", None)
+        return filled
+
+    def test_only_what_is_not_complete_is_installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = tmp_path / setup.CLIENTS
+        folder.mkdir(parents=True)
+        (folder / "new.txt").write_text("a==1")
+        (folder / "old.txt").write_text("a==0")
+        assert self.install(tmp_path, monkeypatch, fails=True) == ["new"]
+        assert self.install(tmp_path, monkeypatch) == ["new", "old"]
+        assert self.install(tmp_path, monkeypatch) == []
+        (folder / "old.txt").write_text("a==0.1")
+        assert self.install(tmp_path, monkeypatch) == ["old"]
+
+    def test_the_clients_are_pinned_with_all_they_need(self) -> None:
+        for pins in sorted((ROOT / setup.CLIENTS).glob("*.txt")):
+            lines = [line for line in pins.read_text().splitlines() if not line.startswith("#")]
+            assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9.]+", line) for line in lines), pins
 
 
 class TestCommandLine:

@@ -52,6 +52,7 @@ from torch_source import PUBLIC_CPU_INDEX, Offer, SetupError, ask_pip, choose_to
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "octavo-setup.json"
+CLIENTS = Path("tests") / "clients"  # other clients' versions, which the tests run beside those of the constraints
 WINDOWS = os.name == "nt"
 EXTRAS: dict[str, frozenset[str]] = {
     "serve": frozenset(),
@@ -71,7 +72,8 @@ def say(text: str) -> None:
 def stamp_key(root: Path, python: str, torch_label: str) -> str:
     """Changes when what has to be installed changes."""
     parts = [python, torch_label]
-    parts += [(root / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "constraints.txt")]
+    files = [root / "pyproject.toml", root / "constraints.txt", *sorted((root / CLIENTS).glob("*.txt"))]
+    parts += [file.read_text(encoding="utf-8") for file in files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -232,6 +234,19 @@ def install_torch(pin: str, label: str, driver: bool, lock: int | None) -> None:
     run(command, lock, f"could not install {source.requirement}")
 
 
+def install_clients(root: Path, venv: Path, lock: int | None) -> None:
+    """Each list of pins into a folder of its own, .venv/clients/NAME, which only tests that ask for it see."""
+    for pins in sorted((root / CLIENTS).glob("*.txt")):
+        target = venv / "clients" / pins.stem
+        done = target / "octavo-pins.txt"  # written last: what is complete is left alone
+        if done.exists() and done.read_bytes() == pins.read_bytes():
+            continue
+        shutil.rmtree(target, ignore_errors=True)
+        install = [*PIP, "install", "--no-deps", "--target", str(target), "--requirement", str(pins)]
+        run(install, lock, f"could not install {pins.relative_to(root)}")
+        shutil.copyfile(pins, done)
+
+
 def set_up(command: str) -> None:
     """Brings .venv to what `command` needs. Quick when it is there already."""
     pin = pinned_version((ROOT / "constraints.txt").read_text(encoding="utf-8"), "torch")
@@ -259,6 +274,8 @@ def set_up(command: str) -> None:
         what = "." + (f"[{','.join(sorted(wanted))}]" if wanted else "")
         install = [*PIP, "install", "--constraint", "constraints.txt", "--editable", what]
         run(install, lock, "could not install octavo")
+        if "test" in wanted:
+            install_clients(ROOT, VENV, lock)
         write_stamp(STAMP, {"root": str(ROOT), "torch": label, "extras": sorted(wanted), "key": key})
         say(f"set up: {program('octavo')}")
 

@@ -1,0 +1,159 @@
+"""What programs do with the OpenAI client, in a process of its own: URL of the service as the argument.
+
+Prints what was checked and the client's version as JSON; an assertion that fails ends it with a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import openai
+import pytest
+
+MODEL = "octavo-demo"
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+GREEDY: Any = {"model": MODEL, "temperature": 0}
+
+
+def check_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    card = client.models.retrieve(MODEL)
+    assert (card.id, card.object) == (MODEL, "model")
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.models.retrieve("org/other")
+    assert (unknown.value.code, unknown.value.status_code) == ("model_not_found", 404)
+
+
+def check_completions(client: openai.OpenAI) -> None:
+    whole = client.completions.create(**GREEDY, prompt=["One", "Two"], n=2, best_of=2, max_tokens=6, logprobs=3)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.choices[0].text == whole.choices[1].text != ""
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert len(logprobs.token_logprobs) == 6
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 24
+    assert whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    echoed = client.completions.create(**GREEDY, prompt=[[5, 6, 7]], echo=True, logprobs=0, max_tokens=1)
+    assert echoed.choices[0].logprobs is not None
+    assert echoed.choices[0].logprobs.token_logprobs is not None
+    assert echoed.choices[0].logprobs.token_logprobs[0] is None
+    seeded = [client.completions.create(model=MODEL, prompt="One", seed=3, max_tokens=9).choices[0] for _ in "ab"]
+    assert seeded[0].text == seeded[1].text
+    stop = seeded[0].text[2:4]
+    stopped = client.completions.create(model=MODEL, prompt="One", seed=3, max_tokens=9, stop=[stop, "never"])
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text == seeded[0].text.partition(stop)[0]
+
+
+def check_completion_streams(client: openai.OpenAI) -> None:
+    fields: Any = {**GREEDY, "prompt": "One", "max_tokens": 12}
+    text = client.completions.create(**fields).choices[0].text
+    chunks = list(client.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    with client.completions.create(**{**fields, "max_tokens": 400}, stream=True) as stream:
+        next(iter(stream))  # and leave
+
+
+def check_chat(client: openai.OpenAI) -> None:
+    fields: Any = {**GREEDY, "messages": HELLO, "max_completion_tokens": 10}
+    (choice,) = client.chat.completions.create(**fields, logprobs=True, top_logprobs=2).choices
+    assert choice.message.role == "assistant"
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert all(len(item.top_logprobs) == 2 for item in choice.logprobs.content)
+    deltas = [chunk.choices[0] for chunk in client.chat.completions.create(**fields, stream=True)]
+    assert deltas[0].delta.role == "assistant"
+    assert "".join(part.delta.content or "" for part in deltas) == choice.message.content
+    assert [part.finish_reason for part in deltas if part.finish_reason] == [choice.finish_reason]
+    assert choice.message.content
+    stop = choice.message.content[6:8]  # the helper takes an answer that was cut off for an error
+    with client.chat.completions.stream(**fields, stop=stop) as events:
+        said = "".join(event.delta for event in events if event.type == "content.delta")
+        final = events.get_final_completion()
+    assert said == final.choices[0].message.content == choice.message.content.partition(stop)[0]
+    history = [*HELLO, choice.message, {"role": "user", "content": [{"type": "text", "text": "And?"}]}]
+    assert client.chat.completions.create(**{**fields, "messages": history}).choices[0].message.content
+
+
+def check_errors(client: openai.OpenAI) -> None:
+    refused: list[tuple[Any, str]] = [
+        ({"temperature": -1}, "temperature"),
+        ({"n": 1000}, "n"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ]
+    for fields, param in refused:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=param) as problem:
+                client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "stream": stream, **fields})
+            assert (problem.value.param or "").startswith(param)
+            assert problem.value.code
+            assert problem.value.type == "invalid_request_error"
+    calls: list[Any] = [
+        lambda: client.completions.create(model="gpt-9", prompt="a"),
+        lambda: client.embeddings.create(model=MODEL, input="a"),
+        lambda: client.responses.create(model=MODEL, input="a"),
+    ]
+    for call in calls:
+        with pytest.raises(openai.NotFoundError) as missing:
+            call()
+        assert missing.value.code in ("model_not_found", "unknown_route")
+
+
+def check_headers_and_timeouts(client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=HELLO, max_tokens=2, user="me", extra_body={"frobnicate": 1}
+    )
+    assert raw.headers["x-octavo-ignored-fields"] == "frobnicate"
+    assert raw.parse().choices[0].message.content
+    with client.completions.with_streaming_response.create(model=MODEL, prompt="a", max_tokens=2) as answer:
+        assert answer.headers["content-type"] == "application/json"
+        assert b"choices" in answer.read()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.001).completions.create(model=MODEL, prompt="a", max_tokens=400)
+
+
+def check_async(client: openai.OpenAI) -> None:
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0) as other:
+            stream = await other.chat.completions.create(**GREEDY, messages=HELLO, max_tokens=5, stream=True)
+            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            whole = await other.chat.completions.create(**GREEDY, messages=HELLO, max_tokens=5)
+            assert "".join(parts) == whole.choices[0].message.content
+            assert [model.id async for model in other.models.list()] == [MODEL]
+
+    asyncio.run(run())
+
+
+def check_what_vllm_adds(client: openai.OpenAI) -> None:
+    beams = client.completions.create(
+        model=MODEL, prompt="a", n=2, max_tokens=5, extra_body={"use_beam_search": True, "return_token_ids": True}
+    )
+    first, second = beams.choices
+    assert first.text != second.text
+    assert len(first.model_dump()["token_ids"]) == 5
+
+
+def main() -> None:
+    checked = []
+    with openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        for name, check in sorted(globals().items()):
+            if name.startswith("check_"):
+                check(client)
+                checked.append(name)
+    print(json.dumps({"openai": openai.__version__, "checked": checked}))
+
+
+if __name__ == "__main__":
+    main()
