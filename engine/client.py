@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 
+from engine.client_interface import Deliver, EngineClient, Progress
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
 from engine.launch import EngineProcess, make_folder, remove_folder
 from engine.messages import Abort, News, Ready, decode_news, encode, encode_add
-from engine.outputs import EngineInfo, EngineStats, RequestDelta
+from engine.outputs import EngineStats, RequestDelta
 from engine.request import EngineInput, PoolingParams, SamplingParams
+
+__all__ = ["Deliver", "EngineClient", "ProcessEngineClient", "Progress", "RestartPolicy", "start_engine"]
 
 logger = logging.getLogger("octavo.client")
 
@@ -45,77 +47,6 @@ class RestartPolicy:
     max_delay: float = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Whether the engine has work, and for how many seconds it has shown no progress on it.
-
-    An engine that is not idle and whose `seconds` grow beyond any step's duration is stuck.
-    """
-
-    idle: bool
-    seconds: float
-
-
-class EngineClient(ABC):
-    """Submit requests, receive deltas.
-
-    Use from one event loop only. All methods are safe to call after the engine died: they raise
-    `EngineDeadError`.
-    """
-
-    info: EngineInfo
-    num_restarts: int = 0
-
-    @abstractmethod
-    def generate(
-        self,
-        request_id: str,
-        input: EngineInput,
-        params: SamplingParams | PoolingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        deadline: float | None = None,
-    ) -> AsyncIterator[RequestDelta]:
-        """Submit a request and iterate over its deltas; the first, without choices, says that it was
-        accepted, the last one has `finished` set.
-
-        The request is aborted, and its pages freed, when the iterator is closed early or its task is
-        cancelled. Deltas that pile up while nobody reads are handed out one by one, none is lost.
-
-        Raises:
-            InvalidRequestError: from the first `__anext__`, if the request is impossible.
-            EngineDeadError: the engine died before the request finished.
-        """
-
-    @abstractmethod
-    def abort(self, request_id: str, choice: int | None = None) -> None:
-        """End a request, or one of its choices, soon; unknown or finished ids are ignored."""
-
-    @abstractmethod
-    def stats(self) -> EngineStats:
-        """The latest counters and gauges."""
-
-    @property
-    @abstractmethod
-    def is_alive(self) -> bool:
-        """The engine can serve."""
-
-    @property
-    @abstractmethod
-    def progress(self) -> Progress:
-        """Whether work gets done; an engine that is dead (see `is_alive`) counts as idle."""
-
-    async def wait_failed(self) -> str:
-        """Wait until the engine has died and will not be started again; why."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Stop the engine and free what it holds; idempotent."""
-
-
 class ProcessEngineClient(EngineClient):
     """Loads an engine in a process of its own and talks to it over ZeroMQ.
 
@@ -135,6 +66,7 @@ class ProcessEngineClient(EngineClient):
         self._policy = policy or RestartPolicy()
         self._context = zmq.Context()
         self._streams: dict[str, _Stream] = {}
+        self._settling: list[tuple[int, asyncio.Future[None]]] = []  # by number of the awaited command
         self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -157,16 +89,17 @@ class ProcessEngineClient(EngineClient):
             remove_folder(self._folder)
             raise
 
-    async def generate(
+    def submit(
         self,
         request_id: str,
         input: EngineInput,
         params: SamplingParams | PoolingParams,
+        deliver: Deliver,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
         deadline: float | None = None,
-    ) -> AsyncGenerator[RequestDelta, None]:
+    ) -> None:
         self._attach()
         self._check_alive()
         if request_id in self._streams:
@@ -175,28 +108,24 @@ class ProcessEngineClient(EngineClient):
             )
         command = encode_add(request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline)
         self._send(command)
-        stream = self._streams[request_id] = _Stream(self._num_sent)
-        finished = False
-        try:
-            while not finished:
-                news = await stream.news.get()
-                if isinstance(news, OctavoError):
-                    finished = True
-                    raise news
-                finished = news.finished
-                yield news
-        finally:
-            if self._streams.get(request_id) is stream:
-                del self._streams[request_id]
-                if not finished and self.is_alive:
-                    self._send(encode(Abort(request_id)))
+        self._streams[request_id] = _Stream(self._num_sent, deliver)
+
+    def abandon(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None and self.is_alive:
+            self._send(encode(Abort(request_id)))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self._check_alive()
         self._send(encode(Abort(request_id, choice)))
-        stream = self._streams.get(request_id)
-        if choice is None and stream is not None:
-            stream.news.put_nowait(RequestDelta(request_id=request_id, choices=(), finished=True))
+        stream = self._streams.pop(request_id, None) if choice is None else None
+        if stream is not None:
+            stream.deliver(RequestDelta(request_id=request_id, choices=(), finished=True))
+
+    async def settled(self) -> None:
+        if self.is_alive and self._num_obeyed < self._num_sent:
+            future = asyncio.get_running_loop().create_future()
+            self._settling.append((self._num_sent, future))
+            await future
 
     def stats(self) -> EngineStats:
         self._check_alive()
@@ -275,17 +204,29 @@ class ProcessEngineClient(EngineClient):
             self._hand_over(request_id, failure.error(), news.num_commands)
         for delta in news.deltas:
             self._hand_over(delta.request_id, delta, news.num_commands)
+        if self._settling:
+            self._settle(self._num_obeyed)
 
     def _hand_over(self, request_id: str, item: RequestDelta | OctavoError, num_commands: int) -> None:
         stream = self._streams.get(request_id)
         # What was sent before the request arrived is about an earlier one of the same name.
         if stream is not None and num_commands >= stream.since:
-            stream.news.put_nowait(item)
+            if isinstance(item, OctavoError) or item.finished:
+                del self._streams[request_id]
+            stream.deliver(item)
+
+    def _settle(self, num_obeyed: float) -> None:
+        waiting = self._settling
+        self._settling = [entry for entry in waiting if entry[0] > num_obeyed]
+        for number, future in waiting:
+            if number <= num_obeyed and not future.done():
+                future.set_result(None)
 
     def _end_streams(self, reason: str) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.news.put_nowait(EngineDeadError(reason))
+            stream.deliver(EngineDeadError(reason))
+        self._settle(math.inf)
 
     # ------------------------------------------------------------ the process and its successors
 
@@ -376,10 +317,10 @@ class ProcessEngineClient(EngineClient):
 
 @dataclass(slots=True)
 class _Stream:
-    """A request's news on the way to its iterator; `since` is the number of the command that added it."""
+    """Where a request's news go; `since` is the number of the command that added it."""
 
     since: int
-    news: asyncio.Queue[RequestDelta | OctavoError] = field(default_factory=asyncio.Queue)
+    deliver: Deliver
 
 
 def start_engine(config: EngineConfig, policy: RestartPolicy | None = None) -> EngineClient:

@@ -42,6 +42,21 @@ class ChoiceText:
     score: float | None = None
     stopped_by_text: bool = False
 
+    def extend(self, later: ChoiceText) -> None:
+        """Take later news of the same choice in."""
+        self.text += later.text
+        self.token_ids.extend(later.token_ids)
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            self.logprobs.extend(later.logprobs)
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        if later.cumulative_logprob is not None:
+            self.cumulative_logprob = later.cumulative_logprob
+        self.score = later.score
+        self.stopped_by_text = later.stopped_by_text
+
 
 class OutputProcessor:
     """Turns one request's deltas into text, and keeps the answers so far.

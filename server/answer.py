@@ -6,8 +6,8 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic
 
@@ -15,14 +15,15 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from engine import InvalidRequestError
+from server.admission import Ticket, estimate_tokens
 from server.context import Service
 from server.errors import ApiError, shown
 from server.fields import ignored_header
-from server.generation import Update, run_prompts
+from server.generation import Generation
 from server.pieces import Choice, Piece, PieceMaker, Shape, keep_best
 from server.prompt import Prompt
 from server.schemas import GenerationBody, Usage
-from server.streaming import ClientGoneError, EventStream, run_while_connected, sse
+from server.streaming import COMMENT, ClientGoneError, EventStream, KeepAlive, Wanted, sse
 
 
 async def encode_prompts(
@@ -52,6 +53,11 @@ async def encode_prompts(
     return await asyncio.to_thread(lambda: [encode(prompt) for prompt in given])
 
 
+def estimate_size(given: Sequence[str | list[int]]) -> int:
+    """About how many tokens the prompts have."""
+    return sum(estimate_tokens(item) if isinstance(item, str) else len(item) for item in given)
+
+
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Refuse ids outside the vocabulary.
 
@@ -76,9 +82,14 @@ class Run(ABC, Generic[Piece, Choice]):
     arrival: float
     request_id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
+    _ticket: Ticket | None = None
 
     def __post_init__(self) -> None:
         self.request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+
+    @abstractmethod
+    def size(self) -> tuple[int, int]:
+        """How many prompts the request holds, and about how many tokens."""
 
     @abstractmethod
     async def prompts(self) -> list[Prompt]:
@@ -107,56 +118,98 @@ class Run(ABC, Generic[Piece, Choice]):
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it."""
         headers = ignored_header(self.body.ignored_fields())
+        wanted = Wanted(self.service.drain, self._aborted)
         if self.body.stream:
-            return EventStream(self._events(), headers)
+            return EventStream(self._events(), wanted, headers)
         try:
-            answer = await run_while_connected(request.receive, self._answer())
+            answer = await wanted.run(request.scope, request.receive, self._answer())
         except ClientGoneError:
             return Response(status_code=499)  # nobody will read it
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json", headers=headers)
 
     async def _answer(self) -> BaseModel:
-        prompts = await self.prompts()
-        maker = self.maker(prompts)
+        with self._admitted() as ticket:
+            prompts = await self._prompts(ticket)
+            maker = self.maker(prompts)
+            with self._public_names(), self._generation(prompts, ticket) as generation:
+                updates = await generation.whole()
+                await generation.settled()
         pieces: list[Piece] = []
         width = self.shape.params.n
         scores = [float("-inf")] * (width * len(prompts))
-        async with aclosing(self._updates(prompts)) as updates:
-            async for update in updates:
-                pieces += maker.pieces(update)
-                for choice in update.choices:
-                    if choice.cumulative_logprob is not None:
-                        scores[update.prompt_index * width + choice.index] = choice.cumulative_logprob
+        for update in updates:
+            pieces += maker.pieces(update)
+            for choice in update.choices:
+                if choice.cumulative_logprob is not None:
+                    scores[update.prompt_index * width + choice.index] = choice.cumulative_logprob
         choices = self.join(pieces)
         if width > self.shape.n:
             choices = keep_best(choices, scores, width, self.shape.n)
         return self.whole(choices, maker.usage())
 
     async def _events(self) -> AsyncGenerator[str, None]:
-        """The answer as events, one choice each."""
-        prompts = await self.prompts()
-        maker = self.maker(prompts)
+        """The answer as events, one choice each; first an empty item, once the engine has accepted it."""
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
-        async with aclosing(self._updates(prompts)) as updates:
-            async for update in updates:
-                for piece in maker.pieces(update):
-                    usage = {"usage": maker.usage() if continuous else None} if with_usage else {}
-                    yield self._event([piece], usage)
-        if with_usage:
-            yield self._event([], {"usage": maker.usage()})
-        yield sse("[DONE]")
+        with self._admitted() as ticket:
+            prompts = await self._prompts(ticket)
+            maker = self.maker(prompts)
+            with self._public_names(), self._generation(prompts, ticket) as generation:
+                await generation.accepted()
+                with KeepAlive(self.service.settings.stream_keepalive, generation.nudge) as keep_alive:
+                    yield ""
+                    while not generation.finished:
+                        updates = await generation.news()
+                        pieces = [piece for update in updates for piece in maker.pieces(update)]
+                        if pieces:
+                            usage = {"usage": maker.usage() if continuous else None} if with_usage else {}
+                            yield "".join(self._event([piece], usage) for piece in pieces)
+                        elif keep_alive.due:
+                            yield COMMENT
+                        else:
+                            continue
+                        keep_alive.sent()
+                await generation.settled()
+        last = self._event([], {"usage": maker.usage()}) if with_usage else ""
+        yield last + sse("[DONE]")
 
     def _event(self, pieces: list[Piece], usage: dict[str, Usage | None]) -> str:
         return sse(self.chunk(pieces, usage).model_dump_json(exclude_unset=True))
 
-    async def _updates(self, prompts: list[Prompt]) -> AsyncGenerator[Update, None]:
-        runs = run_prompts(self.service, self.request_id, prompts, self.shape.params, self.arrival)
+    @contextmanager
+    def _admitted(self) -> Iterator[Ticket]:
+        """The request's slots; whatever ends it, they are released, and what is the server's fault counts."""
+        with self.service.admit(*self.size()) as ticket:
+            self._ticket = ticket
+            try:
+                yield ticket
+            except (ApiError, InvalidRequestError):  # refused
+                raise
+            except Exception:
+                self._aborted("error")
+                raise
+
+    def _aborted(self, reason: str) -> None:
+        if self._ticket is None:
+            return
+        # A client that leaves after the last token has missed nothing; else somebody waited for the rest.
+        least = 0 if reason == "disconnect" else 1
+        self.service.metrics.aborted(reason, max(self._ticket.num_unfinished, least))
+
+    async def _prompts(self, ticket: Ticket) -> list[Prompt]:
+        prompts = await self.prompts()
+        longest = self.service.client.info.max_model_len  # of what is longer the engine will say so
+        ticket.measure([min(len(prompt.token_ids), longest) for prompt in prompts])
+        return prompts
+
+    def _generation(self, prompts: list[Prompt], ticket: Ticket) -> Generation:
+        return Generation(self.service, self.request_id, prompts, self.shape.params, self.arrival, ticket)
+
+    @contextmanager
+    def _public_names(self) -> Iterator[None]:
         try:
-            async with aclosing(runs) as updates:
-                async for update in updates:
-                    yield update
+            yield
         except InvalidRequestError as problem:
             name = self.public_name(problem.param)
             raise InvalidRequestError(str(problem), param=name, code=problem.code) from problem

@@ -8,14 +8,19 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 
+from engine import EngineInfo
 from engine.client import EngineClient
 from engine.text import Tokenizer
 from server import errors
+from server.admission import Admission
 from server.context import Service
+from server.drain import Drain, DrainGate
 from server.head import HeadMiddleware
 from server.metrics import Metrics
 from server.routes import chat, completions, models, operations, tokenize
 from server.settings import ServerSettings
+
+QUEUED_CACHES = 4
 
 
 def create_app(
@@ -25,6 +30,7 @@ def create_app(
     *,
     version: str = "0",
     settings: ServerSettings | None = None,
+    drain: Drain | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -34,6 +40,7 @@ def create_app(
         model_id: the model's name to clients.
         version: shown in the API's documentation.
         settings: of the service (default: all defaults; the environment is not read).
+        drain: through which the service is told to stop.
     """
 
     @asynccontextmanager
@@ -41,6 +48,9 @@ def create_app(
         yield
         await client.close()
 
+    settings, drain, metrics = settings or ServerSettings(), drain or Drain(), Metrics(client)
+    admission = make_admission(client.info, settings, metrics)
+    metrics.show_admission(admission)
     app = FastAPIOffline(  # the documentation's scripts come with it, and not from elsewhere at each visit
         redoc_url=None,
         static_url="/docs/static",
@@ -54,11 +64,29 @@ def create_app(
         client=client,
         tokenizer=tokenizer,
         model_id=model_id,
-        metrics=Metrics(client),
-        settings=settings or ServerSettings(),
+        metrics=metrics,
+        admission=admission,
+        tokenizing=make_admission(client.info, settings, metrics),
+        drain=drain,
+        settings=settings,
     )
+    app.add_middleware(DrainGate, drain=drain, rejected=metrics.rejected)
     errors.install(app)
     app.add_middleware(HeadMiddleware)
     for module in (completions, chat, models, operations, tokenize):
         app.include_router(module.router)
     return app
+
+
+def make_admission(info: EngineInfo, settings: ServerSettings, metrics: Metrics) -> Admission:
+    """The bounds that the settings ask for; by default as many prompt tokens may wait as fill the KV cache
+    `QUEUED_CACHES` times."""
+    tokens = settings.max_num_queued_tokens
+    if tokens is None:
+        tokens = QUEUED_CACHES * info.num_blocks * info.block_size
+    return Admission(
+        max_running=info.max_num_seqs,
+        max_queued=settings.max_num_queued_reqs,
+        max_queued_tokens=tokens,
+        rejected=metrics.rejected,
+    )

@@ -9,8 +9,11 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from engine import EngineDeadError
 from engine.client import EngineClient
 from engine.text import Tokenizer
+from server.admission import Admission, Ticket
+from server.drain import Drain
 from server.errors import ApiError, shown
 from server.metrics import Metrics
 from server.prompt import Prompt
@@ -27,6 +30,9 @@ class Service:
         tokenizer: None where the model has none: then prompts are token ids and texts empty.
         model_id: the name under which clients know the model.
         metrics: this app's counters.
+        admission: bounds what generates.
+        tokenizing: bounds calls of /tokenize and /detokenize.
+        drain: whether the service stops.
         renderer: renders chat messages.
         settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
@@ -36,9 +42,24 @@ class Service:
     tokenizer: Tokenizer | None
     model_id: str
     metrics: Metrics
+    admission: Admission
+    tokenizing: Admission
+    drain: Drain = field(default_factory=Drain)
     renderer: ChatRenderer = field(default_factory=ChatRenderer)
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def admit(self, prompts: int, tokens: int) -> Ticket:
+        """Slots for so many prompts with about so many tokens.
+
+        Raises:
+            EngineDeadError: nothing can be served at the moment.
+            ApiError: there is no room.
+        """
+        if not self.client.is_alive:
+            self.metrics.rejected("engine_dead")
+            raise EngineDeadError("the engine is not running")
+        return self.admission.reserve(prompts, tokens)
 
     def check_model(self, model: str | None) -> None:
         """Refuse a model that is not the served one.

@@ -118,7 +118,12 @@ def to_api_error(problem: Exception) -> ApiError:
         return ApiError(problem.status_code, str(problem.detail), headers=problem.headers)
     if isinstance(problem, EngineDeadError):
         logger.error("The engine is dead: %s", problem)
-        return ApiError(503, "The engine has stopped and cannot serve requests.", code="engine_dead")
+        return ApiError(
+            503,
+            "The engine has stopped and cannot serve requests; it is being started again.",
+            code="engine_dead",
+            headers={"Retry-After": "5"},
+        )
     logger.error("A request failed: %r", problem, exc_info=problem)
     return ApiError(500, "The server failed to answer this request; its log says why.", code="internal_error")
 

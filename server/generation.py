@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
-from engine import InvalidRequestError, RequestDelta, RequestFailedError, SamplingParams, TokenInput, TokenLogprobs
+from engine import (
+    InvalidRequestError,
+    OctavoError,
+    RequestDelta,
+    RequestFailedError,
+    SamplingParams,
+    TokenInput,
+    TokenLogprobs,
+)
 from engine.text import ChoiceText, OutputProcessor
+from server.admission import Ticket
 from server.context import Service
 from server.prompt import Prompt
 
@@ -19,130 +30,216 @@ class Update:
 
     Attributes:
         prompt_index: which prompt.
-        choices: its answers with news.
+        choices: its answers with news, one item each.
         prompt_logprobs: as in `RequestDelta`, with texts, once they are known.
         num_cached_tokens: as in `RequestDelta`.
-        finished: no more will come for this prompt.
     """
 
     prompt_index: int
     choices: Sequence[ChoiceText]
     prompt_logprobs: list[TokenLogprobs | None] | None
     num_cached_tokens: int
-    finished: bool
 
 
-async def run_prompts(
-    service: Service, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, arrival: float
-) -> AsyncGenerator[Update, None]:
-    """Run all prompts concurrently and merge what they bring.
+class Generation:
+    """The prompts of one HTTP request on their way through the engine.
 
-    Nothing is yielded before every prompt has been accepted, so that a refused one fails the whole
-    request while the answer can still be an error. Closing the generator aborts what still runs.
+    A context: entering submits the prompts, leaving aborts what still runs. What a step brings is
+    turned into text, counted and acted upon (a stop string ends its choice) at the moment it comes,
+    whether anybody reads or not. News that nobody has read yet are merged, so they take no more memory
+    than the answer itself.
 
     Args:
         request_id: prefix of the engine's request ids, one per prompt.
         arrival: `time.perf_counter()` seconds, from which the time to the first token counts.
+        ticket: its slots are released as the prompts end.
 
     Raises:
         InvalidRequestError: a prompt was refused; the others are aborted.
         RequestFailedError, EngineDeadError: from the engine.
     """
-    queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
-    runs = [
-        _Run(service, f"{request_id}-{index}", index, prompt, params, arrival) for index, prompt in enumerate(prompts)
-    ]
-    tasks = [asyncio.create_task(run.pump(queue)) for run in runs]
-    try:
-        held: list[Update] = []
-        unheard = set(range(len(prompts)))
-        unfinished = len(prompts)
-        while unfinished:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            unheard.discard(item.prompt_index)
-            unfinished -= item.finished
-            held.append(item)
-            if not unheard:
-                for update in held:
-                    yield update
-                held.clear()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Run:
-    """One prompt's way through the engine."""
 
     def __init__(
-        self, service: Service, request_id: str, index: int, prompt: Prompt, params: SamplingParams, arrival: float
+        self,
+        service: Service,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        arrival: float,
+        ticket: Ticket,
     ):
-        self.service = service
-        self.request_id = request_id
-        self.index = index
-        self.prompt = prompt
-        self.params = params
-        self.arrival = arrival
-        self.processor = OutputProcessor(service.tokenizer, prompt.token_ids, params)
-        self.unfinished = set(range(params.n))
-        self.first_token_seen = False
+        self._client = service.client
+        self._metrics = service.metrics
+        self._params = params
+        self._arrival = arrival
+        self._ticket = ticket
+        self._runs = [
+            _Run(
+                index=index,
+                request_id=f"{request_id}-{index}",
+                prompt=prompt,
+                processor=OutputProcessor(service.tokenizer, prompt.token_ids, params),
+                unfinished=set(range(params.n)),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        self._num_unheard = self._num_unfinished = len(prompts)
+        self._pending: dict[int, dict[int, ChoiceText]] = {}  # by prompt, by choice
+        self._problem: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._cut_short = False
 
-    async def pump(self, queue: asyncio.Queue[Update | Exception]) -> None:
-        """Put every update, or the exception that ended the run, into the queue."""
-        outcome = "abort"
+    def __enter__(self) -> Self:
         try:
-            await self._pump(queue)
-        except InvalidRequestError as problem:
-            self.unfinished.clear()  # never accepted: it counts as nothing
-            queue.put_nowait(problem)
+            for run in self._runs:
+                source = TokenInput(run.prompt.token_ids, run.prompt.text)
+                self._client.submit(run.request_id, source, self._params, functools.partial(self._deliver, run))
+                run.submitted = True
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._close()
+
+    @property
+    def finished(self) -> bool:
+        """All answers are complete, and their news have been read."""
+        return not self._num_unfinished and not self._pending and self._problem is None
+
+    async def accepted(self) -> None:
+        """Wait until the engine has accepted every prompt."""
+        while self._num_unheard:
+            await self._wait()
+
+    async def news(self) -> list[Update]:
+        """What is new since the last call; waits until there is something, or for `nudge`."""
+        if not self._pending:
+            await self._wait()
+        return self._take()
+
+    async def whole(self) -> list[Update]:
+        """All news at once, when the answers are complete."""
+        while self._num_unfinished:
+            await self._wait()
+        return self._take()
+
+    async def settled(self) -> None:
+        """Wait until the engine has ended what a stop string cut short: then its counters are final."""
+        if self._cut_short:
+            await self._client.settled()
+
+    def nudge(self) -> None:
+        """Let `news` return, even without any."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _take(self) -> list[Update]:
+        pending, self._pending = self._pending, {}
+        return [
+            Update(
+                prompt_index=index,
+                choices=list(choices.values()),
+                prompt_logprobs=self._runs[index].processor.prompt_logprobs,
+                num_cached_tokens=self._runs[index].processor.num_cached_tokens,
+            )
+            for index, choices in pending.items()
+        ]
+
+    def _deliver(self, run: _Run, item: RequestDelta | OctavoError) -> None:
+        """Take what the client brings; nothing escapes into its loop."""
+        try:
+            if isinstance(item, Exception):
+                run.ended = True
+                raise item
+            self._receive(run, item)
         except Exception as problem:
-            outcome = "error"
-            queue.put_nowait(problem)
-        finally:
-            if self.unfinished:
-                self.service.metrics.finished(outcome, len(self.unfinished))
+            run.outcome = None if isinstance(problem, InvalidRequestError) else "error"
+            self._problem = self._problem or problem
+        self.nudge()
 
-    async def _pump(self, queue: asyncio.Queue[Update | Exception]) -> None:
-        source = TokenInput(self.prompt.token_ids, self.prompt.text)
-        deltas = self.service.client.generate(self.request_id, source, self.params)
-        try:
-            async for delta in deltas:
-                update = self._update(delta)
-                queue.put_nowait(update)
-                if update.finished:
-                    return
-            raise RequestFailedError(f"The engine ended request {self.request_id} without finishing it.")
-        finally:
-            await _close(deltas)
-
-    def _update(self, delta: RequestDelta) -> Update:
+    def _receive(self, run: _Run, delta: RequestDelta) -> None:
+        if not run.heard:
+            run.heard = True
+            self._num_unheard -= 1
+        run.ended = delta.finished
         if delta.error is not None:
             raise RequestFailedError(delta.error)
-        choices = self.processor.process(delta)
-        for choice in choices:
-            if choice.token_ids and not self.first_token_seen:
-                self.first_token_seen = True
-                self.service.metrics.first_token(time.perf_counter() - self.arrival)
+        for choice in run.processor.process(delta):
+            if choice.token_ids and not run.started:
+                run.started = True
+                self._ticket.started(run.index)
+                self._metrics.first_token(time.perf_counter() - self._arrival)
             if choice.finish_reason is not None:
-                self.unfinished.discard(choice.index)
-                self.service.metrics.finished(choice.finish_reason)
+                run.unfinished.discard(choice.index)
+                self._metrics.finished(choice.finish_reason)
+                if choice.finish_reason == "abort":  # the engine's own doing
+                    run.aborted = "deadline" if choice.stop_reason == "deadline" else "error"
             if choice.stopped_by_text and not delta.finished:
-                self.service.client.abort(self.request_id, choice=choice.index)
-        finished = delta.finished or not self.unfinished
-        return Update(
-            prompt_index=self.index,
-            choices=choices,
-            prompt_logprobs=self.processor.prompt_logprobs,
-            num_cached_tokens=self.processor.num_cached_tokens,
-            finished=finished,
-        )
+                self._cut_short = True
+                if run.unfinished:
+                    self._client.abort(run.request_id, choice=choice.index)
+            self._merge(run.index, choice)
+        if not run.unfinished:
+            self._finish(run)
+
+    def _merge(self, prompt_index: int, choice: ChoiceText) -> None:
+        pending = self._pending.setdefault(prompt_index, {})
+        if choice.index in pending:
+            pending[choice.index].extend(choice)
+        else:
+            pending[choice.index] = choice
+
+    def _finish(self, run: _Run) -> None:
+        """All answers to a prompt are complete, maybe before the engine knows."""
+        self._num_unfinished -= 1
+        self._ticket.finished(run.index)
+        if run.aborted is not None:
+            self._metrics.aborted(run.aborted)
+        if not run.ended:
+            run.ended = True
+            self._client.abandon(run.request_id)
+
+    def _close(self) -> None:
+        for run in self._runs:
+            if run.submitted and not run.ended:
+                run.ended = True
+                self._client.abandon(run.request_id)
+            if run.submitted and run.unfinished and run.outcome is not None:
+                self._metrics.finished(run.outcome, len(run.unfinished))
+                run.unfinished.clear()
 
 
-async def _close(deltas: AsyncIterator[RequestDelta]) -> None:
-    # The interface promises an iterator; closing it early is what aborts the request.
-    close = getattr(deltas, "aclose", None)
-    if close is not None:
-        await close()
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One prompt's way through the engine.
+
+    Attributes:
+        unfinished: its answers that are not complete.
+        heard: the engine has accepted it.
+        ended: the engine's client delivers nothing more.
+        aborted: why the engine itself ended it, if it did.
+        outcome: as what its unfinished answers count; None: as nothing, it was never accepted.
+    """
+
+    index: int
+    request_id: str
+    prompt: Prompt
+    processor: OutputProcessor
+    unfinished: set[int] = field(default_factory=set)
+    submitted: bool = False
+    heard: bool = False
+    started: bool = False
+    ended: bool = False
+    aborted: str | None = None
+    outcome: str | None = "abort"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from engine import EngineDeadError
 from engine.client import EngineClient
+from server.admission import Admission
 
 logger = logging.getLogger("octavo.server")
 
@@ -87,6 +88,22 @@ class Metrics:
         )
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(reason)
+        self._aborted = Counter(
+            "octavo_requests_aborted",
+            "Requests ended before their answers were complete, by reason.",
+            labelnames=["reason"],
+            registry=self.registry,
+        )
+        for reason in ("disconnect", "stall", "shutdown", "deadline", "error"):
+            self._aborted.labels(reason)
+        self._rejected = Counter(
+            "octavo_requests_rejected",
+            "HTTP requests answered with 503 before anything was done for them, by reason.",
+            labelnames=["reason"],
+            registry=self.registry,
+        )
+        for reason in ("queue_full", "queued_tokens", "engine_dead", "shutting_down"):
+            self._rejected.labels(reason)
 
     def first_token(self, seconds: float) -> None:
         """A prompt's first token has come."""
@@ -95,6 +112,30 @@ class Metrics:
     def finished(self, reason: str, count: int = 1) -> None:
         """So many answers have ended for that reason."""
         self._finished.labels(reason).inc(count)
+
+    def aborted(self, reason: str, count: int = 1) -> None:
+        """So many requests were ended before their answers were complete."""
+        self._aborted.labels(reason).inc(count)
+
+    def rejected(self, reason: str) -> None:
+        """A request was answered with 503 before anything was done for it."""
+        self._rejected.labels(reason).inc()
+
+    def show_admission(self, admission: Admission) -> None:
+        """Show how full the service is."""
+        for name, text, read in (
+            (
+                "octavo_num_requests_in_service",
+                "Requests from their reservation to their end; max_num_seqs + max_num_queued_reqs at most.",
+                lambda: admission.num_prompts,
+            ),
+            (
+                "octavo_num_queued_tokens",
+                "Prompt tokens of requests without a first token.",
+                lambda: admission.num_queued_tokens,
+            ),
+        ):
+            Gauge(name, text, registry=self.registry).set_function(read)
 
     def render(self, accept: str | None) -> tuple[bytes, str]:
         """The exposition and its content type, in the format that the scraper prefers."""

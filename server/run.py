@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,8 @@ from engine import EngineConfig
 from engine.client import EngineClient, RestartPolicy, start_engine
 from engine.text import Tokenizer, load_tokenizer
 from server.app import create_app
+from server.connection import LAST_WORDS, close_connections, drain_connections, protocol_class
+from server.drain import Drain
 from server.listening import Listener, check_certificate, is_public
 from server.root_path import RootPath
 from server.settings import DEMO_MODEL, ServerSettings
@@ -88,12 +91,15 @@ def _prepare(config: EngineConfig, settings: ServerSettings, version: str, liste
     client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures))
     model_id = served_model_id(config.model, settings.served_model_name)
     _log_facts(client, tokenizer, model_id)
-    app = create_app(client, tokenizer, model_id, version=version, settings=settings)
+    drain = Drain()
+    app = create_app(client, tokenizer, model_id, version=version, settings=settings, drain=drain)
     documentation = "" if settings.uds else f" (API documentation: {listener.url}/docs)"
     return _Server(
         client,
+        drain,
         uvicorn.Config(
             RootPath(app, settings.root_path),
+            http=protocol_class(settings.stream_stall_timeout),
             log_config=None,
             server_header=False,
             forwarded_allow_ips=settings.forwarded_allow_ips,
@@ -147,16 +153,17 @@ def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, saying when it listens, stopping at once at the second signal, and when the engine has failed
-    for good.
+    """uvicorn, saying when it listens, answering while it drains, stopping at once at the second signal, and
+    when the engine has failed for good.
 
     Attributes:
         failure: why the engine was given up, if it was.
     """
 
-    def __init__(self, client: EngineClient, config: uvicorn.Config, listener: Listener, announce: str):
+    def __init__(self, client: EngineClient, drain: Drain, config: uvicorn.Config, listener: Listener, announce: str):
         super().__init__(config)
         self._client = client
+        self._drain = drain
         self._listener = listener
         self._announce = announce
         self._watch: asyncio.Task[None] | None = None
@@ -173,10 +180,21 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        running, limit = len(self.server_state.tasks), self.config.timeout_graceful_shutdown
+        limit = float(self.config.timeout_graceful_shutdown or 0)
+        deadline = time.monotonic() + limit
         logger.info(
-            "Stopping; %d running requests get up to %s seconds. A second signal stops at once.", running, limit
+            "Stopping; %d running requests get up to %g seconds. A second signal stops at once.",
+            self._drain.num_running,
+            limit,
         )
+        await drain_connections(self._drain, self.server_state.connections, limit)
+        # Nothing runs any more; what is left is to close what listens, and the bytes on their way.
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        await close_connections(self.server_state.connections, max(deadline - time.monotonic(), LAST_WORDS))
+        self.config.timeout_graceful_shutdown = 1
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -185,4 +203,5 @@ class _Server(uvicorn.Server):
             print("octavo: second signal: stopped at once.", file=sys.stderr, flush=True)
             self._listener.close()
             os._exit(1)
+        self._drain.begin()
         super().handle_exit(sig, frame)

@@ -51,10 +51,13 @@ class ServerSettings(BaseModel):
         public_metrics: /metrics needs no key.
         max_body_size: longest body of a request, in bytes or as "16MiB".
         max_header_size: longest head of a request, in bytes or as "64KiB".
-        max_num_queued_reqs: requests that may wait; one more is answered 503.
-        max_num_queued_tokens: prompt tokens that may wait (default: from the number of pages).
-        stream_keepalive: seconds of silence after which a stream sends a comment.
-        stream_stall_timeout: seconds after which a stream whose reader takes nothing is aborted.
+        max_num_queued_reqs: requests (prompts) that may be in the service beyond max_num_seqs; more are
+            refused with 503.
+        max_num_queued_tokens: prompt tokens that may wait for their first token; more are refused with 503
+            (default: 4 times what the KV cache holds).
+        stream_keepalive: seconds of silence after which a stream sends a comment; 0 for never.
+        stream_stall_timeout: seconds after which a client that takes nothing of its answer loses its
+            connection.
         max_n: most answers per prompt that a request may ask for.
     """
 
@@ -81,9 +84,9 @@ class ServerSettings(BaseModel):
     public_metrics: bool = False
     max_body_size: int | str = "16MiB"
     max_header_size: int | str = "64KiB"
-    max_num_queued_reqs: int = Field(default=256, ge=1)
+    max_num_queued_reqs: int = Field(default=256, ge=0)
     max_num_queued_tokens: int | None = Field(default=None, ge=1)
-    stream_keepalive: float = Field(default=15.0, gt=0, allow_inf_nan=False)
+    stream_keepalive: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     max_n: int = Field(default=128, ge=1)
 

@@ -1,25 +1,74 @@
-"""Server-sent events, and noticing that the client has left."""
+"""Server-sent events; and work that ends when nobody wants it any more."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import to_api_error
+from server.connection import is_stalled
+from server.drain import Drain, shutting_down
+from server.errors import ApiError, to_api_error
 
 logger = logging.getLogger("octavo.server")
 
 T = TypeVar("T")
 
+COMMENT = ": keep-alive\n\n"  # clients ignore it
+
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its answer was complete."""
+    """The client closed the connection, or lost it, before its answer was complete."""
+
+
+class Wanted:
+    """Whether a request's answer is still wanted.
+
+    Args:
+        drain: says when the service's last moment has come.
+        interrupted: told why, if the work was given up: disconnect, stall or shutdown. All of the work has
+            ended by then.
+    """
+
+    def __init__(self, drain: Drain, interrupted: Callable[[str], None]):
+        self._drain = drain
+        self._interrupted = interrupted
+
+    async def run(self, scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`, cancelling it (and waiting for its end) as soon as its result is not wanted any more.
+
+        The request's body must have been read already: what `receive` brings is thrown away.
+
+        Raises:
+            ClientGoneError: the client left first.
+            ApiError: the service stops, and cannot wait any longer.
+        """
+        task = asyncio.ensure_future(work)
+        watch = asyncio.create_task(_until_disconnected(receive))
+        reason: str | None = None
+        try:
+            with self._drain.interruption() as interruption:
+                ends: set[asyncio.Future[Any]] = {task, watch, interruption}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if watch.done():
+                reason = "stall" if is_stalled(scope) else "disconnect"
+                raise ClientGoneError
+            reason = "shutdown"
+            raise shutting_down()
+        finally:
+            task.cancel()
+            watch.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
+            if reason is not None:
+                self._interrupted(reason)
 
 
 async def _until_disconnected(receive: Receive) -> None:
@@ -27,64 +76,98 @@ async def _until_disconnected(receive: Receive) -> None:
         pass
 
 
-async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`, cancelling it (and waiting for its end) as soon as the client leaves.
-
-    The request's body must have been read already: what `receive` brings is thrown away.
-
-    Raises:
-        ClientGoneError: the client left first.
-    """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.create_task(_until_disconnected(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
 def sse(data: str) -> str:
     """One event."""
     return f"data: {data}\n\n"
 
 
-class EventStream(Response):
-    """Answers with the events of an asynchronous generator.
+class KeepAlive:
+    """Tells when a stream has been silent for too long; a context.
 
-    The first event is awaited before the status is sent: an exception up to there is answered as an
-    ordinary error; a later one becomes an event with OpenAI's error body, and the end. When the client
-    leaves, the generator is cancelled where it stands.
+    One timer, which is not moved when something is sent: it looks at the time when it fires.
+
+    Args:
+        seconds: of silence; 0 for any.
+        wake: called when they have passed.
+    """
+
+    def __init__(self, seconds: float, wake: Callable[[], None]):
+        self._seconds = seconds
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self.sent()
+        if self._seconds:
+            self._timer = self._loop.call_later(self._seconds, self._fire)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def sent(self) -> None:
+        """Something has been sent: the silence begins anew."""
+        self._last = self._loop.time()
+
+    @property
+    def due(self) -> bool:
+        """A comment should be sent."""
+        return bool(self._seconds) and self._loop.time() >= self._last + self._seconds
+
+    def _fire(self) -> None:
+        if self.due:
+            self._wake()
+            self._timer = self._loop.call_later(self._seconds, self._fire)
+        else:
+            self._timer = self._loop.call_at(self._last + self._seconds, self._fire)
+
+
+class EventStream(Response):
+    """Answers with what an asynchronous generator yields, each item some events or a comment.
+
+    The first item, which may be empty, is awaited before the status is sent: an exception up to there is
+    answered as an ordinary error; a later one becomes an event with OpenAI's error body, and the end.
+    When the answer is not wanted any more, the generator is cancelled where it stands.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str] | None = None):
+    def __init__(self, events: AsyncGenerator[str, None], wanted: Wanted, headers: dict[str, str] | None = None):
         # No proxy on the way may keep or collect what is meant to arrive at once.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
+        self._wanted = wanted
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_while_connected(receive, self._send_all(send))
+            await self._wanted.run(scope, receive, self._send_all(send))
         except ClientGoneError:
             logger.debug("The client left before the stream ended.")
+        except ApiError as problem:
+            if not self._begun:
+                raise
+            await self._send_end(send, sse(problem.body()))
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
-            event: str | None = await anext(events, None)
+            item: str | None = await anext(events, None)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            while event is not None:
-                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            self._begun = True
+            while item is not None:
+                if item:
+                    await send({"type": "http.response.body", "body": item.encode(), "more_body": True})
                 try:
-                    event = await anext(events, None)
+                    item = await anext(events, None)
                 except Exception as problem:
-                    error = sse(to_api_error(problem).body())
-                    await send({"type": "http.response.body", "body": error.encode(), "more_body": True})
-                    break
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await self._send_end(send, sse(to_api_error(problem).body()))
+                    return
+            await self._send_end(send)
+
+    async def _send_end(self, send: Send, last: str = "") -> None:
+        await send({"type": "http.response.body", "body": last.encode(), "more_body": False})

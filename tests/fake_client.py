@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -19,7 +19,7 @@ from engine import (
     SamplingParams,
     TokenInput,
 )
-from engine.client import EngineClient, Progress
+from engine.client import Deliver, EngineClient, Progress
 from engine.outputs import EngineInfo
 from engine.text import Tokenizer
 
@@ -92,30 +92,37 @@ class FakeClient(EngineClient):
         self.closed = False
         self.asked: dict[str, tuple[TokenInput, SamplingParams]] = {}
         self.running: set[str] = set()
+        self.tasks: dict[str, asyncio.Task[None]] = {}
         self.cut_short: list[str] = []
         self.aborted: list[tuple[str, int | None]] = []
 
-    async def generate(self, request_id: str, input: Any, params: Any, **options: Any) -> AsyncIterator[RequestDelta]:
+    def submit(self, request_id: str, input: Any, params: Any, deliver: Deliver, **terms: Any) -> None:
         if self.dead:
             raise EngineDeadError("dead")
         self.asked[request_id] = (input, params)
         self.running.add(request_id)
-        complete = False
-        try:
-            for step in self.script(request_id, input, params):
-                if isinstance(step, asyncio.Event):
-                    await step.wait()
-                elif isinstance(step, Exception):
-                    complete = True
-                    raise step
-                else:
-                    await asyncio.sleep(0)
-                    complete = step.finished
-                    yield step
-        finally:
+        self.tasks[request_id] = asyncio.create_task(self._play(request_id, input, params, deliver))
+
+    async def _play(self, request_id: str, input: Any, params: Any, deliver: Deliver) -> None:
+        for step in self.script(request_id, input, params):
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+                continue
+            await asyncio.sleep(0)
+            if isinstance(step, Exception) or step.finished:
+                self.running.discard(request_id)
+                deliver(step)  # type: ignore[arg-type]  # scripts may raise anything
+                return
+            deliver(step)
+
+    def abandon(self, request_id: str) -> None:
+        if request_id in self.running:
             self.running.discard(request_id)
-            if not complete:
-                self.cut_short.append(request_id)
+            self.tasks[request_id].cancel()
+            self.cut_short.append(request_id)
+
+    async def settled(self) -> None:
+        return
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self.aborted.append((request_id, choice))

@@ -176,7 +176,8 @@ def test_stop_string_ends_the_choice_and_the_engines_work_on_it() -> None:
     assert {choice["stop_reason"] for choice in body["choices"]} == {"|"}
     assert body["usage"]["completion_tokens"] == 6
     (request_id,) = api.client.asked
-    assert api.client.aborted == [(request_id, 0), (request_id, 1)]
+    assert api.client.aborted == [(request_id, 0)]
+    assert api.client.cut_short == [request_id]  # the last one takes the request along
     assert api.client.cut_short == [request_id]
     assert not api.client.running
 
@@ -507,12 +508,14 @@ def test_failures_of_the_engine(failure: Exception, status: int, code: str, stre
     assert "secret" not in answer.text
 
 
-def test_an_engine_that_falls_silent_is_an_error() -> None:
-    error(Api(lambda *_: []).complete(prompt="a"), 500)
+def test_a_request_that_the_engine_ends_is_an_error_or_says_so() -> None:
     failed = RequestDelta(request_id="x", choices=(), finished=True, error="secret")
     answer = Api(lambda *_: [failed]).complete(prompt="a")
     error(answer, 500)
     assert "secret" not in answer.text
+    aborted = RequestDelta(request_id="x", choices=(), finished=True)
+    (choice,) = Api(lambda *_: [aborted]).complete(prompt="a").json()["choices"]
+    assert choice["finish_reason"] == "abort"
 
 
 # ---------------------------------------------------------------- disconnects

@@ -297,8 +297,10 @@ def test_sigterm_lets_running_requests_finish(checkpoint: Path, tmp_path: Path) 
             chunks = [next(received)]
             service.process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{url}/health")
+            late = httpx.post(f"{url}/v1/completions", json={"prompt": "Go"})
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
+            assert late.headers["retry-after"].isdigit()
+            assert late.headers["connection"] == "close"
             chunks += received
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         assert service.process.wait(20) == 0

@@ -29,6 +29,7 @@ LAYERS = {
     "engine.llm": 7,
     "engine.inspection": 7,
     "engine.client": 7,
+    "engine.client_interface": 7,
     "engine.launch": 7,
     "engine.messages": 7,
     "engine.process": 7,

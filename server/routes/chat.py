@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import EngineInfo, SamplingParams
 from server import examples
-from server.answer import Run
+from server.answer import Run, estimate_size
 from server.chat import ChatPieces, join_pieces, read_messages
 from server.chat_schemas import (
     ChatChoice,
@@ -44,16 +44,21 @@ async def create_chat_completion(
         message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")
     shape = shape_of(body, service)
-    return await _ChatRun(service, body, shape, arrival).respond(request)
+    run = _ChatRun(service, body, shape, arrival, messages=read_messages(body.messages))
+    return await run.respond(request)
 
 
 @dataclass(slots=True)
 class _ChatRun(Run[ChatPiece, ChatChoice]):
     id_prefix = "chatcmpl"
     body: ChatCompletionRequest
+    messages: list[dict[str, str]] = field(kw_only=True)
+
+    def size(self) -> tuple[int, int]:
+        return 1, estimate_size([message["content"] for message in self.messages])
 
     async def prompts(self) -> list[Prompt]:
-        prompt = await self.service.render(read_messages(self.body.messages))
+        prompt = await self.service.render(self.messages)
         params = self.shape.params
         if params.max_tokens is None:
             limit = _default_max_tokens(params, self.service.client.info, len(prompt.token_ids))

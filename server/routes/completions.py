@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from server import examples
-from server.answer import Run, encode_prompts
+from server.answer import Run, encode_prompts, estimate_size
 from server.completion import CompletionPieces, join
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
@@ -44,6 +44,9 @@ async def create_completion(
 class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     id_prefix = "cmpl"
     body: CompletionRequest
+
+    def size(self) -> tuple[int, int]:
+        return len(self.body.prompt), estimate_size(self.body.prompt)
 
     async def prompts(self) -> list[Prompt]:
         special = self.body.add_special_tokens is not False

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from server import examples
 from server.context import ServiceDep
+from server.drain import shutting_down
 from server.errors import ERROR_RESPONSES, ApiError
 from server.schemas import VersionResponse
 
@@ -29,9 +30,13 @@ async def live(service: ServiceDep) -> dict[str, str]:
 @router.get("/health", responses=ERROR_RESPONSES, summary="The same as /health/ready")
 @router.get("/health/ready", responses=ERROR_RESPONSES, summary="Whether requests can be served")
 async def ready(service: ServiceDep) -> dict[str, str]:
-    """200 while the engine can serve, 503 after it has died, until it has been started again."""
+    """200 while requests are served; 503 while the service stops, and after the engine has died until it has
+    been started again."""
+    if service.drain.draining:
+        raise shutting_down()
     if not service.client.is_alive:
-        raise ApiError(503, "The engine has stopped and cannot serve requests.", code="engine_dead")
+        message = "The engine has stopped and cannot serve requests."
+        raise ApiError(503, message, code="engine_dead", headers={"Retry-After": "5"})
     return {"status": "ok"}
 
 

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Body, Response
 
 from engine.text import Tokenizer
 from server import examples
-from server.answer import check_token_ids
+from server.admission import estimate_tokens
+from server.answer import check_token_ids, estimate_size
 from server.chat import read_messages
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
@@ -42,12 +43,16 @@ async def tokenize(
             message = "add_special_tokens cannot be used with messages: the chat template writes the special tokens."
             raise ApiError(400, message, param="add_special_tokens", code="invalid_value")
         opens_answer = body.add_generation_prompt is not False
-        prompt = await service.render(read_messages(body.messages), add_generation_prompt=opens_answer)
+        messages = read_messages(body.messages)
+        with service.tokenizing.reserve(1, estimate_size([message["content"] for message in messages])):
+            prompt = await service.render(messages, add_generation_prompt=opens_answer)
         tokens = prompt.token_ids
     else:
         tokenizer = _tokenizer(service, "prompt")
         special = body.add_special_tokens is not False
-        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt or "", add_special_tokens=special)
+        text = body.prompt or ""
+        with service.tokenizing.reserve(1, estimate_tokens(text)):
+            tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
     return TokenizeResponse(count=len(tokens), max_model_len=service.client.info.max_model_len, tokens=tokens)
 
 
@@ -61,7 +66,8 @@ async def detokenize(
     _check(body, response, service)
     tokenizer = _tokenizer(service, "tokens")
     check_token_ids(body.tokens, service.client.info.vocab_size, "tokens")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    with service.tokenizing.reserve(1, len(body.tokens)):
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return DetokenizeResponse(prompt=text)
 
 

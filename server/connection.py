@@ -1,0 +1,161 @@
+"""What uvicorn's connections lack: bounded write buffers, and an end for clients that take nothing.
+
+A connection whose client does not read fills the kernel's buffer, then the transport's, then `send`
+waits. Both buffers are kept small here, so that waiting begins early and costs little memory; and
+whoever then takes nothing for too long loses the connection, which ends the request like any client
+that leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import socket
+import struct
+import termios
+import time
+from collections.abc import Set
+from typing import Any, cast
+
+from starlette.types import Scope
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from server.drain import Drain
+
+logger = logging.getLogger("octavo.server")
+
+# Bytes that the kernel holds back for one client, beyond those that are on their way.
+_UNSENT_IN_KERNEL = 128 * 1024
+_KEY = "octavo_connection"
+LAST_WORDS = 1.0  # seconds for the end of what had to be interrupted
+
+
+class Connection:
+    """One client's connection, as a request sees it in its scope.
+
+    Attributes:
+        stalled: it was closed because the client took nothing for too long.
+    """
+
+    def __init__(self, transport: asyncio.Transport):
+        self._transport = transport
+        self.stalled = False
+        # Every byte that the kernel does not take at once makes `send` wait. (Not 0: asyncio's TLS would
+        # never resume.)
+        transport.set_write_buffer_limits(high=1, low=0)
+        found = transport.get_extra_info("socket")
+        self._socket: socket.socket | None = found
+        if found is not None and found.family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError, AttributeError):  # a system without it buffers more
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL)
+
+    def num_pending(self) -> int:
+        """Bytes that the client has not acknowledged; where the system does not tell, that the kernel has
+        not taken."""
+        pending = self._transport.get_write_buffer_size()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
+                pending += struct.unpack("i", answer)[0]
+        return pending
+
+    def stall(self) -> None:
+        """Close it at once, because the client takes nothing."""
+        self.stalled = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # reset it: the kernel must not keep what nobody takes
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.abort()
+
+
+def is_stalled(scope: Scope) -> bool:
+    """The request's connection was closed because its client took nothing."""
+    connection = scope.get("state", {}).get(_KEY)
+    return isinstance(connection, Connection) and connection.stalled
+
+
+class WatchedProtocol(asyncio.Protocol):
+    """Mixin before one of uvicorn's HTTP protocols.
+
+    Attributes:
+        stall_timeout: seconds without a byte taken, while there are some to take, that end a connection.
+        app_state: uvicorn's; it is copied into each request's scope.
+    """
+
+    stall_timeout: float
+    app_state: dict[str, Any]
+    _connection: Connection
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Bound the buffers."""
+        super().connection_made(transport)
+        self._connection = Connection(cast(asyncio.Transport, transport))
+        self.app_state = {**self.app_state, _KEY: self._connection}
+
+    def pause_writing(self) -> None:
+        """The client is slower than the answer: watch it."""
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._unwatch()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        pending = self._connection.num_pending()
+        self._timer = asyncio.get_running_loop().call_later(self.stall_timeout, self._check, pending)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, pending: int) -> None:
+        if self._connection.num_pending() < pending:
+            self._watch()  # slow, but alive
+        else:
+            logger.warning(
+                "A client took nothing for %g seconds (stream_stall_timeout); its connection is closed.",
+                self.stall_timeout,
+            )
+            self._connection.stall()
+
+
+async def drain_connections(drain: Drain, connections: Set[Any], seconds: float) -> None:
+    """Let running requests finish; after so many seconds end them, with an error where the client takes one."""
+    drain.begin()
+    if await drain.wait_idle(seconds):
+        return
+    logger.warning(
+        "%d requests did not finish within %g seconds (shutdown_timeout) and are ended.", drain.num_running, seconds
+    )
+    drain.interrupt()
+    if not await drain.wait_idle(LAST_WORDS):
+        for connection in list(connections):
+            connection.transport.abort()
+        await drain.wait_idle(LAST_WORDS)
+
+
+async def close_connections(connections: Set[Any], seconds: float) -> None:
+    """Close all connections; what has been written may still arrive within so many seconds."""
+    for connection in list(connections):
+        connection.shutdown()
+    deadline = time.monotonic() + seconds
+    while connections and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    for connection in list(connections):
+        connection.transport.abort()
+
+
+def protocol_class(stall_timeout: float) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol, watched."""
+    return type("WatchedHTTPProtocol", (WatchedProtocol, AutoHTTPProtocol), {"stall_timeout": stall_timeout})

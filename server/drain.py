@@ -1,0 +1,104 @@
+"""Stopping in order: new requests are refused, running ones finish, what is late is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.errors import ApiError
+
+# Whoever watches the service still needs these, while it stops most of all.
+ALWAYS_ANSWERED = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
+
+
+def shutting_down() -> ApiError:
+    """The answer to what comes too late, or was not finished in time."""
+    return ApiError(
+        503,
+        "The service is shutting down; send the request to another instance, or try again when it is back.",
+        code="shutting_down",
+        headers={"Retry-After": "5", "Connection": "close"},
+    )
+
+
+class Drain:
+    """Whether the service stops, and what still runs.
+
+    Attributes:
+        draining: no new request is served.
+        num_running: requests being answered, not counting `ALWAYS_ANSWERED`.
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.num_running = 0
+        self._interruptions: set[asyncio.Future[None]] = set()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def begin(self) -> None:
+        """Serve nothing new from now on; safe in a signal's handler."""
+        self.draining = True
+
+    async def wait_idle(self, seconds: float) -> bool:
+        """Wait until nothing runs, at most so long; whether that was reached."""
+        if self.num_running:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._waiter], timeout=seconds)
+            self._waiter = None
+        return not self.num_running
+
+    def interrupt(self) -> None:
+        """Tell all running requests that their time is up."""
+        for future in self._interruptions:
+            if not future.done():
+                future.set_result(None)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a request."""
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            if not self.num_running and self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+
+    @contextmanager
+    def interruption(self) -> Iterator[asyncio.Future[None]]:
+        """A future that is done once the time for running requests is up."""
+        future = asyncio.get_running_loop().create_future()
+        self._interruptions.add(future)
+        try:
+            yield future
+        finally:
+            self._interruptions.discard(future)
+
+
+class DrainGate:
+    """Middleware: refuses requests while the service stops, and counts those that run.
+
+    Args:
+        app: what it guards.
+        drain: the state of the service.
+        rejected: told about each refused request.
+    """
+
+    def __init__(self, app: ASGIApp, drain: Drain, rejected: Callable[[str], None]):
+        self._app = app
+        self._drain = drain
+        self._rejected = rejected
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or let the app answer."""
+        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in ALWAYS_ANSWERED:
+            await self._app(scope, receive, send)
+        elif self._drain.draining:
+            self._rejected("shutting_down")
+            await shutting_down().response()(scope, receive, send)
+        else:
+            with self._drain.running():
+                await self._app(scope, receive, send)

@@ -1,0 +1,83 @@
+"""An app called as a server calls it, by a client that leaves, stalls or reads slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from fastapi import FastAPI
+
+
+class Call:
+    """One POST request on its way; start it inside an event loop.
+
+    Attributes:
+        sent: the ASGI messages that the client has taken.
+        reading: while clear, `send` waits, as it does when a client takes nothing.
+        task: the app's.
+    """
+
+    def __init__(self, app: FastAPI, path: str, body: dict[str, Any]):
+        self.sent: list[dict[str, Any]] = []
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self._left = asyncio.Event()
+        self._news = asyncio.Event()
+        self._body: bytes | None = json.dumps(body).encode()
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+            "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+            "headers": [(b"content-type", b"application/json")], "client": ("c", 1), "server": ("s", 1),
+        }  # fmt: skip
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        await self.reading.wait()
+        self.sent.append(message)
+        self._news.set()
+
+    def leave(self) -> None:
+        """Close the connection."""
+        self._left.set()
+
+    async def wait_sent(self, count: int) -> None:
+        """Until so many messages have been taken."""
+        async with asyncio.timeout(20):
+            while len(self.sent) < count:
+                self._news.clear()
+                await self._news.wait()
+
+    async def wait_end(self) -> None:
+        """Until the app has returned."""
+        async with asyncio.timeout(20):
+            await self.task
+
+    @property
+    def status(self) -> int:
+        """The answer's status."""
+        status = self.sent[0]["status"]
+        assert isinstance(status, int)
+        return status
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The answer's headers."""
+        return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
+
+    @property
+    def text(self) -> str:
+        """What of the body has been taken."""
+        return b"".join(message.get("body", b"") for message in self.sent[1:]).decode()
+
+    @property
+    def complete(self) -> bool:
+        """The whole answer has been taken."""
+        return len(self.sent) > 1 and not self.sent[-1].get("more_body", False)
