@@ -200,6 +200,11 @@ class ProcessEngineClient(EngineClient):
         if news.stats.num_steps != self._stats.num_steps or news.num_commands != self._num_obeyed:
             self._moved = time.monotonic()
         self._stats, self._num_obeyed = news.stats, news.num_commands
+        if self.on_news is not None:
+            try:
+                self.on_news(news.deltas, news.stats)
+            except Exception:  # who only looks on must not stop the news
+                logger.exception("what listens to the engine's news failed")
         for request_id, failure in news.failed.items():
             self._hand_over(request_id, failure.error(), news.num_commands)
         for delta in news.deltas:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class EngineClient(ABC):
 
     info: EngineInfo
     num_restarts: int = 0
+    # Told of each piece of news before the requests are: of every step, and of every batch of commands.
+    on_news: Callable[[Sequence[RequestDelta], EngineStats], None] | None = None
 
     @abstractmethod
     def submit(

@@ -62,6 +62,9 @@ class RequestDelta:
         prompt_logprobs: one entry per prompt token (the first is None), once, when all are known.
         num_cached_tokens: prompt tokens taken from the prefix cache when first admitted.
         error: why the request failed, if it did.
+        scheduled_time: `time.monotonic()` seconds, which all processes of a machine share, at which a step
+            first had room for the request; in the delta of its first sample, and where it failed.
+        first_token_time: when that sample was known; for beams, before its token is certain.
     """
 
     request_id: str
@@ -70,6 +73,8 @@ class RequestDelta:
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    scheduled_time: float | None = field(default=None, compare=False)  # the same news at another time are the same
+    first_token_time: float | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +107,10 @@ class RequestOutput:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Counters since start and gauges of this moment. Pages: free + held + cached == total."""
+    """Counters since start and gauges of this moment. Pages: free + held + cached == total.
+
+    `prefix_hits` counts what requests that were preempted found again, `prompt_tokens_cached` does not.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -114,6 +122,7 @@ class EngineStats:
     num_steps: int = 0
     step_seconds: float = 0.0
     prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
     generation_tokens: int = 0
     computed_tokens: int = 0
     prefix_queries: int = 0

@@ -160,12 +160,15 @@ def test_news() -> None:
             prompt_logprobs=[None, entry],
             num_cached_tokens=16,
             error="what went wrong",
+            scheduled_time=0.125,
+            first_token_time=1e9 + 0.1,
         ),
     ]
     failed = {"refused": Failed.of(InvalidRequestError("no", param="prompt", code="too_long"))}
     stats = EngineStats(**{field.name: i for i, field in enumerate(dataclasses.fields(EngineStats))})  # type: ignore[arg-type]
     news = decode_news(encode(News(deltas, failed, stats, 12)))
     assert news == News(deltas, failed, stats, 12)
+    assert (news.deltas[1].scheduled_time, news.deltas[1].first_token_time) == (0.125, 1e9 + 0.1)
     received = news.deltas[1].choices[0].logprobs
     assert received is not None
     assert list(received[0]) == [5, 3, 9]  # the chosen token first

@@ -5,6 +5,7 @@ Helpers of the `Scheduler`, which owns the sequences: they fork and append, page
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -60,6 +61,8 @@ def apply_candidates(group: SequenceGroup, result: StepResult, first: int, promp
             finished=outcome.delta.finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=group.num_cached_tokens,
+            scheduled_time=group.scheduled_time,
+            first_token_time=None if group.started else time.monotonic(),
         )
     return outcome
 
@@ -77,6 +80,7 @@ def final_abort(group: SequenceGroup, reason: FinishReason, message: str) -> Req
         finished=True,
         num_cached_tokens=group.num_cached_tokens,
         error=message if reason == "error" else None,
+        scheduled_time=group.scheduled_time,
     )
 
 

@@ -306,9 +306,10 @@ class Scheduler:
         self.stats.prefix_queries += sequence.num_tokens
         self.stats.prefix_hits += sequence.num_computed
         if not group.admitted:
-            group.admitted = True
+            group.admitted, group.scheduled_time = True, time.monotonic()
             group.num_cached_tokens = sequence.num_computed
             self.stats.prompt_tokens += sequence.num_prompt
+            self.stats.prompt_tokens_cached += sequence.num_computed
         group.status = Status.RUNNING
         insort(self._running, group, key=lambda g: g.key)
         if group.fork_point == sequence.num_computed:

@@ -174,6 +174,7 @@ class SequenceGroup:
         prompt_logprobs: as far as known; the first entry is None.
         num_cached_tokens: prompt tokens found in the cache at first admission.
         admitted: it has run before.
+        scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
     """
 
     def __init__(self, request: Request, arrival: int, root: PageHash):
@@ -200,6 +201,7 @@ class SequenceGroup:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.num_cached_tokens = 0
         self.admitted = False
+        self.scheduled_time: float | None = None
         # One row of the sampler's parameters; they do not change from step to step.
         self.parameters = np.array(
             [
