@@ -20,6 +20,7 @@ from server.context import Service
 from server.errors import ApiError, shown
 from server.fields import ignored_header
 from server.generation import Generation
+from server.observation import RequestRecord
 from server.pieces import Choice, Piece, PieceMaker, Shape, keep_best
 from server.prompt import Prompt
 from server.schemas import GenerationBody, Usage
@@ -82,6 +83,7 @@ class Run(ABC, Generic[Piece, Choice]):
     arrival: float
     request_id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
+    record: RequestRecord = field(init=False)
     _ticket: Ticket | None = None
 
     def __post_init__(self) -> None:
@@ -118,14 +120,26 @@ class Run(ABC, Generic[Piece, Choice]):
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it."""
         headers = ignored_header(self.body.ignored_fields())
-        wanted = Wanted(self.service.drain, self._aborted)
+        self.record = self._record(request.url.path)
+        wanted = Wanted(self.service.drain, self._interrupted)
         if self.body.stream:
-            return EventStream(self._events(), wanted, headers)
+            return EventStream(self.record.streamed(self._events()), wanted, headers)
         try:
-            answer = await wanted.run(request.scope, request.receive, self._answer())
+            answer = await wanted.run(request.scope, request.receive, self.record.whole(self._answer()))
         except ClientGoneError:
             return Response(status_code=499)  # nobody will read it
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json", headers=headers)
+
+    def _record(self, path: str) -> RequestRecord:
+        return RequestRecord(
+            id=self.request_id,
+            path=path,
+            model=self.service.model_id,
+            stream=bool(self.body.stream),
+            n=self.shape.n,
+            arrival=time.monotonic() - (time.perf_counter() - self.arrival),
+            log_prompts=self.service.settings.log_prompts,
+        )
 
     async def _answer(self) -> BaseModel:
         with self._admitted() as ticket:
@@ -190,6 +204,10 @@ class Run(ABC, Generic[Piece, Choice]):
                 self._aborted("error")
                 raise
 
+    def _interrupted(self, reason: str) -> None:
+        self._aborted(reason)
+        self.record.abort(reason)
+
     def _aborted(self, reason: str) -> None:
         if self._ticket is None:
             return
@@ -204,7 +222,7 @@ class Run(ABC, Generic[Piece, Choice]):
         return prompts
 
     def _generation(self, prompts: list[Prompt], ticket: Ticket) -> Generation:
-        return Generation(self.service, self.request_id, prompts, self.shape.params, self.arrival, ticket)
+        return Generation(self.service, self.request_id, prompts, self.shape.params, self.record, ticket)
 
     @contextmanager
     def _public_names(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from server.admission import Admission
 from server.context import Service
 from server.drain import Drain, DrainGate
 from server.head import HeadMiddleware
+from server.loop_lag import watch_event_loop
 from server.metrics import Metrics
 from server.routes import chat, completions, models, operations, tokenize
 from server.settings import ServerSettings
@@ -45,10 +46,11 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with watch_event_loop(metrics.event_loop_lag.observe):
+            yield
         await client.close()
 
-    settings, drain, metrics = settings or ServerSettings(), drain or Drain(), Metrics(client)
+    settings, drain, metrics = settings or ServerSettings(), drain or Drain(), Metrics(client, model_id, version)
     admission = make_admission(client.info, settings, metrics)
     metrics.show_admission(admission)
     app = FastAPIOffline(  # the documentation's scripts come with it, and not from elsewhere at each visit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -21,7 +20,9 @@ from engine import (
 from engine.text import ChoiceText, OutputProcessor
 from server.admission import Ticket
 from server.context import Service
+from server.observation import RequestRecord
 from server.prompt import Prompt
+from server.timing import PromptTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Generation:
 
     Args:
         request_id: prefix of the engine's request ids, one per prompt.
-        arrival: `time.perf_counter()` seconds, from which the time to the first token counts.
+        record: is told what happens.
         ticket: its slots are released as the prompts end.
 
     Raises:
@@ -65,19 +66,20 @@ class Generation:
         request_id: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        arrival: float,
+        record: RequestRecord,
         ticket: Ticket,
     ):
         self._client = service.client
         self._metrics = service.metrics
         self._params = params
-        self._arrival = arrival
+        self._record = record
         self._ticket = ticket
         self._runs = [
             _Run(
                 index=index,
                 request_id=f"{request_id}-{index}",
                 prompt=prompt,
+                times=record.prompt(prompt, params.n),
                 processor=OutputProcessor(service.tokenizer, prompt.token_ids, params),
                 unfinished=set(range(params.n)),
             )
@@ -92,6 +94,7 @@ class Generation:
     def __enter__(self) -> Self:
         try:
             for run in self._runs:
+                self._metrics.watch(run.request_id, run.times)
                 source = TokenInput(run.prompt.token_ids, run.prompt.text)
                 self._client.submit(run.request_id, source, self._params, functools.partial(self._deliver, run))
                 run.submitted = True
@@ -179,7 +182,7 @@ class Generation:
             if choice.token_ids and not run.started:
                 run.started = True
                 self._ticket.started(run.index)
-                self._metrics.first_token(time.perf_counter() - self._arrival)
+            self._record.answer(run.times, run.index, choice)
             if choice.finish_reason is not None:
                 run.unfinished.discard(choice.index)
                 self._metrics.finished(choice.finish_reason)
@@ -204,6 +207,7 @@ class Generation:
         """All answers to a prompt are complete, maybe before the engine knows."""
         self._num_unfinished -= 1
         self._ticket.finished(run.index)
+        self._metrics.prompt_done(run.times)
         if run.aborted is not None:
             self._metrics.aborted(run.aborted)
         if not run.ended:
@@ -212,6 +216,7 @@ class Generation:
 
     def _close(self) -> None:
         for run in self._runs:
+            self._metrics.unwatch(run.request_id)
             if run.submitted and not run.ended:
                 run.ended = True
                 self._client.abandon(run.request_id)
@@ -235,6 +240,7 @@ class _Run:
     index: int
     request_id: str
     prompt: Prompt
+    times: PromptTimes
     processor: OutputProcessor
     unfinished: set[int] = field(default_factory=set)
     submitted: bool = False

@@ -1,84 +1,100 @@
-"""Prometheus metrics of one app: what the engine reports, and what only the server sees."""
+"""Prometheus metrics of one app: what the engine reports, and what only the server sees.
+
+Names are vLLM's under Octavo's prefix, without labels where one number says it all: a service has one model, and
+octavo_model_info tells its name. Under vLLM's own prefix the same numbers carry its labels (`vllm_metrics`).
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
-from engine import EngineDeadError
+from engine import EngineStats, RequestDelta
 from engine.client import EngineClient
 from server.admission import Admission
+from server.buckets import DURATION, EVENT_LOOP_LAG, FIRST_TOKEN, PER_TOKEN, token_counts
+from server.engine_metrics import EngineMetrics
+from server.info_metrics import InfoMetrics
+from server.timing import PromptTimes
+from server.vllm_metrics import VllmAliases
 
-logger = logging.getLogger("octavo.server")
-
-# The buckets of vLLM's time to first token, for dashboards that people already have.
-FIRST_TOKEN_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0
-)  # fmt: skip
-
-_COUNTERS = (
-    ("prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
-    ("generation_tokens", "Tokens generated.", "generation_tokens"),
-    ("computed_tokens", "Tokens that went through the model.", "computed_tokens"),
-    ("num_preemptions", "Requests put back to waiting for lack of pages.", "num_preemptions"),
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
-    ("page_copies", "Pages copied because a sequence was about to write a shared one.", "num_page_copies"),
-    ("steps", "Engine steps.", "num_steps"),
-    ("step_seconds", "Seconds spent in engine steps.", "step_seconds"),
-)
-_GAUGES = (
-    ("num_requests_running", "Requests that hold pages.", "num_running"),
-    ("num_requests_waiting", "Requests not admitted yet, or preempted.", "num_waiting"),
-)
-
-
-class EngineCollector(Collector):
-    """Reads the engine's statistics when Prometheus asks; counts nothing itself."""
-
-    def __init__(self, client: EngineClient):
-        self._client = client
-
-    def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("octavo_engine_up", "1 while the engine can serve.")
-        up.add_metric([], float(self._client.is_alive))
-        yield up
-        restarts = "Times that the engine was started again after it had died; its own counters then begin anew."
-        yield CounterMetricFamily("octavo_engine_restarts", restarts, value=self._client.num_restarts)
-        try:
-            stats = self._client.stats()
-        except EngineDeadError as problem:
-            logger.debug("No statistics: %s", problem)
-            return
-        for name, text, field in _GAUGES:
-            yield GaugeMetricFamily(f"octavo_{name}", text, value=getattr(stats, field))
-        pages = GaugeMetricFamily("octavo_kv_pages", "Pages of the KV cache by state.", labels=["state"])
-        pages.add_metric(["held"], stats.pages_held)
-        pages.add_metric(["cached"], stats.pages_cached)
-        pages.add_metric(["free"], stats.pages_free)
-        yield pages
-        for name, text, field in _COUNTERS:
-            yield CounterMetricFamily(f"octavo_{name}", text, value=getattr(stats, field))
+_REASONS = ("stop", "length", "abort", "error")
+# Known from the start, so that a first occurrence is an increase.
+_ABORTS = ("disconnect", "stall", "shutdown", "deadline", "error")
+_REJECTIONS = ("queue_full", "queued_tokens", "engine_dead", "shutting_down")
 
 
 class Metrics:
-    """A registry of its own, so that several apps fit in one process."""
+    """A registry of its own, so that several apps fit in one process. One event loop uses it.
 
-    def __init__(self, client: EngineClient):
+    Args:
+        client: its news are listened to from now on.
+        model_name: the model's name to clients.
+        version: Octavo's.
+    """
+
+    def __init__(self, client: EngineClient, model_name: str = "", version: str = "0"):
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(client))
         ProcessCollector(registry=self.registry)
-        self._first_token = Histogram(
+        PlatformCollector(registry=self.registry)
+        self._watched: dict[str, PromptTimes] = {}
+        histogram = partial(Histogram, registry=self.registry)
+        counts = token_counts(client.info.max_model_len)
+        self._first_token = histogram(
             "octavo_time_to_first_token_seconds",
-            "Seconds from the request's arrival to its first token.",
-            buckets=FIRST_TOKEN_BUCKETS,
-            registry=self.registry,
+            "Seconds from a prompt's arrival to its first token.",
+            buckets=FIRST_TOKEN,
+        )
+        self._inter_token = histogram(
+            "octavo_inter_token_latency_seconds",
+            "Seconds between two steps that brought tokens of the same answer.",
+            buckets=PER_TOKEN,
+        )
+        self._per_output_token = histogram(
+            "octavo_request_time_per_output_token_seconds",
+            "Mean seconds per token after the first, one value per prompt.",
+            buckets=PER_TOKEN,
+        )
+        self._total = histogram(
+            "octavo_e2e_request_latency_seconds",
+            "Seconds from a prompt's arrival to the end of its last answer.",
+            buckets=DURATION,
+        )
+        self._queue = histogram(
+            "octavo_request_queue_time_seconds",
+            "Seconds from a prompt's arrival to its first step, tokenising included.",
+            buckets=DURATION,
+        )
+        self._prefill = histogram(
+            "octavo_request_prefill_time_seconds",
+            "Seconds from a prompt's first step to its first token.",
+            buckets=DURATION,
+        )
+        self._decode = histogram(
+            "octavo_request_decode_time_seconds",
+            "Seconds from a prompt's first token to its last.",
+            buckets=DURATION,
+        )
+        self._prompt_tokens = histogram("octavo_request_prompt_tokens", "Tokens of a prompt.", buckets=counts)
+        self._generation_tokens = histogram(
+            "octavo_request_generation_tokens", "Tokens generated for a prompt, in all its answers.", buckets=counts
+        )
+        self.event_loop_lag = histogram(
+            "octavo_event_loop_lag_seconds",
+            "Seconds by which the server's event loop was late, looked at four times a second.",
+            buckets=EVENT_LOOP_LAG,
         )
         self._finished = Counter(
             "octavo_request_success",
@@ -86,15 +102,14 @@ class Metrics:
             labelnames=["finished_reason"],
             registry=self.registry,
         )
-        for reason in ("stop", "length", "abort", "error"):
-            self._finished.labels(reason)
+        self._by_reason = {reason: self._finished.labels(reason) for reason in _REASONS}
         self._aborted = Counter(
             "octavo_requests_aborted",
-            "Requests ended before their answers were complete, by reason.",
+            "Requests that were ended before their answers were complete, by reason.",
             labelnames=["reason"],
             registry=self.registry,
         )
-        for reason in ("disconnect", "stall", "shutdown", "deadline", "error"):
+        for reason in _ABORTS:
             self._aborted.labels(reason)
         self._rejected = Counter(
             "octavo_requests_rejected",
@@ -102,16 +117,75 @@ class Metrics:
             labelnames=["reason"],
             registry=self.registry,
         )
-        for reason in ("queue_full", "queued_tokens", "engine_dead", "shutting_down"):
+        for reason in _REJECTIONS:
             self._rejected.labels(reason)
+        self.engine = EngineMetrics(client, self.registry)
+        info = InfoMetrics(client, model_name, version)
+        shared = (
+            self.engine, info, self._first_token, self._inter_token, self._per_output_token, self._total, self._queue,
+            self._prefill, self._decode, self._prompt_tokens, self._generation_tokens, self._finished,
+            self.engine.step_tokens,
+        )  # fmt: skip
+        for collector in (self.engine, info, VllmAliases(shared, model_name)):
+            self.registry.register(collector)
+        client.on_news = self._on_news
 
-    def first_token(self, seconds: float) -> None:
-        """A prompt's first token has come."""
-        self._first_token.observe(seconds)
+    # ---------------------------------------------------------------- one prompt
+
+    def watch(self, request_id: str, times: PromptTimes) -> None:
+        """Fill `times` from the engine's news about this request, until `unwatch`."""
+        self._watched[request_id] = times
+
+    def unwatch(self, request_id: str) -> None:
+        """The request is over."""
+        self._watched.pop(request_id, None)
+
+    def _on_news(self, deltas: Sequence[RequestDelta], stats: EngineStats) -> None:
+        self.engine.follow(stats)
+        now = time.monotonic()
+        for delta in deltas:
+            times = self._watched.get(delta.request_id)
+            if times is not None:
+                self._note(times, delta, now)
+
+    def _note(self, times: PromptTimes, delta: RequestDelta, now: float) -> None:
+        """All that is done per token: a few microseconds."""
+        if times.sampled is None:
+            times.note(delta)
+        for choice in delta.choices:
+            if not choice.token_ids or times.reasons[choice.index] is not None:
+                continue  # nothing new, or after the stop string that ended it here
+            last = times.latest[choice.index]
+            if last >= 0.0:
+                self._inter_token.observe(now - last)
+            elif times.first_token is None:
+                times.first_token = now
+                self._first_token.observe(max(0.0, now - times.arrival))
+            times.latest[choice.index] = times.last_token = now
+
+    def prompt_done(self, times: PromptTimes) -> None:
+        """All answers to a prompt are complete: those that were cut short would tell of the client."""
+        if any(reason not in ("stop", "length") for reason in times.reasons):
+            return
+        self._total.observe(max(0.0, time.monotonic() - times.arrival))
+        for histogram, seconds in (
+            (self._queue, times.queue_seconds),
+            (self._prefill, times.prefill_seconds),
+            (self._decode, times.decode_seconds),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+        longest = max(times.generated)
+        if times.decode_seconds is not None and longest > 1:
+            self._per_output_token.observe(times.decode_seconds / (longest - 1))
+        self._prompt_tokens.observe(times.num_prompt)
+        self._generation_tokens.observe(sum(times.generated))
+
+    # ---------------------------------------------------------------- how requests end
 
     def finished(self, reason: str, count: int = 1) -> None:
         """So many answers have ended for that reason."""
-        self._finished.labels(reason).inc(count)
+        self._by_reason[reason].inc(count)
 
     def aborted(self, reason: str, count: int = 1) -> None:
         """So many requests were ended before their answers were complete."""
@@ -137,7 +211,18 @@ class Metrics:
         ):
             Gauge(name, text, registry=self.registry).set_function(read)
 
+    # ---------------------------------------------------------------- the exposition
+
     def render(self, accept: str | None) -> tuple[bytes, str]:
-        """The exposition and its content type, in the format that the scraper prefers."""
-        encode, content_type = choose_encoder(accept or "")
-        return encode(self.registry), content_type
+        """The exposition and its content type: OpenMetrics 1.0 where the scraper lists it before plain text."""
+        for listed in (accept or "").split(","):
+            kind, *parameters = (part.strip() for part in listed.split(";"))
+            version = next((part.removeprefix("version=") for part in parameters if part.startswith("version=")), "")
+            if kind == "application/openmetrics-text" and version in ("", "1.0.0"):
+                # Every name here is a classic one: no scheme of escaping changes it. The library's own choice
+                # of an encoder would write vllm_ for vllm: where the scraper names no scheme.
+                encode: Callable[..., bytes] = openmetrics.generate_latest
+                return encode(self.registry, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+            if kind == "text/plain":
+                break
+        return generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4

@@ -41,7 +41,7 @@ class ServerSettings(BaseModel):
         served_model_name: the model's id to clients (default: the folder's last name, or the hub id).
         log_level: debug, info, warning or error.
         log_format: console, json, or auto: console on a terminal, else json.
-        log_prompts: log what users send and get; off, no log line holds any of it.
+        log_prompts: write prompts and answers into the log, cut where they are long; off, no line holds any of it.
         shutdown_timeout: seconds that running requests get to finish after SIGTERM or Ctrl-C.
         max_engine_failures: so many deaths of the engine in a row, none after a minute of service, end the
             service; before that it is started again.

@@ -109,8 +109,12 @@ class FakeClient(EngineClient):
                 await step.wait()
                 continue
             await asyncio.sleep(0)
-            if isinstance(step, Exception) or step.finished:
+            over = isinstance(step, Exception) or step.finished
+            if over:
                 self.running.discard(request_id)
+            if self.on_news is not None and not self.dead and not isinstance(step, Exception):
+                self.on_news([step], self.stats())
+            if over:
                 deliver(step)  # type: ignore[arg-type]  # scripts may raise anything
                 return
             deliver(step)

@@ -636,7 +636,6 @@ def test_metrics() -> None:
         "octavo_prefix_cache_hits_total 4.0",
         "octavo_page_copies_total 6.0",
         "octavo_steps_total 7.0",
-        "octavo_step_seconds_total 0.5",
         "octavo_time_to_first_token_seconds_count 1.0",
         'octavo_time_to_first_token_seconds_bucket{le="160.0"} 1.0',
         'octavo_request_success_total{finished_reason="length"} 2.0',

@@ -280,7 +280,7 @@ def test_metrics_after_all_that(service: Service, http: httpx.Client) -> None:
     assert service.metric("octavo_engine_up") == 1
     assert service.metric("octavo_num_requests_waiting") == 0
     assert service.metric("octavo_prompt_tokens_total") > 0
-    assert service.metric("octavo_step_seconds_total") > 0
+    assert service.metric("octavo_step_seconds_sum") > 0
     assert service.metric("octavo_time_to_first_token_seconds_count") > 0
     assert service.metric('octavo_request_success_total{finished_reason="error"}') == 0
     pages = sum(service.metric(f'octavo_kv_pages{{state="{state}"}}') for state in ("held", "cached", "free"))

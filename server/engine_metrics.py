@@ -1,0 +1,101 @@
+"""What the engine's statistics say, as metrics: its counters, its gauges, and one observation per step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine import EngineStats
+from engine.client import EngineClient
+from server.buckets import ITERATION_TOKENS, STEP
+
+_COUNTERS = (
+    ("prompt_tokens", "Prompt tokens of requests that were admitted to a step.", "prompt_tokens"),
+    ("prompt_tokens_cached", "Those of them that the prefix cache held.", "prompt_tokens_cached"),
+    ("generation_tokens", "Tokens generated.", "generation_tokens"),
+    ("computed_tokens", "Tokens that went through the model.", "computed_tokens"),
+    ("num_preemptions", "Requests put back to waiting for lack of pages.", "num_preemptions"),
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache, also when a request resumes.", "prefix_queries"),
+    ("prefix_cache_hits", "Tokens found in the prefix cache, also when a request resumes.", "prefix_hits"),
+    ("page_copies", "Pages copied because a sequence was about to write a shared one.", "num_page_copies"),
+    ("steps", "Engine steps.", "num_steps"),
+)
+_GAUGES = (
+    ("num_requests_running", "Requests that hold pages.", "num_running"),
+    ("num_requests_waiting", "Requests in the engine that are not admitted yet, or preempted.", "num_waiting"),
+)
+
+
+class EngineMetrics(Collector):
+    """Follows the engine's statistics.
+
+    An engine that was started again counts from zero; what its predecessors had counted is added, so that
+    no counter goes down. While there is no engine its gauges are absent: they would otherwise show the
+    emptiest engine of all, and a router would send everything there.
+
+    Args:
+        registry: where the histograms are registered; the collector itself is not.
+    """
+
+    def __init__(self, client: EngineClient, registry: CollectorRegistry):
+        self._client = client
+        self._base = dict.fromkeys((field for _, _, field in _COUNTERS), 0)
+        self._latest = client.stats() if client.is_alive else EngineStats()
+        self._restarts = client.num_restarts
+        self.step_seconds = Histogram(
+            "octavo_step_seconds", "Seconds that an engine step took.", buckets=STEP, registry=registry
+        )
+        self.step_tokens = Histogram(
+            "octavo_iteration_tokens_total",
+            "Tokens that went through the model in one engine step.",
+            buckets=ITERATION_TOKENS,
+            registry=registry,
+        )
+
+    def follow(self, stats: EngineStats) -> None:
+        """Take in the engine's latest statistics; `collect` without it knows the counters, but no steps."""
+        previous = self._advance(stats)
+        count = stats.num_steps - previous.num_steps
+        for _ in range(count):  # one: there is one message per step
+            self.step_seconds.observe((stats.step_seconds - previous.step_seconds) / count)
+            self.step_tokens.observe((stats.computed_tokens - previous.computed_tokens) / count)
+
+    def _advance(self, stats: EngineStats) -> EngineStats:
+        if self._client.num_restarts != self._restarts:
+            self._restarts = self._client.num_restarts
+            for field in self._base:
+                self._base[field] += getattr(self._latest, field)
+            self._latest = EngineStats()
+        previous, self._latest = self._latest, stats
+        return previous
+
+    def collect(self) -> Iterator[Metric]:
+        """What is known now."""
+        client = self._client
+        alive = client.is_alive
+        yield GaugeMetricFamily("octavo_engine_up", "1 while the engine can serve.", value=float(alive))
+        restarts = "Times that the engine was started again after it had died."
+        yield CounterMetricFamily("octavo_engine_restarts", restarts, value=client.num_restarts)
+        if alive:
+            self._advance(client.stats())
+        for name, text, field in _COUNTERS:
+            value = self._base[field] + getattr(self._latest, field)
+            yield CounterMetricFamily(f"octavo_{name}", text, value=value)
+        if alive:
+            yield from self._gauges(self._latest)
+
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, text, field in _GAUGES:
+            yield GaugeMetricFamily(f"octavo_{name}", text, value=getattr(stats, field))
+        pages = GaugeMetricFamily("octavo_kv_pages", "Pages of the KV cache by state.", labels=["state"])
+        pages.add_metric(["held"], stats.pages_held)
+        pages.add_metric(["cached"], stats.pages_cached)
+        pages.add_metric(["free"], stats.pages_free)
+        yield pages
+        usage = "Part of the KV cache's pages that requests hold, from 0 to 1; pages only cached count as free."
+        share = stats.pages_held / stats.pages_total if stats.pages_total else 0.0
+        yield GaugeMetricFamily("octavo_kv_cache_usage_perc", usage, value=share)

@@ -1,0 +1,50 @@
+"""Facts that do not change while the service runs: metrics whose labels tell, and whose value is 1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine.client import EngineClient
+
+
+class InfoMetrics(Collector):
+    """The version, the model, the cache's size, and that there are no adapters."""
+
+    def __init__(self, client: EngineClient, model_name: str, version: str):
+        self._client = client
+        self._model_name = model_name
+        self._version = version
+        self._started = time.time()
+
+    def collect(self) -> Iterator[Metric]:
+        """One series each."""
+        info = self._client.info
+        yield _told("build_info", "Octavo's version.", {"version": self._version})
+        yield _told(
+            "model_info",
+            "The served model.",
+            {
+                "model_name": self._model_name,
+                "dtype": info.dtype,
+                "device": info.device,
+                "max_model_len": str(info.max_model_len),
+                "max_num_seqs": str(info.max_num_seqs),
+            },
+        )
+        size = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+        yield _told("cache_config_info", "Tokens in a page, and how many pages the KV cache has.", size)
+        # A router takes the value for the time of the latest change.
+        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        text = "Adapters in use: none, they are not served; the value is the Unix time of the start."
+        yield _told("lora_requests_info", text, adapters, self._started)
+
+
+def _told(name: str, text: str, labels: dict[str, str], value: float = 1.0) -> Metric:
+    family = GaugeMetricFamily(f"octavo_{name}", text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family

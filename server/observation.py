@@ -1,0 +1,153 @@
+"""One request for generated text, from its arrival to its end: what the log line about it says."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import structlog
+
+from engine import InvalidRequestError
+from engine.text import ChoiceText
+from server.errors import ApiError
+from server.prompt import Prompt
+from server.timing import PromptTimes
+
+T = TypeVar("T")
+
+_SHOWN_CHARACTERS = 2000  # of a prompt's or an answer's text, where they are logged
+_SHOWN_TOKENS = 200
+
+logger = structlog.get_logger("octavo.request")
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """Collects what is worth knowing about a request; says it in one log line at the end.
+
+    The line's request_id is bound by whoever gives requests their public ids. Prompts and answers are in it
+    only if `log_prompts` is set.
+
+    Attributes:
+        id: of the answer, `cmpl-...`.
+        arrival: `time.monotonic()` seconds.
+    """
+
+    id: str
+    path: str
+    model: str
+    stream: bool
+    n: int
+    arrival: float
+    log_prompts: bool = False
+    _cut: str | None = None  # why the engine ended an answer
+    _said: bool = False
+    _times: list[PromptTimes] = field(default_factory=list)
+    _prompts: list[Prompt] = field(default_factory=list)
+    _texts: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+
+    # ---------------------------------------------------------------- while it runs
+
+    async def whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await what makes the unstreamed answer, as the whole request."""
+        with self:
+            return await work
+
+    async def streamed(self, events: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """Pass a stream's events on; its end is the request's."""
+        with self:
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+
+    def prompt(self, prompt: Prompt, num_answers: int) -> PromptTimes:
+        """A prompt of the request goes to the engine; what is to be filled as it is answered."""
+        times = PromptTimes(self.arrival, len(prompt.token_ids), num_answers)
+        self._times.append(times)
+        if self.log_prompts:
+            self._prompts.append(prompt)
+        return times
+
+    def answer(self, times: PromptTimes, prompt_index: int, choice: ChoiceText) -> None:
+        """News of one answer on its way to the client."""
+        times.generated[choice.index] += len(choice.token_ids)
+        if choice.finish_reason is not None:
+            times.reasons[choice.index] = choice.finish_reason
+            if choice.finish_reason in ("abort", "error"):
+                self._cut = "deadline" if choice.stop_reason == "deadline" else "error"
+        if self.log_prompts and choice.text:
+            self._texts.setdefault((prompt_index, choice.index), []).append(choice.text)
+
+    # ---------------------------------------------------------------- its end
+
+    def __enter__(self) -> RequestRecord:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: Any) -> None:
+        if isinstance(problem, GeneratorExit | asyncio.CancelledError):
+            return  # who ended it knows why, and says so with `abort`
+        if isinstance(problem, ApiError):
+            self._say("refused", status=problem.status_code, code=problem.code, param=problem.param)
+        elif isinstance(problem, InvalidRequestError):
+            self._say("refused", status=400, code=problem.code, param=problem.param)
+        elif problem is not None:
+            self._say("error", error=type(problem).__name__)
+        else:
+            self._say("ok" if self._cut is None else f"aborted:{self._cut}")
+
+    def abort(self, reason: str) -> None:
+        """The request was ended before its answer was complete: because of a disconnect, for example."""
+        self._say(f"aborted:{reason}")
+
+    def _say(self, outcome: str, **facts: Any) -> None:
+        if not self._said:
+            self._said = True
+            log = logger.warning if outcome == "error" else logger.info
+            log("request finished", outcome=outcome, **self._facts(), **facts)
+
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "id": self.id, "path": self.path, "model": self.model, "stream": self.stream, "n": self.n,
+            "prompts": len(self._times),
+            "prompt_tokens": sum(times.num_prompt for times in self._times),
+            "cached_tokens": sum(times.num_cached for times in self._times),
+            "completion_tokens": sum(sum(times.generated) for times in self._times),
+            "finish_reasons": [reason for times in self._times for reason in times.reasons],
+            **self._seconds(),
+        }  # fmt: skip
+        if self.log_prompts:
+            facts["prompt"] = [_cut_prompt(prompt) for prompt in self._prompts]
+            facts["answer"] = ["".join(self._texts[key])[:_SHOWN_CHARACTERS] for key in sorted(self._texts)]
+        return facts
+
+    def _seconds(self) -> dict[str, float]:
+        """Phases of the request as a whole: until the first of its prompts began, until the first token of
+        any, until the last one."""
+        scheduled = _known([times.scheduled for times in self._times])
+        sampled = _known([times.sampled or times.first_token for times in self._times])
+        last = _known([times.last_token for times in self._times])
+        total = time.monotonic() - self.arrival
+        seconds = {"total_seconds": total}
+        if scheduled:
+            seconds["queue_seconds"] = min(scheduled) - self.arrival
+        if scheduled and sampled:
+            seconds["prefill_seconds"] = min(sampled) - min(scheduled)
+        if sampled and last:
+            seconds["decode_seconds"] = max(last) - min(sampled)
+        shown = {name: round(max(0.0, value), 6) for name, value in seconds.items()}
+        generated = sum(sum(times.generated) for times in self._times)
+        if generated and total > 0:
+            shown["tokens_per_second"] = round(generated / total, 3)
+        return shown
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _cut_prompt(prompt: Prompt) -> str | list[int]:
+    return prompt.token_ids[:_SHOWN_TOKENS] if prompt.text is None else prompt.text[:_SHOWN_CHARACTERS]

@@ -1,0 +1,71 @@
+"""What happened to one prompt, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine import RequestDelta
+
+
+@dataclass(slots=True)
+class PromptTimes:
+    """One prompt's way through the service. All times are seconds of `time.monotonic()`, which the engine's
+    process shares.
+
+    A request that is preempted waits again; that wait belongs to the phase it interrupts.
+
+    Attributes:
+        arrival: when the HTTP request came.
+        num_prompt: tokens of the prompt.
+        num_cached: those that the prefix cache held.
+        scheduled: when a step first had room for it: the end of its queueing.
+        sampled: when the engine knew its first token: the end of its prefill.
+        first_token, last_token: when tokens came here; for beams, when they had become certain.
+        generated: tokens of each answer that the client gets.
+        reasons: why each answer ended; None while it has not.
+    """
+
+    arrival: float
+    num_prompt: int
+    num_answers: int
+    num_cached: int = 0
+    scheduled: float | None = None
+    sampled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    generated: list[int] = field(init=False)
+    reasons: list[str | None] = field(init=False)
+    latest: list[float] = field(init=False)  # each answer's last token; below 0: none yet
+
+    def __post_init__(self) -> None:
+        self.generated = [0] * self.num_answers
+        self.reasons = [None] * self.num_answers
+        self.latest = [-1.0] * self.num_answers
+
+    def note(self, delta: RequestDelta) -> None:
+        """Take over what the engine says about the request itself."""
+        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+        if self.scheduled is None:
+            self.scheduled = delta.scheduled_time
+        if self.sampled is None:
+            self.sampled = delta.first_token_time
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """From arrival to the first step; None if it never was in one."""
+        return None if self.scheduled is None else max(0.0, self.scheduled - self.arrival)
+
+    @property
+    def prefill_seconds(self) -> float | None:
+        """From the first step to the first token."""
+        if self.scheduled is None or self.sampled is None:
+            return None
+        return max(0.0, self.sampled - self.scheduled)
+
+    @property
+    def decode_seconds(self) -> float | None:
+        """From the first token to the last one."""
+        start = self.first_token if self.sampled is None else self.sampled
+        if start is None or self.last_token is None:
+            return None
+        return max(0.0, self.last_token - start)
