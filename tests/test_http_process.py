@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -21,53 +20,10 @@ import openai
 import pytest
 import torch
 from fake_client import EOS, VOCAB_SIZE, hf_byte_tokenizer
+from support.service import ROOT, Service, environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).resolve().parent.parent
 LONG = {"max_tokens": 3500, "ignore_eos": True}  # seconds of work
-
-
-class Service:
-    """`octavo serve` as a child process."""
-
-    def __init__(self, *arguments: str, log: Path):
-        self.log = log
-        command = [sys.executable, "-m", "octavo", "serve", "--port", "0", *arguments]
-        with log.open("w") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=output)
-
-    def wait_ready(self) -> str:
-        """The URL, once the log says it."""
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            found = re.search(r"Serving \S+ on (http://\S+)", self.log.read_text())
-            if found:
-                self.url = found[1]
-                return self.url
-            assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.05)
-        raise AssertionError(f"not ready in time:\n{self.log.read_text()}")
-
-    def stop(self, signum: int = signal.SIGTERM) -> int:
-        self.process.send_signal(signum)
-        return self.process.wait(60)
-
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        assert found, f"{name} is not in:\n{text}"
-        return float(found[1])
-
-    def wait_metric(self, name: str, wanted: float, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self.metric(name) != wanted:
-            assert time.monotonic() < deadline, f"{name} is {self.metric(name)} after {seconds} s, not {wanted}"
-            time.sleep(0.02)
-
-
-def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
-    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OCTAVO_SHOW_PROGRESS": "false"}
 
 
 @pytest.fixture(scope="module")
