@@ -19,6 +19,7 @@ from engine.client_interface import Deliver, EngineClient, Progress
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
 from engine.launch import EngineProcess, make_folder, remove_folder
+from engine.logs import LogFormat
 from engine.messages import Abort, News, Ready, decode_news, encode, encode_add
 from engine.outputs import EngineStats, RequestDelta
 from engine.request import EngineInput, PoolingParams, SamplingParams
@@ -56,13 +57,15 @@ class ProcessEngineClient(EngineClient):
     Args:
         config: the engine's settings.
         policy: what happens when the engine dies.
+        log_format: of the lines that the engine's process logs on stderr; None: it sets no logging up.
 
     Raises:
         OctavoError: the engine cannot start; the error raised there.
     """
 
-    def __init__(self, config: EngineConfig, policy: RestartPolicy | None = None):
+    def __init__(self, config: EngineConfig, policy: RestartPolicy | None = None, log_format: LogFormat | None = None):
         self._config = config
+        self._log_format = log_format
         self._policy = policy or RestartPolicy()
         self._context = zmq.Context()
         self._streams: dict[str, _Stream] = {}
@@ -237,7 +240,7 @@ class ProcessEngineClient(EngineClient):
 
     def _launch(self) -> EngineProcess:
         self._launches += 1
-        return EngineProcess(self._config, self._folder, self._launches)
+        return EngineProcess(self._config, self._folder, self._launches, self._log_format)
 
     def _adopt(self, ready: Ready) -> None:
         """Serve with the process that has just become ready."""
@@ -328,11 +331,13 @@ class _Stream:
     deliver: Deliver
 
 
-def start_engine(config: EngineConfig, policy: RestartPolicy | None = None) -> EngineClient:
+def start_engine(
+    config: EngineConfig, policy: RestartPolicy | None = None, log_format: LogFormat | None = None
+) -> EngineClient:
     """Load an engine in a process of its own and return a client for it; blocks until it can serve.
 
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: the engine cannot start.
         EngineDeadError: its process ended while it loaded.
     """
-    return ProcessEngineClient(config, policy)
+    return ProcessEngineClient(config, policy, log_format)

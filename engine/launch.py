@@ -20,6 +20,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
+from engine.logs import LogFormat
 from engine.messages import Failed, Ready, Start, receive_reply, send_framed
 
 _LONGEST_FOLDER = 80  # bytes; a Unix socket's whole path has at most 103 (macOS) or 107 (Linux)
@@ -60,6 +61,7 @@ class EngineProcess:
         config: the engine's settings.
         folder: from `make_folder`.
         number: distinguishes this process's socket from its predecessors'.
+        log_format: of the process's log lines; None: it sets no logging up.
 
     Attributes:
         address: ZeroMQ address that the engine binds before it is ready.
@@ -69,7 +71,7 @@ class EngineProcess:
         EngineDeadError: the process cannot be started.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, number: int):
+    def __init__(self, config: EngineConfig, folder: Path, number: int, log_format: LogFormat | None = None):
         self._path = folder / f"engine-{number}"
         self.address = f"ipc://{self._path}"
         self.line, theirs = socket.socketpair()
@@ -80,8 +82,6 @@ class EngineProcess:
         except OSError as error:
             self.line.close()
             raise EngineDeadError(f"cannot start the engine's process ({sys.executable}): {error}.") from error
-        root = logging.getLogger()
-        formatter = next((handler.formatter for handler in root.handlers if handler.formatter is not None), None)
         with contextlib.suppress(OSError):  # it has ended already: `wait_ready` will tell
             send_framed(
                 self.line,
@@ -89,8 +89,8 @@ class EngineProcess:
                     config=config,
                     address=self.address,
                     folder=str(folder),
-                    log_level=root.getEffectiveLevel(),
-                    log_format=None if formatter is None else formatter._fmt,
+                    log_level=logging.getLogger().getEffectiveLevel(),
+                    log_format=log_format,
                 ),
             )
 

@@ -20,6 +20,7 @@ import numpy as np
 from engine import errors
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
+from engine.logs import LogFormat
 from engine.outputs import EngineInfo, EngineStats, RequestDelta
 from engine.request import EngineInput, PixelInput, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
 
@@ -37,14 +38,14 @@ class Start(msgspec.Struct, tag=True):
         address: the ZeroMQ address to bind.
         folder: holds the socket; the engine removes it if its client is gone.
         log_level: the root logger's.
-        log_format: of log lines on stderr; None leaves logging alone.
+        log_format: of log lines on stderr (see `engine.logs`); None leaves logging alone.
     """
 
     config: EngineConfig
     address: str
     folder: str
     log_level: int
-    log_format: str | None
+    log_format: LogFormat | None
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from engine.errors import OctavoError, RequestFailedError
+from engine.logs import adopt_libraries, configure
 from engine.messages import (
     Abort,
     Add,
@@ -53,7 +54,7 @@ def main() -> int:
         return 0
     threading.Thread(target=_end_with_client, args=(line, start.folder), name="octavo-lifeline", daemon=True).start()
     if start.log_format is not None:
-        logging.basicConfig(level=start.log_level, format=start.log_format)
+        configure(start.log_level, start.log_format)
     try:
         _run(start, line)
     except OctavoError as error:  # explains itself
@@ -94,6 +95,8 @@ def _report(line: socket.socket, error: BaseException) -> int:
 def _run(start: Start, line: socket.socket) -> None:
     from engine.engine import Engine  # heavy: the lifeline is watched already
 
+    if start.log_format is not None:
+        adopt_libraries()
     engine = Engine(start.config)
     context = zmq.Context()
     # DEALER queues, keeps the order, and blocks rather than drops when the client does not read.

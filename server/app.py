@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
-from fastapi_offline import FastAPIOffline
+from fastapi.middleware import Middleware
+from starlette.types import ASGIApp
 
-from engine import EngineInfo
+from engine import EngineInfo, parse_bytes
 from engine.client import EngineClient
 from engine.text import Tokenizer
-from server import errors
+from server import documentation, errors, openapi
 from server.admission import Admission
+from server.auth import AuthMiddleware, read_api_keys
 from server.context import Service
 from server.drain import Drain, DrainGate
+from server.front_door import RequestIdMiddleware
 from server.head import HeadMiddleware
+from server.limits import BodyLimitMiddleware
 from server.loop_lag import watch_event_loop
 from server.metrics import Metrics
 from server.routes import chat, completions, models, operations, tokenize
 from server.settings import ServerSettings
 
 QUEUED_CACHES = 4
+
+
+class OctavoApp(FastAPI):
+    """FastAPI behind the front door.
+
+    From the outside in: the request's id, Starlette's handler of unexpected exceptions, HEAD, the drain, the
+    API key, the body's limits, the handlers of expected errors, the routes. So every answer carries the id, and nobody
+    without a key gets to send a body.
+    """
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """The whole stack, the id outermost, where FastAPI lets no middleware be."""
+        return RequestIdMiddleware(super().build_middleware_stack())
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, with what the front door adds."""
+        if self.openapi_schema is None:
+            self.openapi_schema = openapi.with_front_door(super().openapi(), self.state.service.settings)
+        return self.openapi_schema
 
 
 def create_app(
@@ -32,6 +56,7 @@ def create_app(
     version: str = "0",
     settings: ServerSettings | None = None,
     drain: Drain | None = None,
+    api_keys: Iterable[str] | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -42,6 +67,10 @@ def create_app(
         version: shown in the API's documentation.
         settings: of the service (default: all defaults; the environment is not read).
         drain: through which the service is told to stop.
+        api_keys: those of the settings, if they have been read already.
+
+    Raises:
+        ConfigError: the file with API keys cannot be read.
     """
 
     @asynccontextmanager
@@ -53,14 +82,21 @@ def create_app(
     settings, drain, metrics = settings or ServerSettings(), drain or Drain(), Metrics(client, model_id, version)
     admission = make_admission(client.info, settings, metrics)
     metrics.show_admission(admission)
-    app = FastAPIOffline(  # the documentation's scripts come with it, and not from elsewhere at each visit
+    keys = tuple(read_api_keys(settings) if api_keys is None else api_keys)
+    app = OctavoApp(
+        docs_url=None,  # `documentation` adds its own
         redoc_url=None,
-        static_url="/docs/static",
         title="Octavo",
         version=version,
         summary="An OpenAI-compatible model server.",
         lifespan=lifespan,
         redirect_slashes=False,  # clients do not follow with a body; an unknown route says what is wrong
+        middleware=[
+            Middleware(HeadMiddleware),
+            Middleware(DrainGate, drain=drain, rejected=metrics.rejected),
+            Middleware(AuthMiddleware, keys=keys, public_metrics=settings.public_metrics),
+            Middleware(BodyLimitMiddleware, max_body_size=parse_bytes(settings.max_body_size, "max_body_size")),
+        ],
     )
     app.state.service = Service(
         client=client,
@@ -72,9 +108,8 @@ def create_app(
         drain=drain,
         settings=settings,
     )
-    app.add_middleware(DrainGate, drain=drain, rejected=metrics.rejected)
     errors.install(app)
-    app.add_middleware(HeadMiddleware)
+    documentation.install(app)
     for module in (completions, chat, models, operations, tokenize):
         app.include_router(module.router)
     return app

@@ -20,7 +20,6 @@ from collections.abc import Set
 from typing import Any, cast
 
 from starlette.types import Scope
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from server.drain import Drain
 
@@ -154,8 +153,3 @@ async def close_connections(connections: Set[Any], seconds: float) -> None:
         await asyncio.sleep(0.02)
     for connection in list(connections):
         connection.transport.abort()
-
-
-def protocol_class(stall_timeout: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, watched."""
-    return type("WatchedHTTPProtocol", (WatchedProtocol, AutoHTTPProtocol), {"stall_timeout": stall_timeout})

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.auth import routed_path
 from server.errors import ApiError
 
 # Whoever watches the service still needs these, while it stops most of all.
@@ -94,7 +95,7 @@ class DrainGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or let the app answer."""
-        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in ALWAYS_ANSWERED:
+        if scope["type"] != "http" or routed_path(scope) in ALWAYS_ANSWERED:
             await self._app(scope, receive, send)
         elif self._drain.draining:
             self._rejected("shutting_down")

@@ -124,7 +124,8 @@ def to_api_error(problem: Exception) -> ApiError:
             code="engine_dead",
             headers={"Retry-After": "5"},
         )
-    logger.error("A request failed: %r", problem, exc_info=problem)
+    # The exception's own words may repeat a prompt: they are left to the traceback, which knows what to hide.
+    logger.error("A request failed: %s", type(problem).__name__, exc_info=problem)
     return ApiError(500, "The server failed to answer this request; its log says why.", code="internal_error")
 
 
@@ -132,7 +133,7 @@ def _on_error(request: Request, problem: Exception) -> Response:
     error = to_api_error(problem)
     if error.code is None and error.status_code == 404:
         where = f"{request.method} {_path(request)}"
-        hint = "No route ends with a slash" if request.url.path.endswith("/") else "/docs lists the routes"
+        hint = "No route ends with a slash" if str(request.scope["path"]).endswith("/") else "/docs lists the routes"
         error = ApiError(404, f"Unknown route: {where}. {hint}.", code="unknown_route")
     elif error.code is None and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "other methods")
@@ -142,7 +143,8 @@ def _on_error(request: Request, problem: Exception) -> Response:
 
 
 def _path(request: Request) -> str:
-    path = request.url.path
+    # Not request.url: that is made with the Host header, which may be anything.
+    path = str(request.scope["path"])
     return path if len(path) <= _SHOWN else path[:_SHOWN] + "..."
 
 

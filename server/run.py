@@ -10,22 +10,29 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from engine import EngineConfig
 from engine.client import EngineClient, RestartPolicy, start_engine
+from engine.logs import LogFormat, adopt_libraries
 from engine.text import Tokenizer, load_tokenizer
+from server import logs
 from server.app import create_app
-from server.connection import LAST_WORDS, close_connections, drain_connections, protocol_class
+from server.auth import read_api_keys
+from server.connection import LAST_WORDS, close_connections, drain_connections
 from server.drain import Drain
+from server.http_protocol import http_protocol
 from server.listening import Listener, check_certificate, is_public
 from server.root_path import RootPath
 from server.settings import DEMO_MODEL, ServerSettings
 
 DEMO_MODEL_ID = "octavo-demo"
+KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they end it, not we
 
 logger = logging.getLogger("octavo.server")
 
@@ -42,9 +49,11 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
 
     Raises:
         StartupError: the address cannot be bound, or the certificate cannot be used.
-        OctavoError: the model cannot be loaded.
+        OctavoError: the model cannot be loaded, or the file with API keys cannot be read.
     """
-    _set_up_logging(settings)
+    log_format = _set_up_logging(settings)
+    if log_format == "json":
+        config = replace(config, show_progress=False)  # a progress bar is no log line
     for note in notes:
         logger.warning(note)
     check_certificate(settings)
@@ -57,15 +66,13 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
                 "Set --api-key (OCTAVO_API_KEY) or --api-key-file, or listen on 127.0.0.1.",
                 listener.url,
             )
-        return _run(_prepare(config, settings, version, listener), listener)
+        return _run(_prepare(config, settings, version, listener, log_format), listener)
 
 
-def _set_up_logging(settings: ServerSettings) -> None:
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
-    if settings.log_level == "info":
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it says at info, we say ourselves
+def _set_up_logging(settings: ServerSettings) -> LogFormat:
+    log_format = logs.choose_format(settings.log_format)
+    logs.configure(settings.log_level, log_format, log_prompts=settings.log_prompts)
+    return log_format
 
 
 def _run(server: _Server, listener: Listener) -> int:
@@ -76,7 +83,8 @@ def _run(server: _Server, listener: Listener) -> int:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)
-    asyncio.run(server.serve(sockets=[listener.socket]))
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[listener.socket]))
     logger.info("Stopped.")
     for signum in (signal.SIGTERM, signal.SIGINT):
         # Python gives its own handlers up while it exits; a late signal would make that look like a crash.
@@ -87,29 +95,35 @@ def _run(server: _Server, listener: Listener) -> int:
     return 0
 
 
-def _prepare(config: EngineConfig, settings: ServerSettings, version: str, listener: Listener) -> _Server:
-    client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures))
+def _prepare(
+    config: EngineConfig, settings: ServerSettings, version: str, listener: Listener, log_format: LogFormat
+) -> _Server:
+    api_keys = read_api_keys(settings)
+    client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures), log_format)
     model_id = served_model_id(config.model, settings.served_model_name)
     _log_facts(client, tokenizer, model_id)
     drain = Drain()
-    app = create_app(client, tokenizer, model_id, version=version, settings=settings, drain=drain)
+    app = create_app(client, tokenizer, model_id, version=version, settings=settings, drain=drain, api_keys=api_keys)
     documentation = "" if settings.uds else f" (API documentation: {listener.url}/docs)"
-    return _Server(
-        client,
-        drain,
-        uvicorn.Config(
-            RootPath(app, settings.root_path),
-            http=protocol_class(settings.stream_stall_timeout),
-            log_config=None,
-            server_header=False,
-            forwarded_allow_ips=settings.forwarded_allow_ips,
-            ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile,
-            ssl_keyfile_password=settings.ssl_keyfile_password,
-            timeout_graceful_shutdown=settings.shutdown_timeout,
-        ),
-        listener,
-        announce=f"Serving {model_id} on {listener.url}{documentation}",
+    announce = f"Serving {model_id} on {listener.url}{documentation}"
+    return _Server(client, drain, uvicorn_config(app, settings), listener, announce)
+
+
+def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+    """uvicorn with the service's protocol and logs, on uvloop where there is one, without websockets."""
+    return uvicorn.Config(
+        RootPath(app, settings.root_path),
+        http=http_protocol(settings),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        forwarded_allow_ips=settings.forwarded_allow_ips,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_keyfile_password=settings.ssl_keyfile_password,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=settings.shutdown_timeout,
     )
 
 
@@ -123,16 +137,19 @@ def served_model_id(model: str, served_model_name: str | None) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def _load(config: EngineConfig, policy: RestartPolicy) -> tuple[EngineClient, Tokenizer | None]:
+def _load(config: EngineConfig, policy: RestartPolicy, log_format: LogFormat) -> tuple[EngineClient, Tokenizer | None]:
     if Path(config.model) == DEMO_MODEL:
         logger.warning("No model was named, so the bundled demo serves: it is UNTRAINED and writes noise.")
     logger.info("Loading %s.", config.model)
-    client = start_engine(config, policy)
+    client = start_engine(config, policy, log_format)
     if config.skip_tokenizer_init:
         return client, None
     own = config.tokenizer is None
     source = client.info.model_path if own else config.tokenizer
-    return client, load_tokenizer(source or "", revision=config.revision if own else None, hf_token=config.hf_token)
+    revision = config.revision if own else None
+    tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token)
+    adopt_libraries()
+    return client, tokenizer
 
 
 def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str) -> None:

@@ -16,6 +16,7 @@ LAYERS = {
     "engine.config": 1,
     "engine.request": 1,
     "engine.outputs": 1,
+    "engine.logs": 1,
     "engine.scheduling": 2,
     "engine.attention": 2,
     "engine.model": 3,
@@ -127,6 +128,7 @@ def test_the_engine_knows_no_web(path: Path) -> None:
         "uvicorn",
         "pydantic",
         "prometheus_client",
+        "structlog",
         "httpx",
         "requests",
         "aiohttp",
@@ -135,9 +137,9 @@ def test_the_engine_knows_no_web(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", cases("server"))
-def test_the_server_uses_three_doors_of_the_engine(path: Path) -> None:
+def test_the_server_uses_four_doors_of_the_engine(path: Path) -> None:
     inner = [name for name in imports(path) if below(name, "engine")]
-    assert set(inner) <= {"engine", "engine.client", "engine.text"}
+    assert set(inner) <= {"engine", "engine.client", "engine.logs", "engine.text"}
 
 
 @pytest.mark.parametrize("path", cases("server"))

@@ -1,0 +1,81 @@
+"""The outermost layer of the app: every request gets an id, and every response, the last resort's included."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bind_contextvars, clear_contextvars
+
+from server.errors import ApiError, to_api_error
+
+logger = logging.getLogger("octavo.server")
+
+HEADER = b"x-request-id"
+_ACCEPTED = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+def new_request_id() -> str:
+    """An id that nobody else has."""
+    return uuid.uuid4().hex
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's id, if it sent one that can stand in headers and logs as it is, else a new one."""
+    given = [value for name, value in headers if name.lower() == HEADER]
+    if len(given) == 1 and _ACCEPTED.fullmatch(given[0]):
+        return given[0].decode()
+    return new_request_id()
+
+
+def client_address(scope: Scope) -> str | None:
+    """The client's address for the log; behind a proxy that is not trusted with it, the proxy's."""
+    client = scope.get("client")
+    return str(client[0]) if client else None
+
+
+class RequestIdMiddleware:
+    """Binds the request's id to its logs, sends it back as X-Request-ID, and lets no exception out.
+
+    The id is in `scope["state"]["request_id"]`, too. The engine never sees it: there, ids are the server's.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        own_id = request_id(scope["headers"])
+        # A connection's next request may run in the context that the one before has left.
+        clear_contextvars()
+        bind_contextvars(request_id=own_id)
+        scope.setdefault("state", {})["request_id"] = own_id
+        field = (HEADER, own_id.encode())
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), field]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as problem:
+            # Starlette raises again what its error handler has logged and answered. What comes here without
+            # an answer did not pass there.
+            if not started:
+                await to_api_error(problem).response()(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            # The server's time to stop is over. Nothing runs after this, so the task ends here all the same.
+            logger.warning("A request was cancelled because the server stops.")
+            if not started:
+                error = ApiError(503, "The server is stopping.", code="shutting_down", headers={"Connection": "close"})
+                await error.response()(scope, receive, send_with_id)

@@ -1,0 +1,109 @@
+"""How much a client may send, and how slowly.
+
+FastAPI's own `max_body_size` counts bytes too, but knows no deadline, and what it answers names neither the
+setting nor the value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import ApiError
+from server.front_door import client_address
+
+logger = logging.getLogger("octavo.server")
+
+BODY_GRACE = 30.0  # seconds for a body to arrive, whatever its size
+BODY_RATE = 8 * 1024  # bytes; each so many more that have arrived give another second
+_CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
+
+
+class BodyLimitMiddleware:
+    """Refuses a body that is too large (413), before it is read where its length is given and while it is
+    read where not, or that takes too long to arrive (408).
+
+    Args:
+        max_body_size: bytes.
+        grace: seconds; see BODY_GRACE.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_body_size: int, grace: float = BODY_GRACE):
+        self._app = app
+        self._limit = max_body_size
+        self._grace = grace
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = client_address(scope)
+        try:
+            self._check_length(scope)
+        except ApiError as problem:
+            _log(problem, client)
+            await problem.response()(scope, receive, send)
+        else:
+            await self._app(scope, _Body(receive, self._limit, self._grace, client), send)
+
+    def _check_length(self, scope: Scope) -> None:
+        given = [value for name, value in scope["headers"] if name.lower() == b"content-length"]
+        if not given:
+            return
+        if len(given) > 1 or not given[0].isdigit():  # bytes: ASCII digits
+            message = "Content-Length must be given once, as a number of bytes."
+            raise ApiError(400, message, code="malformed_request", headers=_CLOSE)
+        # A number of too many digits is not even converted.
+        digits = given[0].lstrip(b"0")
+        if len(digits) > 18 or int(digits or b"0") > self._limit:
+            raise _too_large(f"The body has {digits[:20].decode()} bytes", self._limit)
+
+
+class _Body:
+    """The `receive` of one request."""
+
+    def __init__(self, receive: Receive, limit: int, grace: float, client: str | None):
+        self._receive = receive
+        self._limit = limit
+        self._grace = grace
+        self._client = client
+        self._began = asyncio.get_running_loop().time()
+        self._received = 0
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:  # what comes now is the client leaving, however late
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._began + self._grace + self._received / BODY_RATE):
+                message = await self._receive()
+        except TimeoutError:
+            problem = self._too_slow()
+            _log(problem, self._client)
+            raise problem from None
+        self._received += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._received > self._limit:
+            problem = _too_large(f"The body has more than {self._limit} bytes ({self._received} so far)", self._limit)
+            _log(problem, self._client)
+            raise problem
+        return message
+
+    def _too_slow(self) -> ApiError:
+        message = (
+            f"The body did not arrive in time: {self._received} bytes came in {self._grace:g} seconds and one more "
+            f"for each {BODY_RATE} bytes."
+        )
+        return ApiError(408, message, code="request_timeout", headers=_CLOSE)
+
+
+def _too_large(what: str, limit: int) -> ApiError:
+    message = f"{what}; the limit is {limit} (max_body_size). Send less, or start the server with --max-body-size."
+    return ApiError(413, message, code="body_too_large", headers=_CLOSE)
+
+
+def _log(problem: ApiError, client: str | None) -> None:
+    extra = {"status": problem.status_code, "code": problem.code, "client": client}
+    logger.info("Refused: %s", problem.message, extra=extra)

@@ -1,0 +1,131 @@
+"""Structured logs: whatever is logged, by structlog or the standard library, becomes one line of one layout.
+
+Modules log as they like (`logging.getLogger`, with `extra=` for fields, or `structlog.get_logger`). A field
+bound with `structlog.contextvars`, such as a request's id, is in every line of that request.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import structlog
+from fastapi.exceptions import ValidationException
+from pydantic import ValidationError
+from structlog.stdlib import ProcessorFormatter
+from structlog.typing import EventDict, WrappedLogger
+
+from engine.logs import EXCEPTION, LogFormat, console_line, json_line
+
+HIDDEN = "(hidden; --log-prompts shows it)"
+
+
+def choose_format(log_format: str, stream: TextIO | None = None) -> LogFormat:
+    """The format that "auto" means: console where a person reads the stream, json where a machine does."""
+    if log_format == "auto":
+        return "console" if (stream or sys.stderr).isatty() else "json"
+    return "console" if log_format == "console" else "json"
+
+
+def configure(
+    level: str, log_format: LogFormat, *, log_prompts: bool = False, stream: TextIO | None = None
+) -> logging.Handler:
+    """Send all logs of this process to the stream.
+
+    Args:
+        level: debug, info, warning or error.
+        log_format: as from `choose_format`.
+        log_prompts: whether a traceback may repeat what a client sent or a model wrote.
+        stream: default: stderr.
+
+    Returns:
+        The root logger's one handler.
+    """
+    common: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *common,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(
+        ProcessorFormatter(
+            foreign_pre_chain=[*common, structlog.stdlib.ExtraAdder()],
+            processors=[
+                ProcessorFormatter.remove_processors_meta,
+                _with_traceback(log_prompts),
+                _renderer(log_format),
+            ],
+        )
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    # What uvicorn says at info, the service says itself.
+    quiet = logging.WARNING if level == "info" else logging.NOTSET
+    logging.getLogger("uvicorn.error").setLevel(quiet)
+    return handler
+
+
+def _renderer(log_format: LogFormat) -> Callable[[WrappedLogger, str, EventDict], str]:
+    render = json_line if log_format == "json" else console_line
+
+    def line(logger: WrappedLogger, name: str, fields: EventDict) -> str:
+        fields.pop("color_message", None)  # uvicorn's second version of the same
+        return render(fields)
+
+    return line
+
+
+def _with_traceback(log_prompts: bool) -> structlog.typing.Processor:
+    def add(logger: WrappedLogger, name: str, fields: EventDict) -> EventDict:
+        given = fields.pop("exc_info", None)
+        problem = given[1] if isinstance(given, tuple) else given
+        if given is True:
+            problem = sys.exc_info()[1]
+        if isinstance(problem, BaseException):
+            fields[EXCEPTION] = traceback_text(problem, log_prompts=log_prompts)
+        return fields
+
+    return add
+
+
+def traceback_text(problem: BaseException, *, log_prompts: bool = False) -> str:
+    """The traceback as Python writes it; without `log_prompts` the values that failed validation are left out
+    of it, since they are what somebody sent or a model wrote."""
+    text = "".join(traceback.format_exception(problem)).rstrip()
+    if not log_prompts:
+        for line, safe in _unsafe_lines(problem, set()):
+            text = text.replace(line, safe)
+    return text
+
+
+def _unsafe_lines(problem: BaseException, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Lines of the message of this exception, and of all that are shown with it, and what may stand there."""
+    seen.add(id(problem))
+    if isinstance(problem, ValidationError | ValidationException):
+        for line in str(problem).splitlines():
+            # pydantic's lines end with [type=..., input_value=..., input_type=...]; FastAPI's are whole errors.
+            kept, found, _ = line.partition(" [type=")
+            if found:
+                yield line, f"{kept} {HIDDEN}"
+            elif "'input':" in line:
+                yield line, f"  {HIDDEN}"
+    parts: list[Any] = [problem.__cause__, problem.__context__]
+    parts += problem.exceptions if isinstance(problem, BaseExceptionGroup) else []
+    for part in parts:
+        if isinstance(part, BaseException) and id(part) not in seen:
+            yield from _unsafe_lines(part, seen)

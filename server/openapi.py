@@ -1,0 +1,46 @@
+"""What the OpenAPI document says about the front door: the API key, and the answers of the limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from server.auth import HEALTH_PATHS, METRICS_PATH
+from server.settings import ServerSettings
+
+SCHEME = "api_key"
+_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+_ID = {"X-Request-ID": {"$ref": "#/components/headers/X-Request-ID"}}
+
+
+def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[str, Any]:
+    """The document with the security scheme, the id's header and the front door's answers. Where no key is set,
+    sending one is optional."""
+    components = document.setdefault("components", {})
+    components.setdefault("securitySchemes", {})[SCHEME] = {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "Needed where the server was started with API keys (--api-key, --api-key-file).",
+    }
+    components.setdefault("headers", {})["X-Request-ID"] = {
+        "description": "The request's own id if that has 1 to 128 characters of A-Z a-z 0-9 . _ -, else a new one.",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
+    }
+    closed = bool(settings.api_key or settings.api_key_file)
+    needless = HEALTH_PATHS | ({METRICS_PATH} if settings.public_metrics else set())
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            responses: dict[str, Any] = operation.setdefault("responses", {})
+            if path not in needless:
+                operation["security"] = [{SCHEME: []}] if closed else [{SCHEME: []}, {}]
+                _add(responses, "401", "The API key is missing or not valid.")
+            if "requestBody" in operation:
+                _add(responses, "408", "The body did not arrive in time.")
+                _add(responses, "413", "The body is larger than the server's max_body_size.")
+            _add(responses, "431", "The header is larger than the server's max_header_size.")
+            for response in responses.values():
+                response.setdefault("headers", {}).update(_ID)
+    return document
+
+
+def _add(responses: dict[str, Any], status: str, description: str) -> None:
+    responses.setdefault(status, {"description": description, "content": _ERROR})
