@@ -40,12 +40,15 @@ class Connection:
 
     def __init__(self, transport: asyncio.Transport):
         self._transport = transport
+        self._socket: socket.socket | None = transport.get_extra_info("socket")
         self.stalled = False
+
+    def bound(self) -> None:
+        """Keep its buffers small. The transport may call `pause_writing` at once."""
         # Every byte that the kernel does not take at once makes `send` wait. (Not 0: asyncio's TLS would
         # never resume.)
-        transport.set_write_buffer_limits(high=1, low=0)
-        found = transport.get_extra_info("socket")
-        self._socket: socket.socket | None = found
+        self._transport.set_write_buffer_limits(high=1, low=0)
+        found = self._socket
         if found is not None and found.family in (socket.AF_INET, socket.AF_INET6):
             with contextlib.suppress(OSError, AttributeError):  # a system without it buffers more
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL)
@@ -93,6 +96,7 @@ class WatchedProtocol(asyncio.Protocol):
         super().connection_made(transport)
         self._connection = Connection(cast(asyncio.Transport, transport))
         self.app_state = {**self.app_state, _KEY: self._connection}
+        self._connection.bound()
 
     def pause_writing(self) -> None:
         """The client is slower than the answer: watch it."""

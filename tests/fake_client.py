@@ -104,7 +104,11 @@ class FakeClient(EngineClient):
         self.tasks[request_id] = asyncio.create_task(self._play(request_id, input, params, deliver))
 
     async def _play(self, request_id: str, input: Any, params: Any, deliver: Deliver) -> None:
-        for step in self.script(request_id, input, params):
+        try:
+            steps = iter(self.script(request_id, input, params))
+        except Exception as problem:
+            steps = iter([problem])
+        for step in steps:
             if isinstance(step, asyncio.Event):
                 await step.wait()
                 continue
