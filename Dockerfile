@@ -1,55 +1,73 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build -t octavo .
+#   docker build -t octavo .                                          for a CPU; for a GPU: --target cuda -t octavo:cuda
 #   docker run --rm -p 127.0.0.1:8000:8000 octavo                     the bundled model (untrained noise)
-#   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/model:/models/model:ro" octavo serve /models/model
+#   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/models:/models:ro" octavo serve /models/NAME
 #
-# For a GPU: --build-arg TORCH_INDEX="" takes torch's default build; then run with --gpus all.
+# BASE_IMAGE is any Debian-like image with Python 3.11 or newer and its venv module. TORCH_INDEX is the package index
+# that torch alone comes from; an empty one means pip's configured index.
 
 ARG BASE_IMAGE=python:3.12-slim-bookworm
 
-# ---- builder: everything goes into one virtual environment, which is all that the last stage takes from here
+# ---- builder: pip lives in an environment of its own, so that the one that is shipped, /app/venv, never holds it
 FROM ${BASE_IMAGE} AS builder
 
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    PIP_NO_CACHE_DIR=1
+    PIP_NO_CACHE_DIR=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PIP_PYTHON=/app/venv/bin/python3
 
-RUN python -m venv /app/venv
-ENV PATH=/app/venv/bin:$PATH
+RUN python3 -m venv /build && python3 -m venv --without-pip /app/venv
+ENV PATH=/build/bin:$PATH
 
 WORKDIR /src
+COPY pyproject.toml constraints.txt ./
+RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > requirements.txt
+COPY deploy/slim-venv.sh ./
 
-# torch first and pinned, so that no open range can bring in another build; a layer of its own, because it is large
-# and changes rarely. What it needs comes with the rest. (The linter wants to read the version here: constraints.txt
-# holds it.)
-COPY constraints.txt ./
+# ---- what Octavo needs, for a CPU. torch comes first and pinned, so that no open range can bring in another build.
+# (The linter wants to read the version here: constraints.txt holds it.)
+FROM builder AS libraries-cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # hadolint ignore=DL3013
 RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
+RUN pip install --constraint constraints.txt --requirement requirements.txt && sh slim-venv.sh /app/venv
 
-COPY pyproject.toml README.md LICENSE octavo.py ./
+# ---- the same for an NVIDIA GPU: on Linux, torch's default build is the one for CUDA
+FROM builder AS libraries-cuda
+ARG TORCH_INDEX=
+# hadolint ignore=DL3013
+RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
+RUN pip install --constraint constraints.txt --requirement requirements.txt && sh slim-venv.sh /app/venv
+
+# ---- Octavo alone: a layer of its own, small, because it changes more often than what it needs
+FROM builder AS octavo
+RUN PIP_PYTHON=/build/bin/python3 pip install --constraint constraints.txt setuptools
+COPY README.md LICENSE octavo.py ./
 COPY engine engine
 COPY server server
-RUN pip install --constraint constraints.txt . \
- && python -m compileall -q /app/venv/lib/python*/site-packages/engine /app/venv/lib/python*/site-packages/server
+RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --prefix /app/octavo . \
+ && sed -i '1s|^#!.*|#!/app/venv/bin/python3|' /app/octavo/bin/octavo
 
-# ---- the image that runs: Python, the virtual environment, no build tools, no root
-FROM ${BASE_IMAGE}
+# ---- what runs: Python, no build tools, no root. The user is named by number, so that an orchestrator can see that it
+# is not root. /models belongs to it: a volume mounted there for the first time takes that over, and downloads are kept
+# in it.
+FROM ${BASE_IMAGE} AS runtime
 
 LABEL org.opencontainers.image.title="Octavo" \
       org.opencontainers.image.description="Serves the transformer family over HTTP" \
       org.opencontainers.image.licenses="Apache-2.0"
 
-# The user is named by number, so that an orchestrator can see that it is not root. /models belongs to it: a volume
-# mounted there for the first time takes that over, and downloads are kept in it.
-RUN mkdir -p /models/hub && chown -R 10001:10001 /models
+RUN mkdir -p /models/hub && chown -R 10001:10001 /models \
+ && rm -rf /usr/local/lib/python3*/site-packages/* /usr/local/bin/pip* /usr/local/include /usr/include \
+           /usr/lib/python3*/ensurepip /usr/local/lib/python3*/ensurepip /usr/share/python-wheels
 
-COPY --from=builder /app/venv /app/venv
-
+# LOGNAME: the number has no entry in /etc/passwd, and some libraries insist on a name.
 ENV PATH=/app/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
+    LOGNAME=octavo \
     HOME=/tmp \
     HF_HOME=/models/hub \
     OCTAVO_HOST=0.0.0.0
@@ -59,8 +77,20 @@ USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ.get('OCTAVO_PORT', '8000') + '/health', timeout=4).read()"]
+# The first success ends the start period, so its length costs nothing; it has to cover the download of a model.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
+    CMD ["python3", "-I", "-m", "server.healthcheck"]
 
 ENTRYPOINT ["octavo"]
 CMD ["serve"]
+
+# ---- the targets
+FROM runtime AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=libraries-cuda /app/venv /app/venv
+COPY --from=octavo /app/octavo /app/venv
+
+FROM runtime AS cpu
+COPY --from=libraries-cpu /app/venv /app/venv
+COPY --from=octavo /app/octavo /app/venv
