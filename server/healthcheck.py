@@ -78,10 +78,12 @@ def file_settings(path: str) -> dict[str, str]:
     """Those of SETTINGS that are in a YAML file.
 
     Raises:
-        OSError, ValueError: it cannot be read, or does not hold settings.
+        OSError, ValueError: it cannot be read, or is not YAML.
     """
     import yaml
 
+    if not Path(path).expanduser().is_file():  # a pipe can be read once, and the service has done that
+        raise ValueError(f"{path} is not a file that can be read again: set OCTAVO_PORT, or name the port with --port")
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except yaml.YAMLError as failure:

@@ -28,7 +28,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 OCTAVO = COMPOSE["services"]["octavo"]
 # What is passed on to the container but is no setting of Octavo's own.
-FOREIGN = {"HF_TOKEN", "OMP_NUM_THREADS", "OCTAVO_API_KEY"}
+FOREIGN = {"HF_TOKEN", "OMP_NUM_THREADS"}
 
 
 def tool(name: str) -> str:

@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     file.write_text("port: [\n")
     assert main(["--config", str(file)], {}) == 1
     missing, broken = capsys.readouterr().err.splitlines()
-    assert "No such file" in missing
+    assert "OCTAVO_PORT" in missing
     assert "is not valid YAML" in broken
 
 
