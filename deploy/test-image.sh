@@ -119,7 +119,7 @@ inside() {
         --bounding-set=-all env -i "${environment[@]}")
     mount_root
 
-    local begin status
+    local begin status flag
     begin=$(now)
     start_service "${command[@]}"
     if run_in_container "${healthcheck[@]}" 2>"$work/health"; then fail "healthy before the model was loaded"; fi
@@ -155,16 +155,19 @@ inside() {
     wait "$stream" || fail "SIGTERM cut a running stream off"
     local drain_seconds=$stop_seconds
     passed "SIGTERM while a stream runs: the stream ends whole, and the service with status 0 after $stop_seconds s"
+
+    for flag in --port=8001 --uds=/tmp/octavo.sock; do
+        start_service serve "$flag"
+        await_health
+        stop_service
+        passed "its health is found where a flag puts the service: $flag"
+    done
+
     # torch keeps an empty folder of its own there.
     local left
     left=$(find "$root/tmp" -type s -o -type f -o -name 'octavo*')
     [ -z "$left" ] || fail "left in /tmp: $left"
     passed "leaves no socket and no file in /tmp"
-
-    start_service serve --port 8001
-    await_health
-    stop_service
-    passed "its health is found on the port that a flag names, too"
     printf '{"start_seconds": %s, "drain_seconds": %s, "idle_stop_seconds": %s}\n' \
         "$start_seconds" "$drain_seconds" "$stop_seconds" >"$work/times.json"
 }
