@@ -43,8 +43,9 @@ async def encode_prompts(
                 raise ApiError(400, message, param=param, code="no_tokenizer")
         else:
             check_token_ids(prompt, vocab_size, param)
-    if tokenizer is None:
-        return [Prompt(prompt) for prompt in given if not isinstance(prompt, str)]
+    ids = [prompt for prompt in given if not isinstance(prompt, str)]
+    if tokenizer is None or len(ids) == len(given):
+        return [Prompt(prompt) for prompt in ids]
 
     def encode(prompt: str | list[int]) -> Prompt:
         if isinstance(prompt, str):

@@ -86,8 +86,8 @@ class Service:
         return await self.renderer.prompt(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
 
-def get_service(request: Request) -> Service:
-    """The app's service, as a FastAPI dependency."""
+async def get_service(request: Request) -> Service:
+    """The app's service, as a FastAPI dependency. (One that is not async would be run in a thread.)"""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service

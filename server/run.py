@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -188,6 +189,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # What is here now stays: a full collection that looked through it would hold up every stream.
+        gc.collect()
+        gc.freeze()
         self._watch = asyncio.create_task(self._stop_on_failure())
         if self.started:
             logger.info(self._announce)
