@@ -65,7 +65,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_memory: int | str | None = None
