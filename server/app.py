@@ -13,18 +13,19 @@ from starlette.types import ASGIApp
 from engine import EngineInfo, parse_bytes
 from engine.client import EngineClient
 from engine.text import Tokenizer
-from server import documentation, errors, openapi
+from server import errors
 from server.admission import Admission
-from server.auth import AuthMiddleware, read_api_keys
+from server.api import documentation, openapi
+from server.config.settings import ServerSettings
 from server.context import Service
-from server.drain import Drain, DrainGate
-from server.front_door import RequestIdMiddleware
-from server.head import HeadMiddleware
-from server.limits import BodyLimitMiddleware
-from server.loop_lag import watch_event_loop
-from server.metrics import Metrics
+from server.door.auth import AuthMiddleware, read_api_keys
+from server.door.drain import Drain, DrainGate
+from server.door.head import HeadMiddleware
+from server.door.limits import BodyLimitMiddleware
+from server.door.request_id import RequestIdMiddleware
+from server.metrics.loop_lag import watch_event_loop
+from server.metrics.registry import Metrics
 from server.routes import chat, completions, models, operations, tokenize
-from server.settings import ServerSettings
 
 QUEUED_CACHES = 4
 

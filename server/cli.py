@@ -9,7 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from server.loading import Loaded, OneLineParser
+    from server.config.loading import Loaded, OneLineParser
 
 
 def version() -> str:
@@ -47,7 +47,7 @@ def _stop_early(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _no_command(arguments: list[str]) -> str:
-    from server.sources import did_you_mean
+    from server.config.sources import did_you_mean
 
     if not arguments:
         return f"a command is missing: {', '.join(COMMANDS)}"
@@ -58,7 +58,7 @@ def _no_command(arguments: list[str]) -> str:
 
 
 def _overview() -> OneLineParser:
-    from server.loading import OneLineParser
+    from server.config.loading import OneLineParser
 
     parser = OneLineParser(prog="octavo", description="Serves transformer models over HTTP.", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="show the version and exit")
@@ -72,7 +72,7 @@ def _load(command: str, arguments: list[str], *, json: bool = False) -> tuple[Lo
     """The settings of a command that takes them all as flags, and whether --json was given; ends the process with
     status 2 and one line if something in them is wrong."""
     from engine import ConfigError
-    from server.loading import SettingsParser
+    from server.config.loading import SettingsParser
 
     about = COMMANDS[command][0]
     parser = SettingsParser(f"octavo {command}", f"{about[0].upper()}{about[1:]}.")
@@ -88,7 +88,7 @@ def _load(command: str, arguments: list[str], *, json: bool = False) -> tuple[Lo
 def _serve(arguments: list[str]) -> int:
     loaded, _ = _load("serve", arguments)
     from engine import OctavoError
-    from server.listening import StartupError
+    from server.door.listening import StartupError
     from server.run import serve
 
     try:
@@ -100,7 +100,7 @@ def _serve(arguments: list[str]) -> int:
 
 def _config(arguments: list[str]) -> int:
     loaded, json = _load("config", arguments, json=True)
-    from server.show_config import as_json, as_table
+    from server.config.show import as_json, as_table
 
     _print_notes(loaded)
     print(as_json(loaded) if json else as_table(loaded))

@@ -13,12 +13,12 @@ from engine import EngineDeadError
 from engine.client import EngineClient
 from engine.text import Tokenizer
 from server.admission import Admission, Ticket
-from server.drain import Drain
+from server.answering.prompt import Prompt
+from server.answering.rendering import ChatRenderer
+from server.config.settings import ServerSettings
+from server.door.drain import Drain
 from server.errors import ApiError, shown
-from server.metrics import Metrics
-from server.prompt import Prompt
-from server.rendering import ChatRenderer
-from server.settings import ServerSettings
+from server.metrics.registry import Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

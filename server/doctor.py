@@ -14,8 +14,8 @@ from typing import Literal
 
 from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError
 from engine.text import load_tokenizer
-from server.listening import Listener, StartupError, check_certificate, is_public
-from server.settings import ServerSettings
+from server.config.settings import ServerSettings
+from server.door.listening import Listener, StartupError, check_certificate, is_public
 
 _OLDEST = (3, 11)
 _SPARE = 2**30  # bytes: what the two processes take besides weights and pages, with room for activations

@@ -24,13 +24,13 @@ from engine.logs import LogFormat, adopt_libraries
 from engine.text import Tokenizer, load_tokenizer
 from server import logs
 from server.app import create_app
-from server.auth import read_api_keys
-from server.connection import LAST_WORDS, close_connections, drain_connections
-from server.drain import Drain
-from server.http_protocol import http_protocol
-from server.listening import Listener, check_certificate, is_public
-from server.root_path import RootPath
-from server.settings import DEMO_MODEL, ServerSettings
+from server.config.settings import DEMO_MODEL, ServerSettings
+from server.door.auth import read_api_keys
+from server.door.connection import LAST_WORDS, close_connections, drain_connections
+from server.door.drain import Drain
+from server.door.listening import Listener, check_certificate, is_public
+from server.door.protocol import http_protocol
+from server.door.root_path import RootPath
 
 DEMO_MODEL_ID = "octavo-demo"
 KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they end it, not we

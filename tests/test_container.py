@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from engine import EngineConfig
-from server.settings import ServerSettings
+from server.config.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

@@ -20,8 +20,8 @@ from engine import EngineConfig, inspect_model
 from engine.execution.memory import available_memory
 from server import doctor
 from server.cli import main
+from server.config.settings import DEMO_MODEL, ServerSettings
 from server.doctor import Finding
-from server.settings import DEMO_MODEL, ServerSettings
 
 CPU_BUILD = engine.TorchFacts(version="2.13.0+cpu", cuda=None, num_threads=1, gpus=())
 

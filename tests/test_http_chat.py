@@ -20,8 +20,8 @@ from test_http_process import Service
 
 from engine import ChoiceDelta, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
 from engine.text import Tokenizer
+from server.answering.rendering import ChatRenderer
 from server.app import create_app
-from server.rendering import ChatRenderer
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = ROOT.parent / "shared" / "data" / "chat_templates" / "models" / "templates"

@@ -34,10 +34,10 @@ from engine.logs import LineFormatter
 from engine.text import Tokenizer
 from server import logs
 from server.app import create_app
-from server.auth import AuthMiddleware, read_api_keys
-from server.front_door import RequestIdMiddleware
-from server.limits import BodyLimitMiddleware
-from server.settings import ServerSettings
+from server.config.settings import ServerSettings
+from server.door.auth import AuthMiddleware, read_api_keys
+from server.door.limits import BodyLimitMiddleware
+from server.door.request_id import RequestIdMiddleware
 
 KEY = "sk-0123456789-secret"
 SECRET = "the patient's name is Rumpelstiltskin"

@@ -16,9 +16,9 @@ from tokenizers import processors
 from engine import RequestDelta, SamplingParams, TokenInput
 from engine.request import MAX_LISTED_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBER_RANGES
 from engine.text import Tokenizer
+from server.api.fields import UNSUPPORTED
 from server.app import create_app
-from server.fields import UNSUPPORTED
-from server.settings import ServerSettings
+from server.config.settings import ServerSettings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]

@@ -17,9 +17,9 @@ import pytest
 import uvicorn
 from support.service import Service
 
-from server.front_door import RequestIdMiddleware
-from server.http_protocol import BoundedHttpProtocol
-from server.limits import BodyLimitMiddleware
+from server.door.limits import BodyLimitMiddleware
+from server.door.protocol import BoundedHttpProtocol
+from server.door.request_id import RequestIdMiddleware
 
 KEY = "sk-0123456789-secret"
 SECRET = "the patient's name is Rumpelstiltskin"
@@ -450,7 +450,7 @@ def test_a_body_that_stalls_is_408() -> None:
 
 
 def test_a_large_body_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.limits.BODY_RATE", 1000)
+    monkeypatch.setattr("server.door.limits.BODY_RATE", 1000)
 
     def talk(url: str) -> None:
         with Wire(url) as wire:
@@ -477,7 +477,7 @@ def test_an_answered_request_without_its_body_is_given_up(monkeypatch: pytest.Mo
             assert wire.send(b"x" * 1000 + GET + b"\r\n").answer()[0] == 200
 
     with_server(talk_in_time)
-    monkeypatch.setattr("server.http_protocol.LINGER", 0.3)
+    monkeypatch.setattr("server.door.protocol.LINGER", 0.3)
     with_server(talk)
 
 

@@ -17,10 +17,10 @@ import yaml
 from engine import ConfigError, EngineConfig
 from octavo import shadowed
 from server.cli import main
-from server.loading import Loaded, SettingsParser
+from server.config.loading import Loaded, SettingsParser
+from server.config.settings import SECRETS, ServerSettings, Settings, flag, variable
+from server.config.sources import did_you_mean
 from server.run import DEMO_MODEL, DEMO_MODEL_ID, served_model_id
-from server.settings import SECRETS, ServerSettings, Settings, flag, variable
-from server.sources import did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 # A valid value for every setting, unlike its default.
@@ -383,7 +383,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_come_without_what_serving_needs() -> None:
     """`octavo config` and a wrong flag answer at once."""
-    code = "import sys, server.loading; print([n for n in ('torch', 'fastapi', 'uvicorn') if n in sys.modules])"
+    code = "import sys, server.config.loading; print([n for n in ('torch', 'fastapi', 'uvicorn') if n in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() == "[]", run.stderr
 

@@ -25,9 +25,9 @@ from fake_client import FakeClient, byte_tokenizer, say
 from engine import EngineConfig
 from server import run
 from server.app import create_app
-from server.listening import Listener, StartupError, bind, bind_path, check_certificate, is_public, url
-from server.root_path import RootPath
-from server.settings import ServerSettings
+from server.config.settings import ServerSettings
+from server.door.listening import Listener, StartupError, bind, bind_path, check_certificate, is_public, url
+from server.door.root_path import RootPath
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSWORD = "open sesame"

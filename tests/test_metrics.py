@@ -19,10 +19,10 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from test_http_api import MODEL, Api, call_raw, endless
 
 from engine import ChoiceDelta, EngineStats, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
-from server.buckets import token_counts
-from server.loop_lag import watch_event_loop
-from server.metrics import Metrics
-from server.timing import PromptTimes
+from server.metrics.buckets import token_counts
+from server.metrics.loop_lag import watch_event_loop
+from server.metrics.registry import Metrics
+from server.metrics.times import PromptTimes
 
 FIRST = [.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160]  # fmt: skip
 EACH = [.001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5]  # fmt: skip

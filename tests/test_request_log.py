@@ -19,7 +19,7 @@ from test_http_chat import Api as ChatApi
 
 from engine import ChoiceDelta, EngineDeadError, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
 from server.app import create_app
-from server.settings import ServerSettings
+from server.config.settings import ServerSettings
 
 SECRET = "the secret"
 

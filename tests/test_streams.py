@@ -16,9 +16,9 @@ from support.asgi import Call
 from engine import ChoiceDelta, EngineDeadError, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
 from engine.text import Tokenizer
 from server.app import create_app
+from server.config.settings import ServerSettings
 from server.context import Service
-from server.drain import Drain
-from server.settings import ServerSettings
+from server.door.drain import Drain
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

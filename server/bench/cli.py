@@ -193,7 +193,7 @@ def _flag(name: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """`octavo bench` with these arguments; returns the exit status."""
-    from server.loading import OneLineParser
+    from server.config.loading import OneLineParser
 
     if arguments[:1] == ["serve"]:
         parser = OneLineParser(prog="octavo bench serve", allow_abbrev=False)

@@ -9,21 +9,21 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import EngineInfo, SamplingParams
-from server import examples
-from server.answer import Run, estimate_size
-from server.chat import ChatPieces, join_pieces, read_messages
-from server.chat_schemas import (
+from server.answering.answer import Run, estimate_size
+from server.answering.chat import ChatPieces, join_pieces, read_messages
+from server.answering.prompt import Prompt
+from server.api import examples
+from server.api.chat_schemas import (
     ChatChoice,
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatPiece,
 )
+from server.api.parameters import shape_of
+from server.api.schemas import StrictJsonRoute, Usage
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
-from server.parameters import shape_of
-from server.prompt import Prompt
-from server.schemas import StrictJsonRoute, Usage
 
 router = APIRouter(route_class=StrictJsonRoute)
 

@@ -8,14 +8,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
-from server import examples
-from server.answer import Run, encode_prompts, estimate_size
-from server.completion import CompletionPieces, join
+from server.answering.answer import Run, encode_prompts, estimate_size
+from server.answering.completion import CompletionPieces, join
+from server.answering.prompt import Prompt
+from server.api import examples
+from server.api.parameters import shape_of
+from server.api.schemas import CompletionChoice, CompletionRequest, CompletionResponse, StrictJsonRoute, Usage
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
-from server.parameters import shape_of
-from server.prompt import Prompt
-from server.schemas import CompletionChoice, CompletionRequest, CompletionResponse, StrictJsonRoute, Usage
 
 router = APIRouter(route_class=StrictJsonRoute)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from server.api.schemas import ModelCard, ModelList
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES
-from server.schemas import ModelCard, ModelList
 
 router = APIRouter()
 

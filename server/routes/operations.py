@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from server import examples
+from server.api import examples
+from server.api.schemas import VersionResponse
 from server.context import ServiceDep
-from server.drain import shutting_down
+from server.door.drain import shutting_down
 from server.errors import ERROR_RESPONSES, ApiError
-from server.schemas import VersionResponse
 
 router = APIRouter()
 

@@ -8,20 +8,20 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Response
 
 from engine.text import Tokenizer
-from server import examples
 from server.admission import estimate_tokens
-from server.answer import check_token_ids, estimate_size
-from server.chat import read_messages
-from server.context import Service, ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
-from server.fields import ignored_header
-from server.schemas import (
+from server.answering.answer import check_token_ids, estimate_size
+from server.answering.chat import read_messages
+from server.api import examples
+from server.api.fields import ignored_header
+from server.api.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
     StrictJsonRoute,
     TokenizeRequest,
     TokenizeResponse,
 )
+from server.context import Service, ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter(route_class=StrictJsonRoute)
 

@@ -16,15 +16,15 @@ from pydantic import BaseModel
 
 from engine import InvalidRequestError
 from server.admission import Ticket, estimate_tokens
+from server.answering.generation import Generation
+from server.answering.observation import RequestRecord
+from server.answering.pieces import Choice, Piece, PieceMaker, Shape, keep_best
+from server.answering.prompt import Prompt
+from server.answering.streaming import COMMENT, ClientGoneError, EventStream, KeepAlive, Wanted, sse
+from server.api.fields import ignored_header
+from server.api.schemas import GenerationBody, Usage
 from server.context import Service
 from server.errors import ApiError, shown
-from server.fields import ignored_header
-from server.generation import Generation
-from server.observation import RequestRecord
-from server.pieces import Choice, Piece, PieceMaker, Shape, keep_best
-from server.prompt import Prompt
-from server.schemas import GenerationBody, Usage
-from server.streaming import COMMENT, ClientGoneError, EventStream, KeepAlive, Wanted, sse
 
 
 async def encode_prompts(

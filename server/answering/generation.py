@@ -19,10 +19,10 @@ from engine import (
 )
 from engine.text import ChoiceText, OutputProcessor
 from server.admission import Ticket
+from server.answering.observation import RequestRecord
+from server.answering.prompt import Prompt
 from server.context import Service
-from server.observation import RequestRecord
-from server.prompt import Prompt
-from server.timing import PromptTimes
+from server.metrics.times import PromptTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from engine import parse_bytes
-from server.connection import WatchedProtocol
+from server.config.settings import ServerSettings
+from server.door.connection import WatchedProtocol
+from server.door.request_id import HEADER, RequestIdMiddleware, new_request_id
 from server.errors import ApiError, shown, to_api_error
-from server.front_door import HEADER, RequestIdMiddleware, new_request_id
-from server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application

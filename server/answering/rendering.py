@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from engine.text import Tokenizer
+from server.answering.prompt import Prompt
 from server.errors import ApiError
-from server.prompt import Prompt
 
 logger = logging.getLogger("octavo.server")
 

@@ -13,9 +13,9 @@ import structlog
 
 from engine import InvalidRequestError
 from engine.text import ChoiceText
+from server.answering.prompt import Prompt
 from server.errors import ApiError
-from server.prompt import Prompt
-from server.timing import PromptTimes
+from server.metrics.times import PromptTimes
 
 T = TypeVar("T")
 

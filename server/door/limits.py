@@ -11,8 +11,8 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.door.request_id import client_address
 from server.errors import ApiError
-from server.front_door import client_address
 
 logger = logging.getLogger("octavo.server")
 

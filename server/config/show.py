@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from server.loading import Loaded
-from server.settings import shown
+from server.config.loading import Loaded
+from server.config.settings import shown
 
 
 def as_table(loaded: Loaded) -> str:

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 
 from engine import SamplingParams, TokenLogprobs
 from engine.text import ChoiceText, Tokenizer
-from server.generation import Update
-from server.prompt import Prompt
-from server.schemas import PromptTokensDetails, Usage
+from server.answering.generation import Update
+from server.answering.prompt import Prompt
+from server.api.schemas import PromptTokensDetails, Usage
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 

@@ -8,7 +8,9 @@ from typing import Any, NoReturn
 
 from engine import Logprob, TokenLogprobs
 from engine.text import ChoiceText
-from server.chat_schemas import (
+from server.answering.generation import Update
+from server.answering.pieces import LOWEST_LOGPROB, PieceMaker
+from server.api.chat_schemas import (
     ChatChoice,
     ChatDelta,
     ChatLogprobs,
@@ -18,8 +20,6 @@ from server.chat_schemas import (
     TopLogprob,
 )
 from server.errors import ApiError, shown
-from server.generation import Update
-from server.pieces import LOWEST_LOGPROB, PieceMaker
 
 ROLES = ("system", "developer", "user", "assistant")
 # Fields of a message that would change the prompt and are not supported.

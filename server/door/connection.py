@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from starlette.types import Scope
 
-from server.drain import Drain
+from server.door.drain import Drain
 
 logger = logging.getLogger("octavo.server")
 

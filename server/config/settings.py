@@ -1,5 +1,5 @@
 """All settings in one pydantic-settings class: the service's, declared here, and the engine's, made from
-`EngineConfig`. `server.loading` fills it from flags, variables and a file.
+`EngineConfig`. `server.config.loading` fills it from flags, variables and a file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine import ConfigError, EngineConfig, parse_bytes
-from server.field_docs import field_docs
-from server.sources import VariableSource
+from server.config.field_docs import field_docs
+from server.config.sources import VariableSource
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 SECRETS = frozenset({"hf_token", "api_key", "ssl_keyfile_password"})
 _NAME = Field(default=None, min_length=1)  # a text that may be left out, but not be empty
 
@@ -180,7 +180,7 @@ class SettingsBase(ServerSettings, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Variables, then keywords: `server.loading` puts the flags first, and gives the file's values as keywords."""
+        """Variables, then keywords: `loading` puts the flags first, and gives the file's values as keywords."""
         return VariableSource(settings_cls), init_settings
 
     @property

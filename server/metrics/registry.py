@@ -24,11 +24,11 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from engine import EngineStats, RequestDelta
 from engine.client import EngineClient
 from server.admission import Admission
-from server.buckets import DURATION, EVENT_LOOP_LAG, FIRST_TOKEN, PER_TOKEN, token_counts
-from server.engine_metrics import EngineMetrics
-from server.info_metrics import InfoMetrics
-from server.timing import PromptTimes
-from server.vllm_metrics import VllmAliases
+from server.metrics.buckets import DURATION, EVENT_LOOP_LAG, FIRST_TOKEN, PER_TOKEN, token_counts
+from server.metrics.engine import EngineMetrics
+from server.metrics.info import InfoMetrics
+from server.metrics.times import PromptTimes
+from server.metrics.vllm import VllmAliases
 
 _REASONS = ("stop", "length", "abort", "error")
 # Known from the start, so that a first occurrence is an increase.

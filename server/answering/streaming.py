@@ -12,8 +12,8 @@ from typing import Any, Self, TypeVar
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from server.connection import is_stalled
-from server.drain import Drain, shutting_down
+from server.door.connection import is_stalled
+from server.door.drain import Drain, shutting_down
 from server.errors import ApiError, to_api_error
 
 logger = logging.getLogger("octavo.server")

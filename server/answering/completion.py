@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from engine import TokenLogprobs
 from engine.text import ChoiceText
-from server.generation import Update
-from server.pieces import LOWEST_LOGPROB, PieceMaker
-from server.prompt import Prompt
-from server.schemas import CompletionChoice, CompletionLogprobs
+from server.answering.generation import Update
+from server.answering.pieces import LOWEST_LOGPROB, PieceMaker
+from server.answering.prompt import Prompt
+from server.api.schemas import CompletionChoice, CompletionLogprobs
 
 
 @dataclass(slots=True)

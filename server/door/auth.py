@@ -11,9 +11,9 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import ConfigError
+from server.config.settings import ServerSettings
+from server.door.request_id import client_address
 from server.errors import ApiError
-from server.front_door import client_address
-from server.settings import ServerSettings
 
 logger = logging.getLogger("octavo.server")
 

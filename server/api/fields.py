@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from engine import NUMBER_RANGES, SamplingParams
+from server.config.field_docs import field_docs
 from server.errors import ApiError
-from server.field_docs import field_docs
 
 # Fields that say nothing about the answer: ignored without a word.
 HARMLESS = frozenset(

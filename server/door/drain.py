@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.auth import routed_path
+from server.door.auth import routed_path
 from server.errors import ApiError
 
 # Whoever watches the service still needs these, while it stops most of all.

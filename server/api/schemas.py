@@ -1,6 +1,6 @@
 """The HTTP bodies, in OpenAI's shapes with vLLM's extra fields; those of chat are in `chat_schemas`.
 
-The sampling fields are made from `SamplingParams` itself (`server.fields`), so that a new one needs no
+The sampling fields are made from `SamplingParams` itself (`server.api.fields`), so that a new one needs no
 second declaration; values are checked there too, here only their types.
 """
 
@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from pydantic_core import PydanticCustomError
 
 from engine import SamplingParams
+from server.api.fields import refuse_unsupported, sampling_fields, unknown_fields
 from server.errors import ApiError
-from server.fields import refuse_unsupported, sampling_fields, unknown_fields
 
 MAX_PROMPTS = 2048  # prompts in one request, as at OpenAI
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic_settings import CliApp, CliSettingsSource
 
 from engine import ConfigError, EngineConfig
-from server.settings import ENGINE_FIELDS, Settings, SettingsBase, description, flag, variable
-from server.sources import VariableSource, did_you_mean, read_file, unknown_variables
+from server.config.settings import ENGINE_FIELDS, Settings, SettingsBase, description, flag, variable
+from server.config.sources import VariableSource, did_you_mean, read_file, unknown_variables
 
 _FIELDS = Settings.model_fields
 _EPILOG = (

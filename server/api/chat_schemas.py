@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from engine import SamplingParams
-from server.schemas import GenerationBody, Usage
+from server.api.schemas import GenerationBody, Usage
 
 _TEXT_PART_SCHEMA = {
     "type": "object",
@@ -27,7 +27,7 @@ _MESSAGES_SCHEMA = {
         "required": ["role", "content"],
     },
 }
-# Checked by `server.chat.read_messages`, whose errors say which message is at fault.
+# Checked by `server.answering.chat.read_messages`, whose errors say which message is at fault.
 Messages = Annotated[list[Any], WithJsonSchema(_MESSAGES_SCHEMA)]
 
 

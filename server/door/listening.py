@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from server.settings import ServerSettings
+from server.config.settings import ServerSettings
 
 _LONGEST_PATH = 103  # bytes of a Unix socket's path; Linux allows 107
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.auth import HEALTH_PATHS, METRICS_PATH
-from server.settings import ServerSettings
+from server.config.settings import ServerSettings
+from server.door.auth import HEALTH_PATHS, METRICS_PATH
 
 SCHEME = "api_key"
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}

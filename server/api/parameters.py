@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from engine import SamplingParams
+from server.answering.pieces import Shape
+from server.api.schemas import GenerationBody
 from server.context import Service
 from server.errors import ApiError
-from server.pieces import Shape
-from server.schemas import GenerationBody
 
 # What beam search does not use, with the values that ask for nothing.
 _NOT_WITH_BEAMS: dict[str, tuple[float, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}

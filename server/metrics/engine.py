@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from engine import EngineStats
 from engine.client import EngineClient
-from server.buckets import ITERATION_TOKENS, STEP
+from server.metrics.buckets import ITERATION_TOKENS, STEP
 
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens of requests that were admitted to a step.", "prompt_tokens"),

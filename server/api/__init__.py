@@ -1,0 +1,1 @@
+"""The bodies of requests and responses, and the document that describes them."""
