@@ -472,7 +472,7 @@ def test_against_octavo_s_own_app(tmp_path: Path) -> None:
     client = FakeClient(lambda request_id, prompt, params: say(request_id, ["abcdef"[: params.max_tokens]], params))
     app = create_app(client, byte_tokenizer(), "octavo/test", version="1.2.3")
     listener = socket.create_server(("127.0.0.1", 0))
-    service = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    service = uvicorn.Server(uvicorn.Config(app, log_config=None))
     thread = threading.Thread(target=lambda: asyncio.run(service.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import httpx
 import pytest
 import structlog
 from fake_client import Script, Step, byte_tokenizer, say
-from structlog.contextvars import bound_contextvars, merge_contextvars
+from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from test_http_api import MODEL, Api, call_raw, endless
 from test_http_chat import Api as ChatApi
@@ -57,11 +58,9 @@ def test_a_request_that_is_answered(stream: bool) -> None:
     answer: list[Any] = []
 
     def ask() -> None:
-        with bound_contextvars(request_id="from-the-client"):
-            if stream:
-                answer.extend(api.stream(prompt=[SECRET, SECRET], n=2))
-            else:
-                answer.append(api.complete(prompt=[SECRET, SECRET], n=2).json())
+        body = {"prompt": [SECRET, SECRET], "n": 2, "stream": stream}
+        said = api.request("POST", "/v1/completions", json=body, headers={"X-Request-ID": "from-the-client"})
+        answer.append(json.loads(said.text.partition("\n")[0].removeprefix("data: ")))
 
     logged = line(ask)
     seconds = {name: logged.pop(name) for name in list(logged) if name.endswith(("_seconds", "_second"))}
@@ -158,8 +157,8 @@ def test_two_requests_at_once_keep_their_ids() -> None:
     async def ask(name: str) -> None:
         transport = httpx.ASGITransport(api.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
-            with bound_contextvars(request_id=name):
-                await http.post("/v1/completions", json={"prompt": name * 3, "stream": name == "b"})
+            body = {"prompt": name * 3, "stream": name == "b"}
+            await http.post("/v1/completions", json=body, headers={"X-Request-ID": name})
 
     async def both() -> None:
         await asyncio.gather(ask("a"), ask("b"))

@@ -22,7 +22,6 @@ from server.door.drain import Drain
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-REASONS = ("disconnect", "stall", "shutdown", "deadline", "error")
 
 
 def accepted(request_id: str) -> RequestDelta:
@@ -302,13 +301,18 @@ PLACES: dict[str, tuple[Script, str, dict[str, Any], int]] = {  # and how many p
 }
 
 
-@pytest.mark.parametrize("ending", ["disconnect", "shutdown", "error", "cancel"])
+ENDINGS = [
+    (place, ending)
+    for place in PLACES
+    for ending in ("disconnect", "shutdown", "error", "cancel")
+    if (place, ending) != ("template", "error")  # the engine has not been asked for anything yet
+]
+
+
+@pytest.mark.parametrize(("place", "ending"), ENDINGS)
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("place", PLACES)
 def test_nothing_is_left_however_a_request_ends(place: str, stream: bool, ending: str) -> None:
     script, path, fields, num_prompts = PLACES[place]
-    if place == "template" and ending == "error":
-        pytest.skip("the engine has not been asked for anything yet")
 
     async def scenario() -> None:
         failure = asyncio.Event()
@@ -336,11 +340,7 @@ def test_nothing_is_left_however_a_request_ends(place: str, stream: bool, ending
             failure.set()
         else:  # as uvicorn does it in the very end
             call.task.cancel()
-        if ending == "cancel":
-            with pytest.raises(asyncio.CancelledError):
-                await call.wait_end()
-        else:
-            await call.wait_end()
+        await call.wait_end()
         api.check_empty()
         counted = api.counts("octavo_requests_aborted_total")
         assert counted == ({} if ending == "cancel" else {ending: num_prompts})

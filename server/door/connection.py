@@ -27,6 +27,10 @@ logger = logging.getLogger("octavo.server")
 
 # Bytes that the kernel holds back for one client, beyond those that are on their way.
 _UNSENT_IN_KERNEL = 128 * 1024
+# In Linux's struct tcp_info (linux/tcp.h): tcpi_bytes_acked, a 64-bit number after 104 bytes of smaller
+# ones and two pacing rates.
+_BYTES_ACKED = 120
+_TCP_INFO_BYTES = 128
 _KEY = "octavo_connection"
 LAST_WORDS = 1.0  # seconds for the end of what had to be interrupted
 
@@ -43,25 +47,30 @@ class Connection:
         self._socket: socket.socket | None = transport.get_extra_info("socket")
         self.stalled = False
 
-    def bound(self) -> None:
-        """Keep its buffers small. The transport may call `pause_writing` at once."""
+    def bound_buffers(self) -> None:
+        """Let what waits for the client be little. The transport may call `pause_writing` at once."""
+        if self._socket is not None and self._socket.family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError, AttributeError):  # a system without it buffers more
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL)
         # Every byte that the kernel does not take at once makes `send` wait. (Not 0: asyncio's TLS would
         # never resume.)
         self._transport.set_write_buffer_limits(high=1, low=0)
-        found = self._socket
-        if found is not None and found.family in (socket.AF_INET, socket.AF_INET6):
-            with contextlib.suppress(OSError, AttributeError):  # a system without it buffers more
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL)
 
-    def num_pending(self) -> int:
-        """Bytes that the client has not acknowledged; where the system does not tell, that the kernel has
-        not taken."""
-        pending = self._transport.get_write_buffer_size()
+    def progress(self) -> int:
+        """Grows whenever the client takes something: its kernel, strictly speaking."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError, AttributeError, struct.error):
+                facts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                return int(struct.unpack_from("Q", facts, _BYTES_ACKED)[0])
+        # No TCP, or a system that does not tell: what this process still has to send.
+        return -self._transport.get_write_buffer_size() - self._num_in_kernel()
+
+    def _num_in_kernel(self) -> int:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
-                pending += struct.unpack("i", answer)[0]
-        return pending
+                return int(struct.unpack("i", answer)[0])
+        return 0
 
     def stall(self) -> None:
         """Close it at once, because the client takes nothing."""
@@ -96,7 +105,7 @@ class WatchedProtocol(asyncio.Protocol):
         super().connection_made(transport)
         self._connection = Connection(cast(asyncio.Transport, transport))
         self.app_state = {**self.app_state, _KEY: self._connection}
-        self._connection.bound()
+        self._connection.bound_buffers()
 
     def pause_writing(self) -> None:
         """The client is slower than the answer: watch it."""
@@ -114,16 +123,16 @@ class WatchedProtocol(asyncio.Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        pending = self._connection.num_pending()
-        self._timer = asyncio.get_running_loop().call_later(self.stall_timeout, self._check, pending)
+        progress = self._connection.progress()
+        self._timer = asyncio.get_running_loop().call_later(self.stall_timeout, self._check, progress)
 
     def _unwatch(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _check(self, pending: int) -> None:
-        if self._connection.num_pending() < pending:
+    def _check(self, progress: int) -> None:
+        if self._connection.progress() > progress:
             self._watch()  # slow, but alive
         else:
             logger.warning(
@@ -152,8 +161,12 @@ async def close_connections(connections: Set[Any], seconds: float) -> None:
     """Close all connections; what has been written may still arrive within so many seconds."""
     for connection in list(connections):
         connection.shutdown()
-    deadline = time.monotonic() + seconds
-    while connections and time.monotonic() < deadline:
+    began = time.monotonic()
+    while connections and time.monotonic() < began + seconds:
+        # TLS waits for the client's farewell, which may never come.
+        unsent = any(connection.transport.get_write_buffer_size() for connection in connections)
+        if not unsent and time.monotonic() > began + LAST_WORDS:
+            break
         await asyncio.sleep(0.02)
     for connection in list(connections):
         connection.transport.abort()
