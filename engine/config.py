@@ -29,6 +29,9 @@ def parse_bytes(value: int | str, setting: str) -> int:
     return size
 
 
+DEFAULT_NUM_SEQS = 128
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine.
@@ -43,7 +46,7 @@ class EngineConfig:
             without fast bfloat16.
         device: cpu, cuda (or cuda:N), auto.
         max_model_len: longest prompt plus answer, in tokens (default: what the model was made for).
-        max_num_seqs: most sequences in one step.
+        max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens where that is less).
         max_num_batched_tokens: most tokens in one step.
         block_size: tokens a page holds.
         kv_cache_memory: bytes for the pages, such as "4GiB" (CPU: a quarter of the free memory, at
@@ -65,7 +68,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 128
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_memory: int | str | None = None
@@ -80,12 +83,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must name a local folder or a hub id, got an empty value.")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_num_beams"):
+        for name in ("max_num_batched_tokens", "block_size", "max_num_beams"):
             self._at_least(name, 1)
-        for name in ("max_model_len", "num_gpu_blocks_override"):
+        for name in ("max_model_len", "max_num_seqs", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens < self.most_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence needs one token per step. "
@@ -101,6 +104,11 @@ class EngineConfig:
             raise ConfigError(f'generation_config must be "auto" or "none", got {self.generation_config!r}.')
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+
+    @property
+    def most_seqs(self) -> int:
+        """`max_num_seqs`, or its default."""
+        return min(DEFAULT_NUM_SEQS, self.max_num_batched_tokens) if self.max_num_seqs is None else self.max_num_seqs
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)

@@ -74,7 +74,7 @@ class Engine:
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
+                max_num_seqs=config.most_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=max_model_len,
                 block_size=config.block_size,
@@ -90,7 +90,7 @@ class Engine:
             vocab_size=model.vocab_size,
             block_size=config.block_size,
             num_blocks=num_blocks,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.most_seqs,
             max_num_beams=config.max_num_beams,
             default_max_new_tokens=self.defaults.values.get("max_new_tokens"),
             default_max_length=self.defaults.values.get("max_length"),

@@ -278,7 +278,7 @@ def check_socket_folder() -> Finding:
 def check_files(config: EngineConfig, settings: ServerSettings) -> Finding:
     """There are file descriptors for as many connections as requests may run and wait."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = config.max_num_seqs + settings.max_num_queued_reqs + _OWN_FILES
+    needed = config.most_seqs + settings.max_num_queued_reqs + _OWN_FILES
     unlimited = limit == resource.RLIM_INFINITY
     found = f"{'no limit' if unlimited else limit} for {needed} needed (requests running and waiting, and {_OWN_FILES})"
     if unlimited or limit >= needed:

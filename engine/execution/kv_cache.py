@@ -96,7 +96,7 @@ def count_blocks(
         ConfigError: not one page fits.
     """
     size = page_bytes(shapes, config.block_size, dtype)
-    useful = config.max_num_seqs * math.ceil(max_model_len / config.block_size)
+    useful = config.most_seqs * math.ceil(max_model_len / config.block_size)
     if config.num_gpu_blocks_override is not None:
         return min(config.num_gpu_blocks_override, useful)
     if config.kv_cache_memory is not None:
