@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -48,6 +49,8 @@ class EngineConfig:
         max_model_len: longest prompt plus answer, in tokens (default: what the model was made for).
         max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens where that is less).
         max_num_batched_tokens: most tokens in one step.
+        max_step_time: seconds that a step should stay under: prompts come in smaller chunks where a step would
+            take longer (default: 0.25 on a CPU, no limit on a GPU; 0: no limit).
         block_size: tokens a page holds.
         kv_cache_memory: bytes for the pages, such as "4GiB" (CPU: a quarter of the free memory, at
             most 4 GiB; GPU: what gpu_memory_utilization leaves).
@@ -70,6 +73,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 2048
+    max_step_time: float | None = None
     block_size: int = 16
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
@@ -94,6 +98,8 @@ class EngineConfig:
                 f"({self.max_num_seqs}): every running sequence needs one token per step. "
                 "Raise --max-num-batched-tokens or lower --max-num-seqs."
             )
+        if self.max_step_time is not None:
+            self._not_negative("max_step_time")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -114,3 +120,8 @@ class EngineConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}.")
+
+    def _not_negative(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
+            raise ConfigError(f"{name} must be a number of at least 0, got {value!r}.")

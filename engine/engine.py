@@ -15,8 +15,10 @@ from engine.attention import select
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.invariance import min_invariant_rows
+from engine.execution.isolation import join, run_apart
 from engine.execution.kv_cache import KVCache, count_blocks
 from engine.execution.runner import ModelRunner
+from engine.execution.warmup import measure, trial
 from engine.generation import GenerationDefaults, check_ids, load_defaults, resolve
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import build_spec
@@ -24,9 +26,15 @@ from engine.model.weights import load_model, stored_dtype
 from engine.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.request import EngineInput, PixelInput, PoolingParams, Request, SamplingParams, Seq2SeqInput, TokenInput
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.scheduling.budget import UNLIMITED, StepBudget, StepWork
+from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.plan import StepResult
+from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("octavo.engine")
+
+# Seconds a step should stay under on a CPU: how long a new request, or a client that leaves, may have to wait.
+CPU_STEP_TIME = 0.25
 
 
 class Engine:
@@ -69,6 +77,11 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             min_rows=min_invariant_rows(model),
         )
+        costs, measured = measure(self.runner, max_tokens=config.max_num_batched_tokens, max_model_len=max_model_len)
+        step_time = config.max_step_time
+        if step_time is None:
+            step_time = CPU_STEP_TIME if device.type == "cpu" else 0.0
+        self._budget = StepBudget(step_time, costs, measured) if step_time else None
         self.defaults: GenerationDefaults = load_defaults(
             path, hf_config, model.vocab_size, honour=config.generation_config == "auto"
         )
@@ -76,7 +89,6 @@ class Engine:
             SchedulerConfig(
                 max_num_seqs=config.most_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=max_model_len,
                 block_size=config.block_size,
             ),
             BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching),
@@ -214,17 +226,46 @@ class Engine:
 
     def _advance(self) -> list[RequestDelta]:
         started = time.perf_counter()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._budget.limit() if self._budget else UNLIMITED)
         if plan is None:
             return self.scheduler.take_outbox()
         try:
             result = self.runner.execute(plan)
         except Exception as error:
             logger.exception("a step of %d tokens in %d rows failed", plan.num_tokens, plan.num_rows)
-            return self.scheduler.fail(f"the engine failed to compute a step: {type(error).__name__}: {error}")
+            return self._isolate(error)
+        except BaseException:  # Ctrl-C: whoever catches it may go on with other requests
+            self.scheduler.fail("interrupted")
+            raise
         deltas = self.scheduler.update(plan, result)
-        self.scheduler.stats.step_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.scheduler.stats.step_seconds += seconds
+        if self._budget is not None:
+            self._budget.observe(StepWork.of(plan), seconds)
         return deltas
+
+    def _isolate(self, error: Exception) -> list[RequestDelta]:
+        """Fail the requests that a step's exception belongs to, and finish the step for the others.
+
+        Raises:
+            EngineDeadError: no request could be computed, and no step at all can be.
+        """
+        parts = self.scheduler.parts()
+        results: dict[str, StepResult] = {}
+        failures: dict[str, Exception] = dict.fromkeys(parts, error)
+        if len(parts) > 1:
+            results, failures = run_apart(self.runner, parts)
+        causes = {name: f"the engine failed to compute a step: {_named(failures[name])}" for name in failures}
+        deltas = self.scheduler.fail(causes)
+        if not results:
+            try:
+                trial(self.runner)
+            except Exception as second:
+                raise EngineDeadError(
+                    f"no step can be computed any more: {_named(error)}; a step of one token: {_named(second)}"
+                ) from second
+            return deltas
+        return deltas + self.scheduler.update(self.scheduler.remainder(), join(list(results.values())))
 
     def _prompt_ids(self, input: EngineInput) -> tuple[int, ...]:
         if isinstance(input, (Seq2SeqInput, PixelInput)):
@@ -327,6 +368,10 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, max_positions: int 
             "max_model_len is %d, more than the %d tokens the model was made for", config.max_model_len, trained
         )
     return config.max_model_len
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _accumulate(output: RequestOutput, delta: RequestDelta) -> None:

@@ -24,6 +24,7 @@ ROOMY: dict[str, Any] = {
     "show_progress": False,
     "max_num_seqs": 64,
     "num_gpu_blocks_override": 1024,
+    "max_step_time": 0,  # how prompts are cut shall not depend on the clock
 }
 
 

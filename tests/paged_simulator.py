@@ -19,9 +19,10 @@ import numpy as np
 from engine.outputs import ChoiceDelta, RequestDelta, TokenLogprobs
 from engine.request import Decoding, Request
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult, TokenScores
-from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Status
 
 VOCAB = 17
@@ -51,6 +52,11 @@ class FakeModel:
 
     def logprobs(self, state: int) -> np.ndarray:
         return self._rows[(state >> 17) % len(self._rows)]
+
+
+def is_published(pool: BlockPool, page: int) -> bool:
+    """The page's content is known by hash, so that it must not be written."""
+    return pool._hash_of[page] is not None
 
 
 def top(logprobs: np.ndarray, count: int) -> list[int]:
@@ -188,7 +194,6 @@ class Simulator:
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=10_000,
             block_size=block_size,
         )
         self.pool = BlockPool(num_pages, enable_prefix_caching=caching)
@@ -415,7 +420,7 @@ class Simulator:
         assert plan.slots[first:last].tolist() == slots[start:].tolist()
         for page in set((slots[start:] // self.size).tolist()):
             assert self.pool.references(page) == 1, "a shared page is written"
-            assert not self.pool.is_published(page), "a published page is written"
+            assert not is_published(self.pool, page), "a published page is written"
         salt = row.group.request.cache_salt
         state = int(self.states.reshape(-1)[slots[start - 1]]) if start else self.model.root(salt)
         for slot, token in zip(slots[start:].tolist(), plan.token_ids[first:last].tolist(), strict=True):
@@ -499,7 +504,7 @@ class Simulator:
                     assert owners.setdefault(page, salt) == salt, "a page is shared across salts"
         assert self.scheduler.snapshot().num_waiting == waiting
         for page in range(1, self.pool.total + 1):
-            if not self.pool.references(page) and not self.pool.is_published(page):
+            if not self.pool.references(page) and not is_published(self.pool, page):
                 self.tokens[page] = -1
                 self.states[page] = 0
 

@@ -70,6 +70,12 @@ class KVCache:
             keys[target] = keys[source]
             values[target] = values[source]
 
+    def clear_scratch(self) -> None:
+        """Make block 0 zero again after it was written (`engine.execution.warmup`)."""
+        for keys, values in self.layers:
+            keys[0].zero_()
+            values[0].zero_()
+
     def paged(self, block_tables: Tensor) -> list[Paged]:
         """Each layer's pages under one set of block tables."""
         return [Paged(keys, values, block_tables) for keys, values in self.layers]

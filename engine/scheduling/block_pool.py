@@ -112,10 +112,6 @@ class BlockPool:
         """Somebody else holds the page too, so that it must not be written."""
         return self._refs[page] > 1
 
-    def is_published(self, page: int) -> bool:
-        """The page's content is known by hash, so that it must not be written."""
-        return self._hash_of[page] is not None
-
     def references(self, page: int) -> int:
         """How many tables hold the page."""
         return self._refs[page]

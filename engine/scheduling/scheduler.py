@@ -10,8 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
 from engine.errors import InvalidRequestError
 from engine.outputs import EngineStats, RequestDelta
@@ -19,33 +18,11 @@ from engine.request import Request
 from engine.scheduling.apply import Outcome, apply_candidates, final_abort, take_prompt_logprobs
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.budget import UNLIMITED, StepLimit
+from engine.scheduling.limits import SchedulerConfig, check_fits
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.sequence import Sequence, SequenceGroup, Status, pages_needed, worst_case_pages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of the scheduler (see `EngineConfig`)."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step in the making: what each group runs, and the pages to copy for it."""
-
-    budget: int
-    rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
-    copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
-    preempted: bool = False
-
-    def drop(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Take a group out again; the copies that are not needed any more."""
-        self.budget += sum(row.count for row in self.rows.pop(group, ()))
-        return self.copies.pop(group, [])
+from engine.scheduling.sequence import Sequence, SequenceGroup, Status, pages_needed
+from engine.scheduling.step import Step
 
 
 class Scheduler:
@@ -65,6 +42,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, str]] = []  # heap; may name finished requests
         self._arrivals = 0
         self._step: list[Row] | None = None
+        self._copies: dict[SequenceGroup, list[tuple[int, int]]] = {}
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
 
@@ -76,27 +54,11 @@ class Scheduler:
         Raises:
             InvalidRequestError: it needs more rows or pages than there are, or its id is taken.
         """
-        decoding = request.decoding
         if request.request_id in self._groups:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by an unfinished request.", param="request_id"
             )
-        if decoding.width > self.config.max_num_seqs:
-            name = "num_beams" if decoding.num_beams > 1 else "n"
-            raise InvalidRequestError(
-                f"{name} is {decoding.width}, but a step holds at most {self.config.max_num_seqs} sequences "
-                f"(max_num_seqs). Ask for fewer, or raise --max-num-seqs.",
-                param=name,
-            )
-        size = self.config.block_size
-        pages = worst_case_pages(len(request.prompt_token_ids), decoding.max_tokens, decoding.width, size)
-        if pages > self.pool.total:
-            raise InvalidRequestError(
-                f"the request may need {pages} pages of {size} tokens ({len(request.prompt_token_ids)} prompt "
-                f"tokens, max_tokens {decoding.max_tokens}, {decoding.width} sequences), but the KV cache has "
-                f"{self.pool.total}. Lower max_tokens, n or num_beams, or raise --kv-cache-memory.",
-                param="max_tokens",
-            )
+        check_fits(request, self.config, self.pool.total)
 
     def add(self, request: Request) -> None:
         """Queue a request that `check_fits` accepts."""
@@ -140,12 +102,16 @@ class Scheduler:
 
     # ---------------------------------------------------------------- a step
 
-    def schedule(self) -> StepPlan | None:
-        """Plan the next step; None if nothing can run."""
+    def schedule(self, limit: StepLimit = UNLIMITED) -> StepPlan | None:
+        """Plan the next step; None if nothing can run.
+
+        Args:
+            limit: how long the step may take; how prompts are cut depends on it, and no answer does.
+        """
         if self._step is not None:
             raise AssertionError("schedule() was called twice without update() or fail()")
         self._expire()
-        step = _Step(self.config.max_num_batched_tokens)
+        step = Step(self.config.max_num_batched_tokens, limit)
         chunked = []
         for group in list(self._running):
             if group.status is not Status.RUNNING:
@@ -154,12 +120,14 @@ class Scheduler:
                 self._plan_group(step, group)
             else:
                 chunked.append(group)
+        step.begin_prompts()
         for group in chunked:
-            if group.status is Status.RUNNING and step.budget > 0:
+            if group.status is Status.RUNNING and step.is_open:
                 self._plan_group(step, group)
         if not step.preempted:
             self._admit(step)
-        copies = [pair for pairs in step.copies.values() for pair in pairs]
+        self._copies = {group: pairs for group, pairs in step.copies.items() if pairs}
+        copies = [pair for pairs in self._copies.values() for pair in pairs]
         for source, _ in copies:
             self.pool.unpin(source)
         rows = [row for group in self._running for row in step.rows.get(group, ())]
@@ -199,13 +167,33 @@ class Scheduler:
                 self._fork_from_first(group)
         return self._flush(deltas)
 
-    def fail(self, message: str) -> list[RequestDelta]:
-        """The planned step could not be run: end its requests with an error, and no others."""
+    def parts(self) -> dict[str, StepPlan]:
+        """The planned step as one plan per request, in the same order; each brings its own copies."""
+        rows: dict[SequenceGroup, list[Row]] = {}
+        for row in self._step or []:
+            rows.setdefault(row.group, []).append(row)
+        size = self.config.block_size
+        return {g.request.request_id: build_plan(own, self._copies.get(g, []), size) for g, own in rows.items()}
+
+    def remainder(self) -> StepPlan:
+        """What is planned still, after `fail` has ended some of it; without its copies."""
+        return build_plan(self._step or [], [], self.config.block_size)
+
+    def fail(self, causes: str | Mapping[str, str]) -> list[RequestDelta]:
+        """The planned step could not be run: end its requests with an error, and no others.
+
+        Args:
+            causes: why; or for each request at fault why, and the others stay planned, awaiting `update`.
+        """
         rows, self._step = self._step or [], None
         deltas = []
         for group in dict.fromkeys(row.group for row in rows):
-            deltas.append(final_abort(group, "error", message))
-            self._finish(group)
+            name = group.request.request_id
+            message = causes if isinstance(causes, str) else causes.get(name)
+            if message is not None:
+                deltas.append(final_abort(group, "error", message))
+                self._finish(group)
+        self._step = [row for row in rows if row.group.status is Status.RUNNING] or None
         return self._flush(deltas)
 
     def take_outbox(self) -> list[RequestDelta]:
@@ -214,15 +202,15 @@ class Scheduler:
 
     # ---------------------------------------------------------------- planning
 
-    def _plan_group(self, step: _Step, group: SequenceGroup) -> None:
+    def _plan_group(self, step: Step, group: SequenceGroup) -> None:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""
         work = group.work()
         total = sum(count for _, count in work)
-        completes = total <= step.budget
+        budget = step.budget if total == len(work) else step.room(group)  # one token each is never put off
+        completes = total <= budget
         sampled = completes and group.fork_point is None
         rows: list[Row] = []
         copies = step.copies.setdefault(group, [])
-        budget = step.budget
         for sequence, count in work:
             # All sequences of a group sample in the same step: until all can, each keeps its last token.
             allowed = count if completes else min(count if len(work) == 1 else count - 1, budget)
@@ -233,11 +221,10 @@ class Scheduler:
             budget -= allowed
             rows.append(Row(group, sequence, sequence.num_computed, allowed, sampled))
         if rows:
-            step.rows[group] = rows
-            step.budget -= sum(row.count for row in rows)
+            step.take(group, rows)
 
     def _reserve(
-        self, step: _Step, group: SequenceGroup, sequence: Sequence, end: int, copies: list[tuple[int, int]]
+        self, step: Step, group: SequenceGroup, sequence: Sequence, end: int, copies: list[tuple[int, int]]
     ) -> bool:
         """Make the pages up to token `end` writable by this sequence alone; False if the group itself
         had to give way."""
@@ -264,9 +251,9 @@ class Scheduler:
         sequence.table.extend(pages)
         return True
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: Step) -> None:
         """Take waiting groups in, in order, as long as rows, budget and pages last."""
-        while step.budget > 0 and (group := self._next_waiting()) is not None:
+        while step.is_open and (group := self._next_waiting()) is not None:
             while not self._can_admit(group):
                 lowest = self._running[-1] if self._running else None
                 if lowest is None or lowest.request.priority <= group.request.priority:
@@ -315,7 +302,7 @@ class Scheduler:
         if group.fork_point == sequence.num_computed:
             self._fork_from_first(group)
 
-    def _preempt(self, step: _Step, group: SequenceGroup) -> None:
+    def _preempt(self, step: Step, group: SequenceGroup) -> None:
         """Take a group's pages; it starts over later, from what the prefix cache still has."""
         step.preempted = True
         self.stats.num_preemptions += 1

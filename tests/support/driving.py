@@ -9,7 +9,7 @@ from typing import Any
 
 from engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.scheduler import _Step
+from engine.scheduling.step import Step
 
 Tokens = list[list[int]]
 
@@ -24,8 +24,9 @@ class Job:
 
 
 def make_engine(path: Any, **settings: Any) -> Engine:
-    """A small float32 engine on the CPU; 1,024 pages unless told."""
+    """A small float32 engine on the CPU; 1,024 pages unless told, and steps that do not depend on the clock."""
     defaults = {"device": "cpu", "dtype": "float32", "show_progress": False, "num_gpu_blocks_override": 1024}
+    defaults["max_step_time"] = 0
     return Engine(EngineConfig(model=str(path), **(defaults | settings)))
 
 
@@ -90,7 +91,7 @@ def preempt_all(engine: Engine) -> int:
     scheduler = engine.scheduler
     running = list(scheduler._running)
     for group in reversed(running):
-        scheduler._preempt(_Step(0), group)
+        scheduler._preempt(Step(0), group)
     return len(running)
 
 

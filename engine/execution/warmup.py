@@ -1,0 +1,82 @@
+"""Steps that belong to no request: they warm the device up, and tell what steps take.
+
+They read and write block 0, which belongs to no sequence, and leave it as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.attention.tiles import TILE
+from engine.execution.runner import ModelRunner
+from engine.request import Decoding, Request
+from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.budget import Costs, StepWork
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.sequence import SequenceGroup, pages_needed
+
+Measured = list[tuple[StepWork, float]]
+
+_TOKENS = 32
+_CONTEXT = 1024
+# A short step is timed twice, for it may have been interrupted; a long one is long enough once.
+_SHORT = 0.05
+
+
+def trial(runner: ModelRunner) -> None:
+    """Run a step of one token; whatever it raises is no request's fault."""
+    try:
+        runner.execute(_plan(runner, 0, 1))
+    finally:
+        runner.cache.clear_scratch()
+
+
+def measure(
+    runner: ModelRunner, *, max_tokens: int, max_model_len: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[Costs, Measured]:
+    """What pairs and logits cost, and what small steps take; takes about as long as a prompt of 100 tokens.
+
+    Args:
+        max_tokens: of a step.
+        clock: seconds.
+    """
+    trial(runner)  # what happens only once is not measured
+    count = max(min(_TOKENS, max_tokens, max_model_len - 1), 1)
+    far = max(min(_CONTEXT, max_model_len - 1) - count, 0)
+
+    def timed(start: int, tokens: int, *, scored: bool = False) -> tuple[StepWork, float]:
+        plan = _plan(runner, start, tokens, scored=scored)
+        taken: list[float] = []
+        while not taken or (len(taken) < 2 and taken[0] < _SHORT):
+            began = clock()
+            runner.execute(plan)
+            taken.append(clock() - began)
+        return StepWork.of(plan), min(taken)
+
+    try:
+        one, plain = timed(0, 1), timed(0, count)
+        late, scored = timed(far, count), timed(0, count, scored=True)
+    finally:
+        runner.cache.clear_scratch()
+    # Where memory, not arithmetic, sets the pace, 32 tokens take hardly longer than one, and say little of many.
+    token = max((plain[1] - one[1]) / max(count - 1, 1), plain[1] / (4 * count))
+    pairs = late[0].pairs - plain[0].pairs
+    costs = Costs(
+        pair=max(late[1] - plain[1], 0.0) / pairs / token if pairs else 0.0,
+        score=max(scored[1] - plain[1], 0.0) / count / token,
+        tile=TILE,
+    )
+    return costs, [one, plain]
+
+
+def _plan(runner: ModelRunner, start: int, count: int, *, scored: bool = False) -> StepPlan:
+    size = runner.cache.block_size
+    decoding = Decoding(max_tokens=1, temperature=0.0, prompt_logprobs=0 if scored else None)
+    # One token more than is computed has a next one to be scored by.
+    request = Request(request_id="", prompt_token_ids=(0,) * (start + count + 1), decoding=decoding)
+    group = SequenceGroup(request, 0, b"")
+    group.prompt_logprobs = [None] * (start + 1)
+    sequence = group.sequences[0]
+    sequence.table.extend([0] * pages_needed(start + count, size))
+    return build_plan([Row(group, sequence, start, count, count == 1)], [], size)

@@ -1,0 +1,182 @@
+"""How much a step may hold so that it stays below a time limit.
+
+What a step holds is counted as *work*: in tokens, where a query-key pair and a row of logits count as the fraction of
+a token that they took when the engine started (`Costs`). So a chunk late in a long prompt, which sees more keys,
+counts more. Each of the last steps with prompts says how much work would have taken the time that is aimed at; the
+next step may hold the median. One slow step does not move that; a machine that has become slower does, after three.
+
+Nothing here decides who runs: the scheduler is given a `StepLimit` per step and keeps to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from engine.scheduling.plan import StepPlan
+
+# Share of the limit to aim at: what an ordinary step's duration varies by is left free.
+_AIM = 0.8
+# Share of the limit that prompts get even where decoding rows take all of it.
+_LEAST = 0.1
+# Steps that are remembered.
+_LAST = 5
+# Tokens of a step as long as nothing was observed.
+_FIRST = 16
+# Seconds; no step is shorter.
+_SHORTEST = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Work in tokens.
+
+    Attributes:
+        pair: of one query that looks at one key.
+        score: of one row of logits.
+        tile: attention computes queries in tiles, cut at multiples of so many positions; half a tile takes as
+            long as a whole one.
+    """
+
+    pair: float = 0.0
+    score: float = 0.0
+    tile: int = 1
+
+    def work(self, start: int, count: int, scored: bool = False) -> float:
+        """Work of a row: `count` tokens of one sequence from position `start` on.
+
+        Args:
+            scored: logits are wanted for each of them, not for the last alone.
+        """
+        return self.score + count * (1.0 + self.score * scored + self.pair * (start + (count + 1) / 2))
+
+    def fits(self, work: float, start: int, scored: bool = False) -> int:
+        """Most tokens from position `start` on that take no more than `work`, ending with a tile if they pass
+        one's end; 2**31 if there is no limit."""
+        if work <= 0.0 or work == math.inf:
+            return 0 if work <= 0.0 else 2**31
+        work = max(work - self.score, 0.0)
+        linear = 1.0 + self.score * scored + self.pair * (start + 0.5)
+        # pair / 2 * count ** 2 + linear * count = work, solved so that pair may be 0.
+        count = 2.0 * work / (linear + math.sqrt(linear**2 + 2.0 * self.pair * work))
+        end = start + min(int(count), 2**31)
+        whole = end - end % self.tile
+        return (whole if whole > start else end) - start
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit:
+    """What a step may hold.
+
+    Attributes:
+        costs: how work is counted.
+        tokens: most of all rows together. Decoding rows are never left out for this or for `work`.
+        work: most of all rows together.
+        least: work of prompts where the decoding rows leave less than this.
+    """
+
+    costs: Costs = Costs()
+    tokens: int = 2**31
+    work: float = math.inf
+    least: float = math.inf
+
+
+UNLIMITED = StepLimit()
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step held.
+
+    Attributes:
+        tokens: all of them.
+        prompt_tokens: those of rows that do not just decode.
+        pairs: query-key pairs.
+        scores: rows of logits.
+    """
+
+    tokens: int
+    prompt_tokens: int = 0
+    pairs: int = 0
+    scores: int = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepWork:
+        """What a plan holds."""
+        counts = np.diff(plan.query_start).astype(np.int64)
+        pairs = counts * (plan.context_lens - counts) + counts * (counts + 1) // 2
+        sampled = () if plan.sampling is None else plan.sampling.rows
+        prompts = counts[(counts > 1) | ~np.isin(plan.query_start[1:] - 1, sampled)]
+        scores = len(sampled) + (0 if plan.prompt_logprobs is None else len(plan.prompt_logprobs.rows))
+        return cls(plan.num_tokens, int(prompts.sum()), int(pairs.sum()), scores)
+
+    def total(self, costs: Costs) -> float:
+        """The work in tokens."""
+        return self.tokens + costs.pair * self.pairs + costs.score * self.scores
+
+
+class StepBudget:
+    """Learns what steps take, and says what the next one may hold. Pure: it has no clock.
+
+    Args:
+        seconds: the limit.
+        costs: how work is counted.
+        measured: steps and their seconds, to begin with.
+    """
+
+    def __init__(self, seconds: float, costs: Costs, measured: Iterable[tuple[StepWork, float]] = ()):
+        self._seconds = seconds
+        self._costs = costs
+        self._steps: deque[_Seen] = deque(maxlen=_LAST)  # with prompts
+        self._single: deque[float] = deque(maxlen=_LAST)  # seconds of steps of one token
+        for work, taken in measured:
+            self.observe(work, taken)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step of that work took so long."""
+        if work.tokens <= 0 or not 0.0 < seconds < math.inf:
+            return
+        seconds = max(seconds, _SHORTEST)
+        if work.tokens == 1:
+            self._single.append(seconds)
+        if work.prompt_tokens:
+            self._steps.append(_Seen(work.tokens, work.total(self._costs), seconds))
+
+    def limit(self) -> StepLimit:
+        """What the next step may hold; a few tokens as long as nothing was observed."""
+        if not self._steps:
+            return StepLimit(self._costs, tokens=_FIRST, work=_FIRST, least=1.0)
+        limit, fixed = self._seconds, median(self._single) if self._single else 0.0
+        if fixed < limit:
+            aim = max(_AIM * limit, (fixed + limit) / 2)
+        else:  # one token alone takes longer: then prompts need not be held up as well
+            limit, aim = 2.5 * fixed, 2.0 * fixed
+        # Part of a step's time does not grow with it, so none takes longer per token than a smaller one did.
+        most = limit * max(step.work / step.seconds for step in self._steps)
+        return StepLimit(
+            self._costs,
+            tokens=math.ceil(limit * max(step.tokens / step.seconds for step in self._steps)),
+            # Rounded up, so that the smallest chunk can grow.
+            work=math.ceil(min(median(step.scaled(aim, fixed) for step in self._steps), most)),
+            least=_LEAST * most,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A step with prompts that was observed."""
+
+    tokens: int
+    work: float
+    seconds: float
+
+    def scaled(self, aim: float, fixed: float) -> float:
+        """The work that would have taken `aim` seconds, if `fixed` of them do not grow with it."""
+        # At most half: were `fixed` too large, small differences would count for much.
+        fixed = min(fixed, self.seconds / 2, aim / 2)
+        return self.work * (aim - fixed) / (self.seconds - fixed)

@@ -1,0 +1,69 @@
+"""A step in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.scheduling.batch import Row
+from engine.scheduling.budget import UNLIMITED, StepLimit
+from engine.scheduling.sequence import SequenceGroup
+
+
+@dataclass(slots=True)
+class Step:
+    """What each group runs, the pages to copy for it, and what room is left.
+
+    Attributes:
+        budget: tokens that may still be planned.
+        limit: how long the step may take.
+        left: work (see `StepLimit`) that may still be planned.
+        decoding: groups planned before prompts had their turn.
+    """
+
+    budget: int
+    limit: StepLimit = UNLIMITED
+    left: float = field(init=False)
+    decoding: int = 0
+    rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
+    copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
+    preempted: bool = False
+
+    def __post_init__(self) -> None:
+        self.left = self.limit.work
+
+    def begin_prompts(self) -> None:
+        """All decoding rows have their token: whatever they took, prompts get their least."""
+        self.decoding = len(self.rows)
+        self.left = max(self.left, self.limit.least)
+        taken = sum(row.count for rows in self.rows.values() for row in rows)
+        self.budget = int(min(self.budget, max(self.limit.tokens - taken, self.limit.least, 1)))
+
+    @property
+    def is_open(self) -> bool:
+        """Another prompt may have tokens; the first one always."""
+        return self.budget > 0 and (self.left >= 1.0 or len(self.rows) <= self.decoding)
+
+    def room(self, group: SequenceGroup) -> int:
+        """Tokens that a prompt may have now: at least one while the step is open."""
+        fits = self.limit.costs.fits(self.left, group.sequences[0].num_computed, _scores(group))
+        return min(max(fits, int(self.is_open)), self.budget)
+
+    def take(self, group: SequenceGroup, rows: list[Row]) -> None:
+        """The group runs these rows."""
+        self.rows[group] = rows
+        self.budget -= sum(row.count for row in rows)
+        self.left -= self._work(group, rows)
+
+    def drop(self, group: SequenceGroup) -> list[tuple[int, int]]:
+        """Take a group out again; the copies that are not needed any more."""
+        rows = self.rows.pop(group, [])
+        self.budget += sum(row.count for row in rows)
+        self.left += self._work(group, rows)
+        return self.copies.pop(group, [])
+
+    def _work(self, group: SequenceGroup, rows: list[Row]) -> float:
+        return sum(self.limit.costs.work(row.start, row.count, _scores(group)) for row in rows)
+
+
+def _scores(group: SequenceGroup) -> bool:
+    return group.request.decoding.prompt_logprobs is not None and not group.started
