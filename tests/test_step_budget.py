@@ -98,7 +98,7 @@ def test_steps_stay_under_the_limit_and_near_it(name: str) -> None:
     steps = machine.prefill(machine.budget(), 20_000)
     assert max(seconds for _, seconds in steps) <= LIMIT
     settled = [seconds for _, seconds in steps[10:-1]]
-    assert min(settled) > 0.7 * LIMIT, "steps are needlessly small"
+    assert min(settled) > 0.65 * LIMIT, "steps are needlessly small"
     if machine.pair * 20_000 > machine.token:
         assert steps[-2][0] < steps[10][0] / 3, "late chunks must be smaller"
 

@@ -5,6 +5,7 @@ Helpers of the `Scheduler`, which owns the sequences: they fork and append, page
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -46,10 +47,12 @@ def apply_candidates(group: SequenceGroup, result: StepResult, first: int, promp
     prompt_logprobs = group.prompt_logprobs if prompt_logprobs_complete else None
     scores = result.logprobs if group.beam is None else result.scores
     if np.isnan(scores[rows, 0]).any():
-        delta = final_abort(
-            group, "error", "no token is possible: the model's output is not a number (NaN), or every token is banned"
-        )
-        return Outcome(delta, [], dropped=list(group.sequences))
+        # The sampler says NaN for both.
+        message = "no token is possible: the model's output is not a number (NaN), or every token is banned"
+        return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
+    if prompt_logprobs is not None and any(map(_is_nan, prompt_logprobs)):
+        message = "the prompt cannot be scored: the model's output is not a number (NaN)"
+        return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
     if group.beam is None:
         outcome = _apply_samples(group, result, rows)
     else:
@@ -65,6 +68,10 @@ def apply_candidates(group: SequenceGroup, result: StepResult, first: int, promp
             first_token_time=None if group.started else time.monotonic(),
         )
     return outcome
+
+
+def _is_nan(entry: TokenLogprobs | None) -> bool:
+    return entry is not None and any(math.isnan(scored.logprob) for scored in entry.values())
 
 
 def final_abort(group: SequenceGroup, reason: FinishReason, message: str) -> RequestDelta:

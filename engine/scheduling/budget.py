@@ -21,7 +21,7 @@ import numpy as np
 from engine.scheduling.plan import StepPlan
 
 # Share of the limit to aim at: what an ordinary step's duration varies by is left free.
-_AIM = 0.8
+_AIM = 0.75
 # Share of the limit that prompts get even where decoding rows take all of it.
 _LEAST = 0.1
 # Steps that are remembered.
