@@ -17,6 +17,7 @@ from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.isolation import join, run_apart
 from engine.execution.kv_cache import KVCache, count_blocks
+from engine.execution.loading import check_weights_fit, explained
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import measure, trial
 from engine.generation import GenerationDefaults, check_ids, load_defaults, resolve
@@ -48,13 +49,19 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig):
+        with explained(config.model):
+            self._load(config)
+
+    def _load(self, config: EngineConfig) -> None:
         started = time.monotonic()
         self.config = config
         path = locate(config.model, config.revision, config.hf_token)
         hf_config = read_config(path)
         spec = build_spec(hf_config)
         device = choose_device(config.device)
-        dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
+        stored = stored_dtype(path, hf_config)
+        dtype = choose_dtype(config.dtype, stored, device)
+        check_weights_fit(path, stored, dtype, device)
         max_model_len = find_max_model_len(config, hf_config, spec.max_positions)
         assert spec.decoder is not None  # `build_spec` refuses models without one
         model = load_model(
@@ -191,8 +198,8 @@ class Engine:
         outputs = []
         for delta in self._advance():
             output = self._outputs[delta.request_id]
-            _accumulate(output, delta)
-            outputs.append(_copy(output))
+            output.accumulate(delta)
+            outputs.append(output.copy())
             if delta.finished:
                 del self._outputs[delta.request_id]
         return outputs
@@ -372,29 +379,3 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, max_positions: int 
 
 def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _accumulate(output: RequestOutput, delta: RequestDelta) -> None:
-    for news in delta.choices:
-        choice = output.outputs[news.index]
-        choice.token_ids.extend(news.token_ids)
-        if news.logprobs is not None:
-            choice.logprobs = [*(choice.logprobs or ()), *news.logprobs]
-        choice.finish_reason, choice.stop_reason = news.finish_reason, news.stop_reason
-        choice.cumulative_logprob, choice.score = news.cumulative_logprob, news.score
-    output.finished = delta.finished
-    output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
-    if delta.prompt_logprobs is not None:
-        output.prompt_logprobs = list(delta.prompt_logprobs)
-
-
-def _copy(output: RequestOutput) -> RequestOutput:
-    choices = [
-        dataclasses.replace(
-            choice,
-            token_ids=list(choice.token_ids),
-            logprobs=None if choice.logprobs is None else list(choice.logprobs),
-        )
-        for choice in output.outputs
-    ]
-    return dataclasses.replace(output, outputs=choices)

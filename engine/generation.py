@@ -162,7 +162,12 @@ def _known_ids(name: str, ids: Iterable[int], vocab_size: int) -> list[int]:
 def _ids(value: Any) -> frozenset[int]:
     if value is None:
         return frozenset()
-    return frozenset(int(i) for i in (value if isinstance(value, (list, tuple)) else [value]))
+    try:
+        return frozenset(int(i) for i in (value if isinstance(value, (list, tuple)) else [value]))
+    except (TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"The model's generation_config.json or config.json holds {value!r} where token ids belong. Correct it."
+        ) from error
 
 
 def resolve(

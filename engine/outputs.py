@@ -7,7 +7,7 @@ and cumulative answers (`RequestOutput`) are made of them by `engine.text` and `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -103,6 +103,32 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+
+    def accumulate(self, delta: RequestDelta) -> None:
+        """Take in what a step brought."""
+        for news in delta.choices:
+            choice = self.outputs[news.index]
+            choice.token_ids.extend(news.token_ids)
+            if news.logprobs is not None:
+                choice.logprobs = [*(choice.logprobs or ()), *news.logprobs]
+            choice.finish_reason, choice.stop_reason = news.finish_reason, news.stop_reason
+            choice.cumulative_logprob, choice.score = news.cumulative_logprob, news.score
+        self.finished = delta.finished
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = list(delta.prompt_logprobs)
+
+    def copy(self) -> RequestOutput:
+        """The answers as they are now; later steps do not change it."""
+        choices = [
+            replace(
+                choice,
+                token_ids=list(choice.token_ids),
+                logprobs=None if choice.logprobs is None else list(choice.logprobs),
+            )
+            for choice in self.outputs
+        ]
+        return replace(self, outputs=choices)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -167,7 +167,11 @@ class Checkpoint:
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
     try:
+        with file.open("rb"):  # safetensors says "no such file" of one that may not be read
+            pass
         yield
+    except PermissionError:
+        raise
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelLoadError(
             f"{file} cannot be read as safetensors ({error}). It is damaged or incomplete: download it again."

@@ -1,0 +1,147 @@
+"""What keeps a model from being loaded is said in a sentence or two, each with what to do; never as a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import Checkpoint
+from support.driving import make_engine
+
+from engine import ConfigError, ModelLoadError
+from engine.execution import kv_cache, memory
+from engine.model import weights
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def folder(checkpoint: Callable[[str], Checkpoint], tmp_path: Path) -> Path:
+    """A checkpoint to spoil."""
+    return Path(shutil.copytree(checkpoint("llama-grouped").path, tmp_path / "model"))
+
+
+def refusal(folder: Path, **settings: Any) -> str:
+    with pytest.raises((ModelLoadError, ConfigError)) as error:
+        make_engine(folder, **settings)
+    return str(error.value)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def shard(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut weights": (lambda folder: truncate(folder / "model.safetensors"), "damaged or incomplete: download it again"),
+    "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "damaged or incomplete"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
+    "missing shard": (lambda folder: shard(folder, "model-1.safetensors"), "lacks model-1.safetensors"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{no"), "config.json cannot be read"),
+    "config is a list": (lambda folder: (folder / "config.json").write_text("[1]"), "config.json cannot be read"),
+    "strange EOS": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "x"}'),
+        "holds 'x' where token ids belong",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_checkpoint(name: str, folder: Path) -> None:
+    spoil, expected = SPOILED[name]
+    spoil(folder)
+    message = refusal(folder)
+    assert expected in message
+    assert str(folder) in message or name == "strange EOS"
+
+
+def test_files_that_may_not_be_read(folder: Path) -> None:
+    """As another user than root, who may read everything; a first load brings in all modules before that."""
+    code = (
+        "import os, sys; from engine import Engine, EngineConfig, OctavoError\n"
+        "Engine(EngineConfig(model=sys.argv[1], device='cpu'))\n"
+        "if os.getuid() == 0: os.setegid(65534); os.seteuid(65534)\n"
+        "for path in sys.argv[2:]:\n"
+        "    try: Engine(EngineConfig(model=path, device='cpu'))\n"
+        "    except OctavoError as error: print(error)\n"
+    )
+    names = ["", "config.json", "model.safetensors", "generation_config.json"]
+    with tempfile.TemporaryDirectory() as top:
+        Path(top).chmod(0o755)
+        models = [Path(shutil.copytree(folder, Path(top) / str(number))) for number in range(len(names))]
+        for model, name in zip(models, names, strict=True):
+            for path in (model, *model.iterdir()):
+                path.chmod(0o755)
+            (model / name).chmod(0)
+        command = [sys.executable, "-c", code, str(folder), *map(str, models)]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        models[0].chmod(0o755)
+        lines = run.stdout.splitlines()
+        assert len(lines) == len(names)
+        for line, model, name in zip(lines, models, names, strict=True):
+            assert "ermission denied" in line
+            assert str(model / name) in line
+
+
+def test_weights_that_exceed_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (folder / "model.safetensors").stat().st_size
+    monkeypatch.setattr(memory, "available_memory", lambda: size - 1)
+    assert f"take {size} bytes as torch.float32, but {size - 1} bytes of memory are free" in refusal(folder)
+
+
+@pytest.mark.parametrize("settings", [{"num_gpu_blocks_override": 64}, {"kv_cache_memory": "1MiB"}], ids=str)
+def test_pages_that_exceed_the_memory(settings: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 100_000)
+    message = refusal(folder, **({"num_gpu_blocks_override": None} | settings))
+    assert "but 100000 bytes of memory are free" in message
+    assert "--" + next(iter(settings)).replace("_", "-") in message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("mmap: Cannot allocate memory (12)"), torch.OutOfMemoryError("CUDA out of memory.")],
+    ids=repr,
+)  # fmt: skip
+def test_memory_that_runs_out_anywhere(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr(weights, "safe_open", fail)
+    message = refusal(folder)
+    assert "memory does not suffice" in message
+    assert "--dtype" in message
+
+
+def test_other_faults_are_not_explained_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **settings: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(weights, "safe_open", fail)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        make_engine(folder)
+
+
+def test_the_command_says_it_in_one_line(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    run = subprocess.run(
+        [sys.executable, "-m", "octavo", "serve", str(folder), "--port", "0"],
+        cwd=ROOT, env={**os.environ, "OCTAVO_SHOW_PROGRESS": "false"}, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("octavo: cannot start: ")
