@@ -149,6 +149,11 @@ class ProcessEngineClient(EngineClient):
         assert self._death is not None
         return self._death
 
+    def give_up(self, cause: str) -> None:
+        if self.is_alive:
+            self._attach()
+            self._died(cause)
+
     async def close(self) -> None:
         if self._closed:
             return

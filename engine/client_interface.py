@@ -122,5 +122,9 @@ class EngineClient(ABC):
         raise AssertionError("unreachable")
 
     @abstractmethod
+    def give_up(self, cause: str) -> None:
+        """Treat an engine that is stuck as one that has died."""
+
+    @abstractmethod
     async def close(self) -> None:
         """Stop the engine and free what it holds; idempotent."""

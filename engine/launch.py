@@ -21,7 +21,7 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
 from engine.logs import LogFormat
-from engine.messages import Failed, Ready, Start, receive_reply, send_framed
+from engine.messages import GOODBYE, Failed, Ready, Start, receive_reply, send_framed
 
 _LONGEST_FOLDER = 80  # bytes; a Unix socket's whole path has at most 103 (macOS) or 107 (Linux)
 _GRACE = 2.0  # seconds that an engine gets to end by itself
@@ -134,6 +134,8 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the process if it has not ended, and wait for that; blocks for at most some seconds."""
+        with contextlib.suppress(OSError):
+            self.line.send(GOODBYE, socket.MSG_DONTWAIT)
         with contextlib.suppress(OSError):
             self.line.shutdown(socket.SHUT_RDWR)  # also wakes a thread that reads it
         try:

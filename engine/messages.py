@@ -26,6 +26,7 @@ from engine.request import EngineInput, PixelInput, PoolingParams, SamplingParam
 
 T = TypeVar("T")
 
+GOODBYE = b"\0"  # the client's last word on the lifeline, if it gets to say one
 _HEADER = 4  # bytes of a lifeline message's length
 _LARGEST = 2**24  # bytes; more on the lifeline is no message of ours
 

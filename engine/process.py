@@ -23,6 +23,7 @@ import zmq
 from engine.errors import OctavoError, RequestFailedError
 from engine.logs import adopt_libraries, configure
 from engine.messages import (
+    GOODBYE,
     Abort,
     Add,
     Failed,
@@ -76,9 +77,9 @@ def _take_lifeline() -> socket.socket:
 
 def _end_with_client(line: socket.socket, folder: str) -> None:
     with contextlib.suppress(ConnectionError):
-        while line.recv(1):
-            pass
-    # Whoever closed the lifeline in order removes the folder too; after a crash nobody else would.
+        if line.recv(1) == GOODBYE:
+            os._exit(0)  # the folder is the client's, and perhaps a successor's
+    # The client is gone without a word, and nobody else would remove it.
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 

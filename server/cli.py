@@ -94,7 +94,8 @@ def _serve(arguments: list[str]) -> int:
     try:
         return serve(loaded.engine, loaded.settings, version(), notes=loaded.notes)
     except (OctavoError, StartupError) as problem:
-        print(f"octavo: cannot start: {problem}", file=sys.stderr)
+        paragraph = " ".join(line.strip() for line in str(problem).splitlines())  # libraries' messages have several
+        print(f"octavo: cannot start: {paragraph}", file=sys.stderr)
         return 1
 
 

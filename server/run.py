@@ -31,9 +31,13 @@ from server.door.drain import Drain
 from server.door.listening import Listener, check_certificate, is_public
 from server.door.protocol import http_protocol
 from server.door.root_path import RootPath
+from server.watchdog import restart_when_stuck
 
 DEMO_MODEL_ID = "octavo-demo"
 KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they end it, not we
+
+# Times the liveness timeout: whoever watches /health/live from outside comes first.
+_STUCK = 3
 
 logger = logging.getLogger("octavo.server")
 
@@ -91,7 +95,8 @@ def _run(server: _Server, listener: Listener) -> int:
         # Python gives its own handlers up while it exits; a late signal would make that look like a crash.
         signal.signal(signum, signal.SIG_IGN)
     if server.failure is not None:
-        print(f"octavo: the engine keeps failing: {server.failure}", file=sys.stderr)
+        cause = " ".join(line.strip() for line in server.failure.splitlines())  # CUDA's have several
+        print(f"octavo: the engine keeps failing: {cause}", file=sys.stderr)
         return 1
     return 0
 
@@ -107,7 +112,8 @@ def _prepare(
     app = create_app(client, tokenizer, model_id, version=version, settings=settings, drain=drain, api_keys=api_keys)
     documentation = "" if settings.uds else f" (API documentation: {listener.url}/docs)"
     announce = f"Serving {model_id} on {listener.url}{documentation}"
-    return _Server(client, drain, uvicorn_config(app, settings), listener, announce)
+    stuck_after = _STUCK * settings.liveness_timeout
+    return _Server(client, drain, uvicorn_config(app, settings), listener, announce, stuck_after)
 
 
 def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
@@ -178,13 +184,22 @@ class _Server(uvicorn.Server):
         failure: why the engine was given up, if it was.
     """
 
-    def __init__(self, client: EngineClient, drain: Drain, config: uvicorn.Config, listener: Listener, announce: str):
+    def __init__(
+        self,
+        client: EngineClient,
+        drain: Drain,
+        config: uvicorn.Config,
+        listener: Listener,
+        announce: str,
+        stuck_after: float,
+    ):
         super().__init__(config)
         self._client = client
         self._drain = drain
         self._listener = listener
         self._announce = announce
-        self._watch: asyncio.Task[None] | None = None
+        self._stuck_after = stuck_after
+        self._watches: list[asyncio.Task[None]] = []
         self.failure: str | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -192,7 +207,10 @@ class _Server(uvicorn.Server):
         # What is here now stays: a full collection that looked through it would hold up every stream.
         gc.collect()
         gc.freeze()
-        self._watch = asyncio.create_task(self._stop_on_failure())
+        self._watches = [
+            asyncio.create_task(self._stop_on_failure()),
+            asyncio.create_task(restart_when_stuck(self._client, self._stuck_after)),
+        ]
         if self.started:
             logger.info(self._announce)
 

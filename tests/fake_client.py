@@ -135,6 +135,9 @@ class FakeClient(EngineClient):
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self.aborted.append((request_id, choice))
 
+    def give_up(self, cause: str) -> None:
+        raise AssertionError(f"nobody gives this engine up: {cause}")
+
     def stats(self) -> EngineStats:
         if self.dead:
             raise EngineDeadError("dead")

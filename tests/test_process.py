@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -67,6 +68,26 @@ def status(service: Service, path: str = "/health") -> int:
     return httpx.get(f"{service.url}{path}").status_code
 
 
+@contextmanager
+def prefilling(service: Service) -> Iterator[list[httpx.Response | Exception]]:
+    """A long prompt is being computed; at the end there is one answer to it, or what was raised."""
+    answers: list[httpx.Response | Exception] = []
+
+    def ask() -> None:
+        body = {"prompt": "prefill " * 500, "max_tokens": 1}
+        try:
+            answers.append(httpx.post(f"{service.url}/v1/completions", json=body, timeout=30))
+        except Exception as error:
+            answers.append(error)
+
+    before = service.metric("octavo_computed_tokens_total")
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: service.metric("octavo_computed_tokens_total") > before, 5, "no prefill")
+    yield answers
+    asking.join()
+
+
 @pytest.fixture(scope="module")
 def sockets() -> Iterator[Path]:
     """Where all engines of this module make their folders; at the end there must be none."""
@@ -118,16 +139,11 @@ def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service]) -> 
     assert httpx.post(url, json={"prompt": "a"}).status_code == 200
 
     pid = engine_of(service)
-    answers: list[httpx.Response] = []
-    body = {"prompt": "prefill " * 500, "max_tokens": 1}
-    asking = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=30)))
-    before = service.metric("octavo_computed_tokens_total")
-    asking.start()
-    wait_for(lambda: service.metric("octavo_computed_tokens_total") > before, 5, "no prefill")
-    os.kill(pid, signal.SIGKILL)
-    killed = time.monotonic()
-    asking.join()
+    with prefilling(service) as answers:
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
     assert time.monotonic() - killed < 1
+    assert isinstance(answers[0], httpx.Response)
     assert answers[0].status_code == 503, answers[0].text
     wait_for(lambda: status(service) == 200, 30, "the engine did not come back")
 
@@ -189,7 +205,7 @@ def test_an_engine_killed_while_draining(start: Callable[..., Service]) -> None:
 # ---------------------------------------------------------------- the service dies
 
 
-@pytest.mark.parametrize("phase", ["loading", "idle", "decoding"])
+@pytest.mark.parametrize("phase", ["loading", "idle", "prefill", "decoding", "draining"])
 def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[..., Service], sockets: Path) -> None:
     service = start()
     if phase == "loading":
@@ -197,12 +213,20 @@ def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[...
     else:
         service.wait_ready()
         engine = engine_of(service)
-    if phase == "decoding":
+    if phase in ("decoding", "draining"):
         body = {"prompt": "a", "stream": True, **LONG}
         with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=30) as answer:
             lines = answer.iter_lines()  # kept: giving it up closes the connection
             next(lines)
+            if phase == "draining":
+                service.process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+                assert service.process.poll() is None
             service.process.kill()
+    elif phase == "prefill":
+        with prefilling(service) as answers:
+            service.process.kill()
+        assert isinstance(answers[0], httpx.TransportError)
     else:
         service.process.kill()
     wait_for(lambda: not is_running(engine), 2, "the engine outlived the service")

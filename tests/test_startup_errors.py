@@ -18,7 +18,7 @@ from support.checkpoints import Checkpoint
 from support.driving import make_engine
 
 from engine import ConfigError, ModelLoadError
-from engine.execution import kv_cache, memory
+from engine.execution import kv_cache, loading
 from engine.model import weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +99,7 @@ def test_files_that_may_not_be_read(folder: Path) -> None:
 
 def test_weights_that_exceed_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (folder / "model.safetensors").stat().st_size
-    monkeypatch.setattr(memory, "available_memory", lambda: size - 1)
+    monkeypatch.setattr(loading, "available_memory", lambda: size - 1)
     assert f"take {size} bytes as torch.float32, but {size - 1} bytes of memory are free" in refusal(folder)
 
 

@@ -104,7 +104,8 @@ def count_blocks(
     size = page_bytes(shapes, config.block_size, dtype)
     useful = config.most_seqs * math.ceil(max_model_len / config.block_size)
     if config.num_gpu_blocks_override is not None:
-        return _within_memory(min(config.num_gpu_blocks_override, useful), size, "--num-gpu-blocks-override", device)
+        blocks = min(config.num_gpu_blocks_override, useful)
+        return _within_memory(blocks, size, "--num-gpu-blocks-override", device, reserved)
     if config.kv_cache_memory is not None:
         memory, setting = parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
     elif device.type == "cuda":
@@ -121,12 +122,12 @@ def count_blocks(
             f"{config.block_size} tokens, takes {2 * size}. Raise {setting}, lower --block-size, or use a smaller "
             "model."
         )
-    return _within_memory(blocks, size, setting, device)
+    return _within_memory(blocks, size, setting, device, reserved)
 
 
-def _within_memory(blocks: int, size: int, setting: str, device: torch.device) -> int:
+def _within_memory(blocks: int, size: int, setting: str, device: torch.device, reserved: int) -> int:
     """The number of pages, if a CPU's memory holds them: the system would hand out more, and kill who uses it."""
-    free = available_memory() if device.type == "cpu" else math.inf
+    free = max(available_memory() - reserved, 0) if device.type == "cpu" else math.inf
     if blocks * size > free:
         raise ConfigError(
             f"No memory for the KV cache: {blocks} pages take {blocks * size} bytes, but {free} bytes of memory are "

@@ -45,7 +45,8 @@ class ServerSettings(BaseModel):
         shutdown_timeout: seconds that running requests get to finish after SIGTERM or Ctrl-C.
         max_engine_failures: so many deaths of the engine in a row, none after a minute of service, end the
             service; before that it is started again.
-        liveness_timeout: seconds without a step after which /health/live calls a working engine stuck.
+        liveness_timeout: seconds without a step after which /health/live calls a working engine stuck; after
+            three times as long it is killed and started again.
         api_key: a key that clients must send; several: repeat the flag, or separate them by commas.
         api_key_file: file of further keys, one a line.
         public_metrics: /metrics needs no key.
