@@ -22,12 +22,16 @@ from engine.scheduling.plan import StepPlan
 
 # Share of the limit to aim at: what an ordinary step's duration varies by is left free.
 _AIM = 0.75
+# Share of the limit that a step may take if it is as slow per token as the quickest of the last ones.
+_MOST = 0.95
 # Share of the limit that prompts get even where decoding rows take all of it.
 _LEAST = 0.1
 # Steps that are remembered.
 _LAST = 5
 # Tokens of a step as long as nothing was observed.
 _FIRST = 16
+# Times the duration of a step of one token: a shorter one shows that the machine was busier when that was measured.
+_SHORTER = 0.8
 # Seconds; no step is shorter.
 _SHORTEST = 1e-6
 
@@ -152,11 +156,14 @@ class StepBudget:
         if not self._steps:
             return StepLimit(self._costs, tokens=_FIRST, work=_FIRST, least=1.0)
         limit, fixed = self._seconds, median(self._single) if self._single else 0.0
+        if min(step.seconds for step in self._steps) < _SHORTER * fixed:
+            fixed = 0.0
         if fixed < limit:
             aim = max(_AIM * limit, (fixed + limit) / 2)
         else:  # one token alone takes longer: then prompts need not be held up as well
             limit, aim = 2.5 * fixed, 2.0 * fixed
         # Part of a step's time does not grow with it, so none takes longer per token than a smaller one did.
+        limit *= _MOST
         most = limit * max(step.work / step.seconds for step in self._steps)
         return StepLimit(
             self._costs,
@@ -177,6 +184,6 @@ class _Seen:
 
     def scaled(self, aim: float, fixed: float) -> float:
         """The work that would have taken `aim` seconds, if `fixed` of them do not grow with it."""
-        # At most half: were `fixed` too large, small differences would count for much.
-        fixed = min(fixed, self.seconds / 2, aim / 2)
+        # Not all of it: were `fixed` too large, the smallest differences would count for much.
+        fixed = min(fixed, 0.7 * self.seconds, 0.7 * aim)
         return self.work * (aim - fixed) / (self.seconds - fixed)
