@@ -100,9 +100,12 @@ def test_a_broken_step_fails_one_request(start: Callable[..., Service], patched:
             broken.append(ask(service, POISON + " is not computed", max_tokens=5))
             streamed = ask(service, POISON, max_tokens=5, stream=True)
     assert len(broken) > 2
-    for answer in [*broken, streamed]:
+    for answer in broken:
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"
+    # A stream has begun when it was accepted.
+    assert streamed.status_code == 200
+    assert json.loads(streamed.text.strip().removeprefix("data: "))["error"]["code"] == "internal_error"
     assert [future.result().json()["choices"] for future in together] == alone
     assert "made by the test" in service.log.read_text()
     lines = [line for line in ask(service, "a", stream=True, **LONG).text.splitlines() if line]
