@@ -48,8 +48,9 @@ def printable(text: str) -> str:
 
 
 def _quoted(value: Any) -> str:
-    text = printable(value if isinstance(value, str) else repr(value))
-    # A value must not look like several fields.
+    # A value must not look like several fields: neither a quote nor a backslash before one ends it. (What `repr`
+    # gives has doubled its backslashes.)
+    text = printable(value.replace("\\", r"\\") if isinstance(value, str) else repr(value))
     if text and not any(char in text for char in ' ="'):
         return text
     return '"' + text.replace('"', '\\"') + '"'

@@ -549,7 +549,7 @@ def call_raw(api: Api, body: dict[str, Any], *, leave_after: int) -> list[Any]:
             "root_path": "",
             "headers": [(b"content-type", b"application/json")], "client": ("c", 1), "server": ("s", 1),
         }  # fmt: skip
-        await asyncio.wait_for(api.app(scope, receive, send), 5)
+        await asyncio.wait_for(api.app(scope, receive, send), 20)
         assert not api.client.running, "requests must be gone when the app returns"
 
     asyncio.run(call())

@@ -375,7 +375,7 @@ def rendering_threads() -> list[threading.Thread]:
 
 
 def wait_for_the_threads() -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while rendering_threads():
         assert time.monotonic() < deadline, "the template still runs"
         time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import hmac
 import io
@@ -30,7 +31,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from engine import ConfigError, SamplingParams, TokenInput
-from engine.logs import LineFormatter
+from engine.logs import LineFormatter, console_line
 from engine.text import Tokenizer
 from server import logs
 from server.app import create_app
@@ -565,6 +566,18 @@ def test_no_client_can_forge_a_line(log_format: str, logged: Any) -> None:
         assert not re.search(r"^2026-11-21T00:00:00", text, re.MULTILINE)
         assert all(re.match(r"    |2[0-9-]{9}T\S+ [A-Z]+ \S+: ", line) for line in text.splitlines())
         assert r'path="\n2026-11-21T00:00:00.000000Z ERROR octavo.server: forged\r\x1b[2J' in text
+
+
+@pytest.mark.parametrize(
+    "value", ["plain", "", r"C:\path", 'a" b="c', 'a\\" b="c', "ends with \\", "\n", "x=1", ['a" \\" b\n']]
+)
+def test_a_value_of_a_line_is_one_field(value: Any) -> None:
+    line = console_line({"timestamp": "T", "level": "info", "logger": "l", "event": "e", "first": value, "second": 2})
+    found = re.fullmatch(r'T INFO l: e first=("(?:[^"\\]|\\.)*"|[^ ="]+) second=2', line)
+    assert found, line
+    text = found[1].removeprefix('"').removesuffix('"').replace(r"\"", '"')
+    read = ast.literal_eval(text) if isinstance(value, list) else text.encode().decode("unicode_escape")
+    assert read == value
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])

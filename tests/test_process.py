@@ -59,7 +59,7 @@ def is_running(pid: int) -> bool:
 
 def engine_of(service: Service, but: int = 0) -> int:
     """The service's engine, once it has one; `but` is a predecessor."""
-    wait_for(lambda: set(children(service.process.pid)) - {but}, 20, "no engine was started")
+    wait_for(lambda: set(children(service.process.pid)) - {but}, 60, "no engine was started")
     (pid,) = set(children(service.process.pid)) - {but}
     return pid
 
@@ -76,14 +76,14 @@ def prefilling(service: Service) -> Iterator[list[httpx.Response | Exception]]:
     def ask() -> None:
         body = {"prompt": "prefill " * 500, "max_tokens": 1}
         try:
-            answers.append(httpx.post(f"{service.url}/v1/completions", json=body, timeout=30))
+            answers.append(httpx.post(f"{service.url}/v1/completions", json=body, timeout=60))
         except Exception as error:
             answers.append(error)
 
     before = service.metric("octavo_computed_tokens_total")
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_for(lambda: service.metric("octavo_computed_tokens_total") > before, 5, "no prefill")
+    wait_for(lambda: service.metric("octavo_computed_tokens_total") > before, 30, "no prefill")
     yield answers
     asking.join()
 
@@ -115,7 +115,7 @@ def start(tiny: Path, sockets: Path, tmp_path: Path) -> Iterator[Callable[..., S
     for service in started:
         service.process.kill()
         service.process.wait()
-    wait_for(lambda: not list(sockets.glob("octavo-ipc-*")), 5, "a socket's folder is left")
+    wait_for(lambda: not list(sockets.glob("octavo-ipc-*")), 20, "a socket's folder is left")
 
 
 # ---------------------------------------------------------------- the engine dies under the service
@@ -129,12 +129,12 @@ def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service]) -> 
 
     pid = engine_of(service)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: status(service) == 503, 1, "readiness did not change")
+    wait_for(lambda: status(service) == 503, 5, "readiness did not change")
     assert status(service, "/health/live") == 200
     refused = httpx.post(url, json={"prompt": "a"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
     assert service.metric("octavo_engine_up") == 0
-    wait_for(lambda: status(service) == 200, 30, "the engine did not come back")
+    wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
     assert service.metric("octavo_engine_restarts_total") == 1
     assert httpx.post(url, json={"prompt": "a"}).status_code == 200
 
@@ -145,10 +145,10 @@ def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service]) -> 
     assert time.monotonic() - killed < 1
     assert isinstance(answers[0], httpx.Response)
     assert answers[0].status_code == 503, answers[0].text
-    wait_for(lambda: status(service) == 200, 30, "the engine did not come back")
+    wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
 
     pid = engine_of(service)
-    with httpx.stream("POST", url, json={"prompt": "a", "stream": True, **LONG}, timeout=30) as answer:
+    with httpx.stream("POST", url, json={"prompt": "a", "stream": True, **LONG}, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line)
         assert '"text"' in next(lines)
         os.kill(pid, signal.SIGKILL)
@@ -156,7 +156,7 @@ def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service]) -> 
         *_, last = lines
     assert time.monotonic() - killed < 1
     assert '"engine_dead"' in last
-    wait_for(lambda: status(service) == 200, 30, "the engine did not come back")
+    wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
     assert httpx.post(url, json={"prompt": "a"}).status_code == 200
     assert service.stop() == 0
     log = service.log.read_text()
@@ -170,7 +170,7 @@ def test_an_engine_that_keeps_dying_ends_the_service(start: Callable[..., Servic
     pid = engine_of(service)
     os.kill(pid, signal.SIGKILL)
     os.kill(engine_of(service, but=pid), signal.SIGKILL)  # while it loads
-    assert service.process.wait(20) == 1
+    assert service.process.wait(60) == 1
     last = service.log.read_text().splitlines()[-1]
     assert last.startswith("octavo: the engine keeps failing: ")
     assert "SIGKILL" in last
@@ -179,7 +179,7 @@ def test_an_engine_that_keeps_dying_ends_the_service(start: Callable[..., Servic
 def test_an_engine_killed_while_it_loads_first(start: Callable[..., Service]) -> None:
     service = start()
     os.kill(engine_of(service), signal.SIGKILL)
-    assert service.process.wait(10) == 1
+    assert service.process.wait(60) == 1
     log = service.log.read_text()
     assert "SIGKILL" in log.splitlines()[-1]
     assert log.splitlines()[-1].startswith("octavo: cannot start: ")
@@ -190,7 +190,7 @@ def test_an_engine_killed_while_draining(start: Callable[..., Service]) -> None:
     service = start()
     service.wait_ready()
     body = {"prompt": "a", "stream": True, **LONG}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
         service.process.send_signal(signal.SIGTERM)
@@ -198,7 +198,7 @@ def test_an_engine_killed_while_draining(start: Callable[..., Service]) -> None:
         os.kill(engine_of(service), signal.SIGKILL)
         *_, last = lines
     assert '"engine_dead"' in last
-    assert service.process.wait(10) == 0
+    assert service.process.wait(60) == 0
     assert "Traceback" not in service.log.read_text()
 
 
@@ -215,7 +215,7 @@ def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[...
         engine = engine_of(service)
     if phase in ("decoding", "draining"):
         body = {"prompt": "a", "stream": True, **LONG}
-        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=30) as answer:
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()  # kept: giving it up closes the connection
             next(lines)
             if phase == "draining":
@@ -229,7 +229,7 @@ def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[...
         assert isinstance(answers[0], httpx.TransportError)
     else:
         service.process.kill()
-    wait_for(lambda: not is_running(engine), 2, "the engine outlived the service")
+    wait_for(lambda: not is_running(engine), 10, "the engine outlived the service")
 
 
 def test_a_second_signal_takes_the_engine_along(start: Callable[..., Service]) -> None:
@@ -237,13 +237,13 @@ def test_a_second_signal_takes_the_engine_along(start: Callable[..., Service]) -
     service.wait_ready()
     engine = engine_of(service)
     body = {"prompt": "a", "stream": True, **LONG}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()  # kept: giving it up closes the connection
         next(lines)
         service.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert service.stop() == 1
-    wait_for(lambda: not is_running(engine), 2, "the engine outlived the service")
+    wait_for(lambda: not is_running(engine), 10, "the engine outlived the service")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -252,7 +252,7 @@ def test_a_signal_while_loading(signum: int, start: Callable[..., Service]) -> N
     engine = engine_of(service)
     began = time.monotonic()
     assert service.stop(signum) == 0
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert not is_running(engine)
     assert service.log.read_text().splitlines()[-1] == "octavo: stopped before it served."
 
@@ -265,14 +265,14 @@ def test_the_engine_leaves_signals_to_the_service(start: Callable[..., Service])
     for signum in (signal.SIGINT, signal.SIGTERM):
         os.kill(engine, signum)
     body = {"prompt": "a", "stream": True, "max_tokens": 300, "ignore_eos": True}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
         os.kill(engine, signal.SIGINT)
         service.process.send_signal(signal.SIGINT)
         *_, last = lines
     assert last == "data: [DONE]"
-    assert service.process.wait(10) == 0
+    assert service.process.wait(60) == 0
     assert not is_running(engine)
 
 

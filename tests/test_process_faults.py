@@ -128,11 +128,11 @@ def test_faults_that_end_the_engine(start: Callable[..., Service], patched: Call
     broken = ask(service, "a", **LONG)
     assert (broken.status_code, broken.json()["error"]["code"]) == (503, "engine_dead")
     assert "AssertionError: an invariant is broken" in service.log.read_text()
-    wait_for(lambda: status(service) == 200, 30, "the engine did not come back")
+    wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
     assert ask(service, "a", max_tokens=3).status_code == 200
     lines = [line for line in ask(service, "a", stream=True, **LONG).text.splitlines() if line]
     assert '"engine_dead"' in lines[-1]
-    assert service.process.wait(10) == 1
+    assert service.process.wait(60) == 1
     last = service.log.read_text().splitlines()[-1]
     assert last.startswith("octavo: the engine keeps failing: no step can be computed any more: RuntimeError: ")
     assert "the device is lost says the test" in last
@@ -151,13 +151,13 @@ def test_a_hung_engine_is_seen_and_replaced(start: Callable[..., Service]) -> No
     assert engine_of(service) == engine
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(ask, service, "a", **LONG)
-        service.wait_metric("octavo_num_requests_running", 1, 5)
+        service.wait_metric("octavo_num_requests_running", 1, 30)
         os.kill(engine, signal.SIGSTOP)
-        wait_for(lambda: status(service, "/health/live") == 503, 5, "/health/live did not see it")
+        wait_for(lambda: status(service, "/health/live") == 503, 20, "/health/live did not see it")
         answer = running.result()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
     assert status(service, "/health/live") == 200, "it is being started again"
-    wait_for(lambda: status(service) == 200, 30, "the engine did not come back")
+    wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
     assert not is_running(engine)
     assert ask(service, "a", max_tokens=3).status_code == 200
     assert "made no progress" in service.log.read_text()
@@ -167,7 +167,7 @@ def test_a_hung_engine_is_seen_and_replaced(start: Callable[..., Service]) -> No
     successor = engine_of(service, but=engine)
     began = time.monotonic()
     assert service.stop() == 0, "while the engine is started again"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert not is_running(successor)
 
 
@@ -181,11 +181,11 @@ def test_a_hung_engine_does_not_hold_up_the_end(phase: str, start: Callable[...,
     with ThreadPoolExecutor(1) as pool:
         if phase == "decoding":
             pool.submit(ask, service, "a", **LONG)
-            service.wait_metric("octavo_num_requests_running", 1, 5)
+            service.wait_metric("octavo_num_requests_running", 1, 30)
         os.kill(engine, signal.SIGSTOP)
         began = time.monotonic()
         assert service.stop() == 0
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 20
     assert not is_running(engine)
 
 
@@ -197,5 +197,5 @@ def test_sigterm_in_prefill(start: Callable[..., Service]) -> None:  # noqa: F81
         service.process.send_signal(signal.SIGTERM)
     assert isinstance(answers[0], httpx.Response)
     assert answers[0].status_code == 200
-    assert service.process.wait(10) == 0
+    assert service.process.wait(60) == 0
     assert not is_running(engine)

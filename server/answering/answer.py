@@ -138,7 +138,7 @@ class Run(ABC, Generic[Piece, Choice]):
             model=self.service.model_id,
             stream=bool(self.body.stream),
             n=self.shape.n,
-            arrival=time.monotonic() - (time.perf_counter() - self.arrival),
+            arrival=self.arrival,
             log_prompts=self.service.settings.log_prompts,
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.logs import printable
 from server.bench.errors import BenchError, OptionError
 from server.bench.lengths import FORMS, parse_lengths
 
@@ -83,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
 
         return measure(args)
     except OptionError as problem:
-        print(f"octavo bench serve: {problem} (see octavo bench serve --help)", file=sys.stderr)
+        print(f"octavo bench serve: {printable(str(problem))} (see octavo bench serve --help)", file=sys.stderr)
         return 2
     except BenchError as problem:
-        print(f"octavo bench serve: {problem}", file=sys.stderr)
+        print(f"octavo bench serve: {printable(str(problem))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("octavo bench serve: stopped before anything was measured.", file=sys.stderr)

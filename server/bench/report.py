@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engine.logs import printable
 from server.bench.measure import OVERLOADED, PERCENTILES, Distribution, Summary, time_per_token, time_to_first
 from server.bench.record import Record
 
@@ -77,14 +78,14 @@ def table(summary: Summary, facts: Facts) -> str:
     """For people."""
     server = facts.server
     title = f"{server['model']} at {server['url']}" + (f", version {server['version']}" if server["version"] else "")
-    lines = [title, ""]
+    lines = [printable(title), ""]  # names and messages are the server's: it must not command the terminal
     failed = f"{summary.completed} completed, {summary.failed} failed"
     if summary.interrupted:
         failed += f", {summary.interrupted} interrupted"
     rows = [("requests", failed)]
     for kind, count in summary.errors.items():
         label = f"  {kind}" + (" (overloaded)" if kind == OVERLOADED else "")
-        rows.append((label, f"{count}: {summary.examples[kind]}"))
+        rows.append((label, f"{count}: {printable(summary.examples[kind])}"))
     counted = "" if summary.cached_tokens is None else f" ({summary.cached_tokens} from the prefix cache)"
     rows += [
         ("duration", f"{summary.seconds:.2f} s"),

@@ -1,7 +1,7 @@
 """Prometheus metrics of one app: what the engine reports, and what only the server sees.
 
 Names are vLLM's under Octavo's prefix, without labels where one number says it all: a service has one model, and
-octavo_model_info tells its name. Under vLLM's own prefix the same numbers carry its labels (`vllm_metrics`).
+octavo_model_info tells its name. Under vLLM's own prefix the same numbers carry its labels (`server.metrics.vllm`).
 """
 
 from __future__ import annotations

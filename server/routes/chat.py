@@ -38,7 +38,7 @@ async def create_chat_completion(
     body: Annotated[ChatCompletionRequest, Body(openapi_examples=examples.CHAT)], request: Request, service: ServiceDep
 ) -> Response:
     """Say what the assistant says next, at once or as a stream."""
-    arrival = time.perf_counter()
+    arrival = time.monotonic()
     service.check_model(body.model)
     if body.top_logprobs and not body.logprobs:
         message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."

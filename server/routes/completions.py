@@ -32,7 +32,7 @@ async def create_completion(
     service: ServiceDep,
 ) -> Response:
     """Continue one prompt or several, at once or as a stream."""
-    arrival = time.perf_counter()
+    arrival = time.monotonic()
     service.check_model(body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported; leave it out.", param="suffix", code="unsupported_parameter")
