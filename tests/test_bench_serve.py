@@ -416,6 +416,16 @@ def test_what_the_server_refuses_at_the_start(server: FakeServer, capsys: pytest
     assert server.bodies[-1]["model"] == "any"
 
 
+def test_a_server_cannot_command_the_terminal(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "evil\x1b[2J\nrequests  1000"
+    server.other["/v1/models"] = (200, {"data": [{"id": name}]})
+    assert bench(server, tmp_path, "--num-requests 1 --output-len 2")["server"]["model"] == name
+    assert capsys.readouterr().out.startswith(r"evil\x1b[2J\nrequests  1000 at http://")
+    assert r"evil\x1b[2J\nrequests" in refused(capsys, ["--url", server.url, "--model", "x"])
+
+
 def test_a_warm_up_that_fails_ends_it(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     async def refuse(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         server.whole(writer, 400, {"error": {"message": "ignore_eos is not supported"}})
