@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -239,47 +238,6 @@ def test_metrics_after_all_that(service: Service, http: httpx.Client) -> None:
     assert service.metric('octavo_request_success_total{finished_reason="error"}') == 0
     pages = sum(service.metric(f'octavo_kv_pages{{state="{state}"}}') for state in ("held", "cached", "free"))
     assert re.search(rf"KV cache: {pages:.0f} pages of 16 tokens", service.log.read_text())
-
-
-def test_sigterm_lets_running_requests_finish(checkpoint: Path, tmp_path: Path) -> None:
-    service = Service(str(checkpoint), "--served-model-name", "mine", log=tmp_path / "log")
-    try:
-        url = service.wait_ready()
-        body = {"prompt": "Go", "model": "mine", "stream": True, "max_tokens": 500, "ignore_eos": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            received = events(answer)
-            chunks = [next(received)]
-            service.process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-            late = httpx.post(f"{url}/v1/completions", json={"prompt": "Go"})
-            assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
-            assert late.headers["retry-after"].isdigit()
-            assert late.headers["connection"] == "close"
-            chunks += received
-        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-        assert service.process.wait(60) == 0
-        assert "Traceback" not in service.log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
-
-
-def test_a_second_signal_stops_at_once(checkpoint: Path, tmp_path: Path) -> None:
-    service = Service(str(checkpoint), log=tmp_path / "log")
-    try:
-        url = service.wait_ready()
-        with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "Go", "stream": True, **LONG}) as answer:
-            received = events(answer)
-            next(received)
-            service.process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-            assert service.process.poll() is None
-            began = time.monotonic()
-            assert service.stop() == 1
-            assert time.monotonic() - began < 10  # far below the drain time of 30 seconds
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 def run(*arguments: str, script: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -244,13 +244,13 @@ def ended_with_error(stream: bytes) -> bool:
 
 def test_the_drain_lets_everybody_finish_and_refuses_the_rest(start: Callable[..., Service]) -> None:
     """One decodes, one is in prefill, one is queued, streamed or not; all end in order."""
-    service = start("--max-num-seqs", "2", "--shutdown-timeout", "60")
+    service = start("--max-num-seqs", "2", "--shutdown-timeout", "60", "--served-model-name", "mine")
     decode = RawClient(service, {"prompt": "a", "stream": True, "max_tokens": 2500, "ignore_eos": True})
     decode.read(100)
     bodies = [
         {"prompt": "long prompt " * 200, "max_tokens": 1000, "ignore_eos": True},
         {"prompt": "queued", "max_tokens": 5, "ignore_eos": True, "stream": True},
-        {"prompt": "queued", "max_tokens": 5, "ignore_eos": True},
+        {"prompt": "queued", "max_tokens": 5, "ignore_eos": True, "model": "mine"},
     ]
     with httpx.Client(base_url=service.url, timeout=60) as kept, ThreadPoolExecutor(3) as pool:
         assert kept.get("/health").status_code == 200
@@ -266,6 +266,7 @@ def test_the_drain_lets_everybody_finish_and_refuses_the_rest(start: Callable[..
         assert httpx.get(f"{service.url}/health/live").status_code == 200
         late = kept.post("/v1/completions", json=bodies[2])
         assert (late.status_code, late.headers["connection"]) == (503, "close")
+        assert late.headers["retry-after"].isdigit()
         assert service.metric(rejected("shutting_down")) == 1
         assert decode.read_all().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert [answer.result().status_code for answer in answers] == [200, 200, 200]

@@ -242,7 +242,10 @@ def test_a_second_signal_takes_the_engine_along(start: Callable[..., Service]) -
         next(lines)
         service.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
+        assert service.process.poll() is None
+        began = time.monotonic()
         assert service.stop() == 1
+        assert time.monotonic() - began < 10  # far below the drain time of 30 seconds
     wait_for(lambda: not is_running(engine), 10, "the engine outlived the service")
 
 
