@@ -31,6 +31,7 @@ def parse_bytes(value: int | str, setting: str) -> int:
 
 
 DEFAULT_NUM_SEQS = 128
+_LARGEST = 2**63 - 1  # what a message to the engine's process can carry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,8 @@ class EngineConfig:
         enable_prefix_caching: reuse pages of earlier prompts.
         generation_config: "auto" honours the model's generation_config.json, "none" ignores it.
         max_num_beams: most beams a request may ask for.
-        seed: of the engine's own random choices (seeds for requests that bring none); None: random.
+        seed: of the engine's own random choices (seeds for requests that bring none; default:
+            random).
         show_progress: progress bar while weights load.
     """
 
@@ -95,9 +97,11 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.most_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running sequence needs one token per step. "
+                f"({self.most_seqs}): every running sequence needs one token per step. "
                 "Raise --max-num-batched-tokens or lower --max-num-seqs."
             )
+        if self.seed is not None:
+            self._at_least("seed", -_LARGEST)
         if self.max_step_time is not None:
             self._not_negative("max_step_time")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -120,6 +124,8 @@ class EngineConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}.")
+        if value > _LARGEST:
+            raise ConfigError(f"{name} must be at most {_LARGEST}, got {value}.")
 
     def _not_negative(self, name: str) -> None:
         value = getattr(self, name)

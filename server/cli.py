@@ -33,12 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None and command == "serve":  # the process is ours; once it serves, other handlers take over
             for signum in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(signum, _stop_early)
+        if argv is None and (command in ("config", "doctor") or {"-h", "--help"} & set(arguments)):
+            _end_with_the_reader()
         return COMMANDS[command][1](arguments[1:])
     parser = _overview()
     if command in ("-h", "--help"):
         parser.print_help()
         return 0
     parser.error(_no_command(arguments))
+
+
+def _end_with_the_reader() -> None:
+    """A pipe whose reader leaves, as `| head` does, ends this process without a trace."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def _stop_early(signum: int, frame: FrameType | None) -> NoReturn:

@@ -15,6 +15,7 @@ from typing import Literal
 from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError
 from engine.text import load_tokenizer
 from server.config.settings import ServerSettings
+from server.door.auth import read_api_keys
 from server.door.listening import Listener, StartupError, check_certificate, is_public
 
 _OLDEST = (3, 11)
@@ -245,17 +246,11 @@ def check_listening(settings: ServerSettings) -> Iterator[Finding]:
 
 def check_access(settings: ServerSettings) -> Iterator[Finding]:
     """Keys can be read; without one, only this machine gets in."""
-    if settings.api_key_file is not None:
-        try:
-            lines = Path(settings.api_key_file).expanduser().read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            fix = "Correct --api-key-file (OCTAVO_API_KEY_FILE)."
-            yield Finding("access", "FAIL", f"cannot read {settings.api_key_file}: {reason}", fix)
-            return
-        if not lines:
-            yield Finding("access", "FAIL", f"{settings.api_key_file} holds no key", "Write one key a line into it.")
-            return
+    try:
+        read_api_keys(settings)
+    except ConfigError as problem:
+        yield Finding("access", "FAIL", *_split(problem, "Correct --api-key-file (OCTAVO_API_KEY_FILE)."))
+        return
     if settings.api_key or settings.api_key_file:
         yield Finding("access", "ok", "with an API key only")
     elif is_public(settings):

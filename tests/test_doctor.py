@@ -282,8 +282,8 @@ def test_who_gets_in(tmp_path: Path) -> None:
     assert "no API key is set" in warned(examine(host="0.0.0.0")["access"])
     assert examine(host="0.0.0.0", api_key="secret")["access"] == Finding("access", "ok", "with an API key only")
     keys = tmp_path / "keys"
-    assert "cannot read" in failed(examine(api_key_file=str(keys))["access"])
-    keys.write_text("\n\n")
+    assert "cannot be read" in failed(examine(api_key_file=str(keys))["access"])
+    keys.write_text("\n# none yet\n")
     assert "holds no key" in failed(examine(api_key_file=str(keys))["access"])
     keys.write_text("key-1\n")
     assert examine(api_key_file=str(keys))["access"].verdict == "ok"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -184,6 +185,8 @@ def test_keys_come_one_by_one_or_separated_by_commas(load: Callable[..., Loaded]
         (["--forwarded-allow-ips", "10.0.0.1/8"], {}, "got '10.0.0.1/8': 10.0.0.1/8 has host bits set"),
         (["--ssl-keyfile", "k"], {}, "--ssl-keyfile is set, but ssl_certfile is not"),
         (["--enable-prefix-caching=false"], {}, "takes no value; to switch it off, use --no-enable-prefix-caching"),
+        (["--seed", "9" * 30], {}, "--seed must be at most 9223372036854775807, got 999"),
+        (["--max-num-beams", "9" * 30], {}, "--max-num-beams must be at most 9223372036854775807, got 999"),
         (["--max-num-seq", "3"], {}, "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["--max-model-length=3"], {}, "unknown flag --max-model-length; did you mean --max-model-len?"),
         (["--max_model_len", "3"], {}, "unknown flag --max_model_len; did you mean --max-model-len?"),
@@ -233,6 +236,8 @@ def test_a_wrong_value_is_one_line_and_status_2(
         ("max_num_seqs: 4000", "must be at least max_num_seqs in {path} (4000)"),
         ("hf_token: 12345", "hf_token in {path} must be a text, got '(hidden)'"),
         ("api_key: [12345]", "api_key in {path} must be a text or a list of texts, got '(hidden)'"),
+        ("api_key: *key-12345", "line 1, column 10: found undefined alias ("),
+        ("api_key: !12345 key", "line 1, column 10: could not determine a constructor for the tag ("),
         ("model: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
         ("port: 2024-99-99", "is not valid YAML"),
         ("\0", "is not valid YAML"),
@@ -380,6 +385,19 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert {flag(name) for name in SERVICE} <= set(service.replace(",", "").split())
     assert {flag(name) for name in ENGINE if name != "model"} <= set(engine.replace(",", "").split())
     assert "tokens a page holds. [16] (OCTAVO_BLOCK_SIZE)" in engine
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As in `octavo config | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "octavo", "config"]
+        run = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert run.returncode == -signal.SIGPIPE
+    assert run.stderr == ""
 
 
 def test_settings_come_without_what_serving_needs() -> None:

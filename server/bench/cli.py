@@ -19,9 +19,10 @@ from server.bench.lengths import FORMS, parse_lengths
 DESCRIPTION = """\
 Sends requests to any OpenAI-compatible server and measures its answers.
 
-The load is closed with --concurrency (so many requests at a time) or open with --request-rate (each is sent
-when it is due, however many still run); a trace with arrival times is replayed as it was. Latencies count
-from the moment a request was due. Lengths are in tokens: N, LOW:HIGH, normal:MEAN:STD or
+The load is closed with --concurrency (so many requests at a time) or open
+with --request-rate (each is sent when it is due, however many still run); a
+trace with arrival times is replayed as it was. Latencies count from the moment
+a request was due. Lengths are in tokens: N, LOW:HIGH, normal:MEAN:STD or
 lognormal:MEDIAN:SIGMA.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -16,6 +17,7 @@ from server.config.settings import ENGINE_FIELDS, Settings, SettingsBase, descri
 from server.config.sources import VariableSource, did_you_mean, read_file, unknown_variables
 
 _FIELDS = Settings.model_fields
+_LONG_NAME = rf"(?<![\w/-])({'|'.join(name for name in _FIELDS if '_' in name)})(?![\w/-]|\.\w)"
 _EPILOG = (
     "A flag is stronger than the variable in round brackets, and that than the file --config names; [ ] holds the "
     "default. `octavo config` shows what is in force and why."
@@ -78,13 +80,21 @@ class OneLineParser(argparse.ArgumentParser):
         return f"unknown flag {name}{did_you_mean('--' + name.lstrip('-'), self._option_string_actions)}"
 
 
+class _WholeFlags(argparse.HelpFormatter):
+    """Breaks no line within a flag's name."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
 class SettingsParser(OneLineParser):
     """A command that takes all settings as flags; `load` makes settings of what it parsed."""
 
     def __init__(self, prog: str, about: str):
         super().__init__(
-            prog=prog, usage=f"{prog} [MODEL] [flags]", description=about, epilog=_EPILOG, allow_abbrev=False
-        )
+            prog=prog, usage=f"{prog} [MODEL] [flags]", description=about, epilog=_EPILOG, allow_abbrev=False,
+            formatter_class=_WholeFlags,
+        )  # fmt: skip
         groups = {title: self.add_argument_group(title) for title in ("service", "engine")}
 
         def add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
@@ -147,9 +157,7 @@ def _with_origins(message: str, origins: Mapping[str, Origin]) -> str:
         return f"{match[0]} in {origin.name}" if origin.kind == "file" else origin.name
 
     # A short name is an ordinary word, too, unless the message begins with it.
-    names = "|".join(_FIELDS)
-    long_names = "|".join(name for name in _FIELDS if "_" in name)
-    return re.sub(rf"^({names})(?= )|(?<![\w/-])({long_names})(?![\w/-]|\.\w)", named, message)
+    return re.sub(rf"^({'|'.join(_FIELDS)})(?= )|{_LONG_NAME}", named, message)
 
 
 def _help(name: str) -> str:
@@ -160,7 +168,8 @@ def _help(name: str) -> str:
         text = ""
     else:
         text = f" [{str(default).lower() if isinstance(default, bool) else default}]"
-    return f"{description(name)}{text} ({variable(name)})"
+    about = re.sub(_LONG_NAME, lambda match: flag(match[0]), description(name))
+    return f"{about}{text} ({variable(name)})"
 
 
 def _metavar(name: str) -> str:

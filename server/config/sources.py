@@ -117,7 +117,9 @@ def _parse(path: str) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{place}: {error.problem or error.context}.") from error
+        # What it quotes of the file may be a secret that should have been in quotation marks: *word, !word.
+        reason = re.sub(r" (['\"])(?!.\1|<).+\1", "", error.problem or error.context or "no YAML")
+        raise ConfigError(f"{path}{place}: {reason}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as characters YAML does not allow, 2024-99-99
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     if content is None:
