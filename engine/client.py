@@ -316,14 +316,15 @@ class ProcessEngineClient(EngineClient):
             await asyncio.sleep(delay)
             try:
                 self._process = self._launch()
-                ready = await asyncio.to_thread(self._process.wait_ready)
-            except OctavoError as error:
-                self._death = str(error)
-                logger.error("The engine did not start again: %s", error)
+                self._adopt(await asyncio.to_thread(self._process.wait_ready))
+            except Exception as error:  # descriptors that have run out, for example
+                known = isinstance(error, OctavoError)
+                self._death = str(error) if known else f"{type(error).__name__}: {error}"
+                logger.error("The engine did not start again: %s", self._death, exc_info=not known)
+                self._disconnect()
                 self._failures += 1
             else:
                 self.num_restarts += 1
-                self._adopt(ready)
                 logger.info("The engine serves again.")
                 return
 

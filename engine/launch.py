@@ -74,13 +74,16 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, folder: Path, number: int, log_format: LogFormat | None = None):
         self._path = folder / f"engine-{number}"
         self.address = f"ipc://{self._path}"
-        self.line, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "engine.process"]
         try:
-            with theirs, _signals_held():
-                self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment())
+            self.line, theirs = socket.socketpair()
+            try:
+                with theirs, _signals_held():
+                    self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment())
+            except OSError:
+                self.line.close()
+                raise
         except OSError as error:
-            self.line.close()
             raise EngineDeadError(f"cannot start the engine's process ({sys.executable}): {error}.") from error
         with contextlib.suppress(OSError):  # it has ended already: `wait_ready` will tell
             send_framed(

@@ -95,7 +95,8 @@ class Tokenizer:
                 code="invalid_value",
             ) from error
         if self._fast is not None:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            # Not `encode`: that holds Python's lock meanwhile, and with it whatever else the process does.
+            ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return ids
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 

@@ -71,11 +71,13 @@ class Service:
             message = f"The model {shown(model)} does not exist; this server serves {self.model_id!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> Prompt:
-        """Chat messages as a prompt.
+    async def render(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True, longest: int | None = None
+    ) -> Prompt:
+        """Chat messages as a prompt; `longest` is the context's length, where they are to fit into it.
 
         Raises:
-            ApiError: there is no tokenizer, or its chat template takes too long.
+            ApiError: there is no tokenizer, its chat template takes too long, or the messages are far too long.
             InvalidRequestError: there is no template, or it refuses these messages.
         """
         if self.tokenizer is None:
@@ -83,7 +85,9 @@ class Service:
                 f"{self.model_id} has no tokenizer, so it cannot read messages; send token ids to /v1/completions."
             )
             raise ApiError(400, message, param="messages", code="no_tokenizer")
-        return await self.renderer.prompt(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        return await self.renderer.prompt(
+            self.tokenizer, messages, add_generation_prompt=add_generation_prompt, longest=longest
+        )
 
 
 async def get_service(request: Request) -> Service:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import platform
-import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, Oc
 from engine.text import load_tokenizer
 from server.config.settings import ServerSettings
 from server.door.auth import read_api_keys
-from server.door.listening import Listener, StartupError, check_certificate, is_public
+from server.door.listening import Listener, StartupError, check_certificate, is_public, usable_files
 
 _OLDEST = (3, 11)
 _SPARE = 2**30  # bytes: what the two processes take besides weights and pages, with room for activations
@@ -272,11 +271,9 @@ def check_socket_folder() -> Finding:
 
 def check_files(config: EngineConfig, settings: ServerSettings) -> Finding:
     """There are file descriptors for as many connections as requests may run and wait."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = usable_files()
     needed = config.most_seqs + settings.max_num_queued_reqs + _OWN_FILES
-    unlimited = limit == resource.RLIM_INFINITY
-    found = f"{'no limit' if unlimited else limit} for {needed} needed (requests running and waiting, and {_OWN_FILES})"
-    if unlimited or limit >= needed:
+    found = f"{limit} for {needed} needed (requests running and waiting, and {_OWN_FILES})"
+    if limit >= needed:
         return Finding("open files", "ok", found)
-    highest = "" if most == resource.RLIM_INFINITY or most >= needed else f"; {most} is the most without root"
-    return Finding("open files", "warn", found, f"ulimit -n {needed}{highest}; or lower --max-num-queued-reqs.")
+    return Finding("open files", "warn", found, f"ulimit -n {needed}, as root; or lower --max-num-queued-reqs.")

@@ -129,7 +129,8 @@ def to_api_error(problem: Exception) -> ApiError:
     return ApiError(500, "The server failed to answer this request; its log says why.", code="internal_error")
 
 
-def _on_error(request: Request, problem: Exception) -> Response:
+async def _on_error(request: Request, problem: Exception) -> Response:
+    # Asynchronous, because Starlette runs any other handler in a thread: too much for a refusal.
     error = to_api_error(problem)
     if error.code is None and error.status_code == 404:
         where = f"{request.method} {_path(request)}"

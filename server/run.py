@@ -28,7 +28,7 @@ from server.config.settings import DEMO_MODEL, ServerSettings
 from server.door.auth import read_api_keys
 from server.door.connection import LAST_WORDS, close_connections, drain_connections
 from server.door.drain import Drain
-from server.door.listening import Listener, check_certificate, is_public
+from server.door.listening import Listener, check_certificate, is_public, raise_file_limit
 from server.door.protocol import http_protocol
 from server.door.root_path import RootPath
 from server.watchdog import restart_when_stuck
@@ -62,6 +62,7 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
     for note in notes:
         logger.warning(note)
     check_certificate(settings)
+    raise_file_limit()
     # Bound before the model loads, so that a taken port is known at once; until uvicorn listens,
     # connections are refused.
     with Listener(settings) as listener:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import pytest
@@ -344,6 +346,35 @@ def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets:
         assert not folder.exists()
 
     asyncio.run(scenario())
+
+
+def test_a_restart_that_fails_in_any_way_is_tried_again(
+    checkpoint: Callable[[str], Checkpoint], sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only in those that the engine explains: while too many connections are open, no process can be started."""
+
+    def fail(*arguments: object) -> NoReturn:
+        monkeypatch.undo()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def scenario(place: str) -> None:
+        policy = RestartPolicy(max_failures=3, first_delay=0.01)
+        client = start_engine(config(checkpoint), policy)
+        first = await ask(client, "one", 3)
+        (engine,) = children(os.getpid())
+        monkeypatch.setattr(place, fail)
+        os.kill(engine, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while not client.num_restarts:
+                await asyncio.sleep(0.01)
+        (engine,) = children(os.getpid())
+        again = await ask(client, "one", 3)
+        assert [delta.choices for delta in again] == [delta.choices for delta in first]
+        await client.close()
+        assert children(os.getpid()) == []
+
+    for place in ("engine.launch.socket.socketpair", "engine.client.ProcessEngineClient._watch"):
+        asyncio.run(scenario(place))
 
 
 def test_one_event_loop_after_the_other(checkpoint: Callable[[str], Checkpoint], sockets: Path) -> None:

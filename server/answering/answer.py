@@ -19,7 +19,7 @@ from server.admission import Ticket, estimate_tokens
 from server.answering.generation import Generation
 from server.answering.observation import RequestRecord
 from server.answering.pieces import Choice, Piece, PieceMaker, Shape, keep_best
-from server.answering.prompt import Prompt
+from server.answering.prompt import Prompt, encode_fitting
 from server.answering.streaming import COMMENT, ClientGoneError, EventStream, KeepAlive, Wanted, sse
 from server.api.fields import ignored_header
 from server.api.schemas import GenerationBody, Usage
@@ -33,9 +33,10 @@ async def encode_prompts(
     """Prompts as token ids; texts are tokenised in a thread.
 
     Raises:
-        ApiError: a text where there is no tokenizer, or ids outside the vocabulary.
+        ApiError: a text where there is no tokenizer, or that is far too long, or ids outside the vocabulary.
     """
     tokenizer, vocab_size = service.tokenizer, service.client.info.vocab_size
+    longest = service.client.info.max_model_len
     for prompt in given:
         if isinstance(prompt, str):
             if tokenizer is None:
@@ -49,15 +50,18 @@ async def encode_prompts(
 
     def encode(prompt: str | list[int]) -> Prompt:
         if isinstance(prompt, str):
-            return Prompt(tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt)
+            ids = encode_fitting(tokenizer, prompt, longest, param, add_special_tokens=add_special_tokens)
+            return Prompt(ids, prompt)
         return Prompt(prompt)
 
     return await asyncio.to_thread(lambda: [encode(prompt) for prompt in given])
 
 
-def estimate_size(given: Sequence[str | list[int]]) -> int:
-    """About how many tokens the prompts have."""
-    return sum(estimate_tokens(item) if isinstance(item, str) else len(item) for item in given)
+def estimate_size(given: Sequence[str | list[int]], longest: int) -> int:
+    """About how many tokens the prompts have, each at most `longest`: what is longer will be refused, and others must
+    not be meanwhile."""
+    sizes = (estimate_tokens(item) if isinstance(item, str) else len(item) for item in given)
+    return sum(min(size, longest) for size in sizes)
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:

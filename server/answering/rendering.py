@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from engine.text import Tokenizer
-from server.answering.prompt import Prompt
+from server.answering.prompt import Prompt, encode_fitting
 from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
@@ -47,14 +47,19 @@ class ChatRenderer:
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def prompt(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        longest: int | None = None,
     ) -> Prompt:
         """The rendered conversation and its token ids. The template writes the special tokens itself.
 
         The role developer is given to templates that know it; to all others it is system.
 
         Raises:
-            ApiError: the template takes too long.
+            ApiError: the template takes too long, or the conversation is far longer than `longest` tokens.
             InvalidRequestError: there is no template, or it refuses these messages.
         """
         if not _KNOWS_DEVELOPER.search(tokenizer.chat_template or ""):
@@ -70,7 +75,13 @@ class ChatRenderer:
                 logger.warning("The chat template was stopped after %g seconds.", self._time_limit)
                 message = f"The model's chat template took more than {self._time_limit:g} seconds for these messages."
                 raise ApiError(400, message, param="messages", code="chat_template_timeout") from None
-        return Prompt(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False), text)
+        if longest is None:
+            ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+        else:
+            ids = await asyncio.to_thread(
+                encode_fitting, tokenizer, text, longest, "messages", add_special_tokens=False
+            )
+        return Prompt(ids, text)
 
 
 async def _run_limited(work: Callable[[], T], seconds: float) -> T:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,8 @@ class StrictJsonRequest(Request):
     async def json(self) -> Any:
         content = await self.body()
         try:
-            text = content.decode("utf-8-sig")  # json itself would take other encodings, and half surrogate pairs
+            # json itself would take other encodings, and half surrogate pairs.
+            text = content.removeprefix(BOM_UTF8).decode()
             value = json.loads(text, parse_constant=_refuse_constant)
             if b"\\u" in content:  # the one way left to write half a surrogate pair
                 json.dumps(value, ensure_ascii=False).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import resource
 import socket
 import ssl
 import stat
@@ -15,6 +16,7 @@ from typing import Self
 from server.config.settings import ServerSettings
 
 _LONGEST_PATH = 103  # bytes of a Unix socket's path; Linux allows 107
+_ENOUGH_FILES = 65536
 
 
 class StartupError(Exception):
@@ -62,6 +64,21 @@ class Listener:
             with contextlib.suppress(OSError):
                 if os.path.samestat(path.stat(), made):
                     path.unlink()
+
+
+def usable_files() -> int:
+    """How many file descriptors this process may give itself, `_ENOUGH_FILES` at most; each connection takes one."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    given, possible = (_ENOUGH_FILES if value == resource.RLIM_INFINITY else value for value in (limit, most))
+    return max(given, min(possible, _ENOUGH_FILES))
+
+
+def raise_file_limit() -> None:
+    """Let this process have `usable_files`: what shells and init systems give is for small programs."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < usable_files():
+        with contextlib.suppress(ValueError, OSError):  # the system knows a lower one: it stays as it was
+            resource.setrlimit(resource.RLIMIT_NOFILE, (usable_files(), most))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -55,10 +55,11 @@ class _ChatRun(Run[ChatPiece, ChatChoice]):
     messages: list[dict[str, str]] = field(kw_only=True)
 
     def size(self) -> tuple[int, int]:
-        return 1, estimate_size([message["content"] for message in self.messages])
+        characters = "".join(message["content"] for message in self.messages)
+        return 1, estimate_size([characters], self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
-        prompt = await self.service.render(self.messages)
+        prompt = await self.service.render(self.messages, longest=self.service.client.info.max_model_len)
         params = self.shape.params
         if params.max_tokens is None:
             limit = _default_max_tokens(params, self.service.client.info, len(prompt.token_ids))

@@ -46,7 +46,7 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     body: CompletionRequest
 
     def size(self) -> tuple[int, int]:
-        return len(self.body.prompt), estimate_size(self.body.prompt)
+        return len(self.body.prompt), estimate_size(self.body.prompt, self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
         special = self.body.add_special_tokens is not False

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Response
 
 from engine.text import Tokenizer
 from server.admission import estimate_tokens
-from server.answering.answer import check_token_ids, estimate_size
+from server.answering.answer import check_token_ids
 from server.answering.chat import read_messages
 from server.api import examples
 from server.api.fields import ignored_header
@@ -44,7 +44,7 @@ async def tokenize(
             raise ApiError(400, message, param="add_special_tokens", code="invalid_value")
         opens_answer = body.add_generation_prompt is not False
         messages = read_messages(body.messages)
-        with service.tokenizing.reserve(1, estimate_size([message["content"] for message in messages])):
+        with service.tokenizing.reserve(1, sum(estimate_tokens(message["content"]) for message in messages)):
             prompt = await service.render(messages, add_generation_prompt=opens_answer)
         tokens = prompt.token_ids
     else:
