@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -91,15 +92,30 @@ def _run(server: _Server, listener: Listener) -> int:
         signal.signal(signum, stop)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(server.serve(sockets=[listener.socket]))
+        status = _say_end(server)
+        # All is closed by now but what threads compute for nobody any more, such as a long text's tokens.
+        end = threading.Timer(LAST_WORDS, _end_at_once, [status, listener])
+        end.daemon = True
+        end.start()
+    return status
+
+
+def _say_end(server: _Server) -> int:
+    """The last lines of the log; returns the exit status."""
     logger.info("Stopped.")
     for signum in (signal.SIGTERM, signal.SIGINT):
         # Python gives its own handlers up while it exits; a late signal would make that look like a crash.
         signal.signal(signum, signal.SIG_IGN)
     if server.failure is not None:
         cause = " ".join(line.strip() for line in server.failure.splitlines())  # CUDA's have several
-        print(f"octavo: the engine keeps failing: {cause}", file=sys.stderr)
+        print(f"octavo: the engine keeps failing: {cause}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def _end_at_once(status: int, listener: Listener) -> None:
+    listener.close()
+    os._exit(status)
 
 
 def _prepare(
@@ -241,7 +257,6 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             # Neither the engine's step nor a client is waited for.
             print("octavo: second signal: stopped at once.", file=sys.stderr, flush=True)
-            self._listener.close()
-            os._exit(1)
+            _end_at_once(1, self._listener)
         self._drain.begin()
         super().handle_exit(sig, frame)

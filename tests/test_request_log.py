@@ -140,6 +140,7 @@ def test_a_deadline() -> None:
 
 def test_prompts_are_logged_when_asked_for() -> None:
     api = app(timed, log_prompts=True)
+    api.client.info = replace(api.client.info, max_model_len=20_000)
     logged = line(lambda: api.complete(prompt=[SECRET, "x" * 10_000], n=2))
     assert logged["prompt"] == [SECRET, "x" * 2000]
     assert logged["answer"] == ["an answer"] * 4

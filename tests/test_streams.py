@@ -494,6 +494,54 @@ def test_waiting_prompt_tokens_are_bounded_before_and_after_tokenising() -> None
     run(scenario())
 
 
+@pytest.mark.parametrize(("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+def test_a_hopelessly_long_text_costs_little(path: str, param: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beginning is tokenised, not the whole, and it takes no more room in the queue than one that fits."""
+    lengths: list[int] = []
+    encode = Tokenizer.encode
+
+    def spy(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+
+    async def scenario() -> None:
+        api = Api(queued, max_num_queued_tokens=100)
+        text = "x" * 1_000_000
+        body = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+        first = api.call(prompt=[65] * 30)
+        await until(lambda: api.service.admission.num_queued_tokens == 30)
+        lengths.clear()
+        call = Call(api.app, path, body)
+        await call.wait_end()
+        assert call.status == 400
+        error = json.loads(call.text)["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "maximum context length is 64 tokens" in error["message"]
+        assert sum(lengths) < 2000
+        first.leave()
+        await first.wait_end()
+        api.check_empty()
+
+    run(scenario())
+
+
+def test_a_text_of_few_tokens_may_have_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of spaces that a tokenizer drops."""
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **terms: encode(self, text.strip() or "a", **terms))
+
+    async def scenario() -> None:
+        api = Api(chatter)
+        call = api.call(prompt=" " * 100_000)
+        await call.wait_end()
+        assert call.status == 200
+        api.check_empty()
+
+    run(scenario())
+
+
 def test_tokenizing_is_bounded_too() -> None:
     async def scenario() -> None:
         api = Api(silent, STUCK, max_num_queued_reqs=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +49,17 @@ def test_encoding_ignores_truncation_and_padding_that_the_file_brings(tmp_path: 
     spec["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     path.write_text(json.dumps(spec))
     assert loaded(tmp_path).encode(TEXT) == hf.encode(TEXT)
+
+
+def test_encoding_lets_other_threads_run() -> None:
+    """A service that reads a long text goes on answering."""
+    tokenizer, turns = byte_level(), 0
+    work = threading.Thread(target=tokenizer.encode, args=("word " * 200_000,))
+    work.start()
+    while work.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5
 
 
 def test_unpaired_surrogates_are_refused() -> None:
