@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import structlog
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from engine import EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger("octavo.server")
+request_logger = structlog.get_logger("octavo.request")
 
 _SHOWN = 80  # characters of a wrong value that an error message repeats
 
@@ -140,7 +142,19 @@ async def _on_error(request: Request, problem: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "other methods")
         message = f"{_path(request)} does not answer {request.method}; it answers {allowed}."
         error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    _log_refusal(request, error)
     return error.response()
+
+
+def _log_refusal(request: Request, error: ApiError) -> None:
+    """The log line of a request for generated text that was refused before it had a record of its own. Without the
+    message, which may repeat a prompt."""
+    path = str(request.scope["path"])
+    asks = request.method == "POST" and path.endswith("/completions") and "endpoint" in request.scope
+    logged = getattr(request.state, "recorded", False) or error.status_code in (408, 413)  # the door says these
+    if asks and not logged and error.status_code < 500:
+        facts = {"path": path, "status": error.status_code, "code": error.code, "param": error.param}
+        request_logger.info("request finished", outcome="refused", **facts)
 
 
 def _path(request: Request) -> str:

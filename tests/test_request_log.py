@@ -147,9 +147,9 @@ def test_prompts_are_logged_when_asked_for() -> None:
     assert line(lambda: api.complete(prompt=[5, 6]))["prompt"] == [[5, 6]]
 
 
-def test_other_routes_and_invalid_bodies_have_no_such_line() -> None:
+def test_other_routes_have_no_such_line() -> None:
     api = Api()
-    assert lines(lambda: [api.request("GET", "/metrics"), api.complete(prompt=5.5), api.complete()]) == []
+    assert lines(lambda: [api.request("GET", "/metrics"), api.request("GET", "/v1/completions")]) == []
 
 
 def test_two_requests_at_once_keep_their_ids() -> None:
@@ -184,3 +184,18 @@ def test_the_logger_has_a_name_of_its_own(capsys: pytest.CaptureFixture[str]) ->
         structlog.configure(**before)
     assert set(names) == {"octavo.request"}
     assert "request finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [({"model": "other"}, 404, "model_not_found", "model"), ({"n": 500}, 400, "invalid_value", "n"),
+     ({"logprobs": SECRET}, 400, "invalid_type", "logprobs")],
+)  # fmt: skip
+def test_a_request_refused_at_once_has_its_line_too(body: dict[str, Any], status: int, code: str, param: str) -> None:
+    api = Api(timed)
+    sent = {"prompt": SECRET, **body}
+    logged = line(lambda: api.request("POST", "/v1/completions", json=sent, headers={"X-Request-ID": "mine"}))
+    assert logged == {
+        "event": "request finished", "log_level": "info", "request_id": "mine", "outcome": "refused",
+        "path": "/v1/completions", "status": status, "code": code, "param": param,
+    }  # fmt: skip

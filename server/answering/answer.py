@@ -126,6 +126,7 @@ class Run(ABC, Generic[Piece, Choice]):
         """The answer, as the body asks for it."""
         headers = ignored_header(self.body.ignored_fields())
         self.record = self._record(request.url.path)
+        request.state.recorded = True
         wanted = Wanted(self.service.drain, self._interrupted)
         if self.body.stream:
             return EventStream(self.record.streamed(self._events()), wanted, headers)
