@@ -119,7 +119,7 @@ def to_api_error(problem: Exception) -> ApiError:
     if isinstance(problem, StarletteHTTPException):
         return ApiError(problem.status_code, str(problem.detail), headers=problem.headers)
     if isinstance(problem, EngineDeadError):
-        logger.error("The engine is dead: %s", problem)
+        logger.debug("The engine is dead: %s", problem)  # its client has said so, once and louder
         return ApiError(
             503,
             "The engine has stopped and cannot serve requests; it is being started again.",

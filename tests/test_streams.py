@@ -527,6 +527,22 @@ def test_a_hopelessly_long_text_costs_little(path: str, param: str, monkeypatch:
     run(scenario())
 
 
+def test_far_too_many_token_ids_never_reach_the_engine() -> None:
+    async def scenario() -> None:
+        api = Api(queued)
+        call = api.call(prompt=[65] * 129)  # the context has 64
+        await call.wait_end()
+        assert (call.status, json.loads(call.text)["error"]["code"]) == (400, "context_length_exceeded")
+        assert not api.client.asked
+        left_to_the_engine = api.call(prompt=[65] * 128)
+        await until(lambda: len(api.client.asked) == 1)
+        left_to_the_engine.leave()
+        await left_to_the_engine.wait_end()
+        api.check_empty()
+
+    run(scenario())
+
+
 def test_a_text_of_few_tokens_may_have_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of spaces that a tokenizer drops."""
     encode = Tokenizer.encode

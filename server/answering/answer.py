@@ -19,7 +19,7 @@ from server.admission import Ticket, estimate_tokens
 from server.answering.generation import Generation
 from server.answering.observation import RequestRecord
 from server.answering.pieces import Choice, Piece, PieceMaker, Shape, keep_best
-from server.answering.prompt import Prompt, encode_fitting
+from server.answering.prompt import Prompt, check_length, encode_fitting
 from server.answering.streaming import COMMENT, ClientGoneError, EventStream, KeepAlive, Wanted, sse
 from server.api.fields import ignored_header
 from server.api.schemas import GenerationBody, Usage
@@ -43,6 +43,7 @@ async def encode_prompts(
                 message = f"{service.model_id} has no tokenizer: send the prompt as token ids."
                 raise ApiError(400, message, param=param, code="no_tokenizer")
         else:
+            check_length(len(prompt), longest, param)
             check_token_ids(prompt, vocab_size, param)
     ids = [prompt for prompt in given if not isinstance(prompt, str)]
     if tokenizer is None or len(ids) == len(given):

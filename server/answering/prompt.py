@@ -18,6 +18,20 @@ class Prompt:
     text: str | None = None
 
 
+def check_length(count: int, longest: int, param: str) -> None:
+    """Refuse token ids that are far too many before they are sent to the engine, which would only say the same.
+
+    Raises:
+        ApiError: there are more than twice as many as `longest`. What is only a little too long is left to the engine.
+    """
+    if count > 2 * longest:
+        message = (
+            f"the prompt is too long: it has {count} tokens, and this model's maximum context length is {longest} "
+            "tokens, answer included (max_model_len). Shorten the prompt or raise --max-model-len."
+        )
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+
 def encode_fitting(
     tokenizer: Tokenizer, text: str, longest: int, param: str, *, add_special_tokens: bool = True
 ) -> list[int]:
