@@ -24,6 +24,9 @@ from engine.logs import LogFormat
 from engine.messages import GOODBYE, Failed, Ready, Start, receive_reply, send_framed
 
 _LONGEST_FOLDER = 80  # bytes; a Unix socket's whole path has at most 103 (macOS) or 107 (Linux)
+# Threads that wait for each other in a step spin for milliseconds by default (libgomp), which takes the core from those
+# that they wait for wherever something else runs too, such as the API process. A moment is enough.
+_SPINS = "20000"
 _GRACE = 2.0  # seconds that an engine gets to end by itself
 
 
@@ -163,4 +166,5 @@ def _signals_held() -> Iterator[None]:
 def _environment() -> dict[str, str]:
     # The same modules as here, however they were found; the working directory only if it counts here, too.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {**os.environ, "PYTHONPATH": path}
+    patience = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": _SPINS}
+    return {**patience, **os.environ, "PYTHONPATH": path}

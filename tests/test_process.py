@@ -23,7 +23,7 @@ from support.checkpoints import Checkpoint
 from test_http_process import Service
 from test_http_process import checkpoint as tiny  # noqa: F401
 
-from engine import EngineConfig, EngineDeadError, ModelLoadError, OctavoError, RequestDelta, SamplingParams
+from engine import EngineConfig, EngineDeadError, ModelLoadError, OctavoError, RequestDelta, SamplingParams, launch
 from engine.client import EngineClient, RestartPolicy, start_engine
 from engine.engine import Engine
 
@@ -453,3 +453,17 @@ def test_a_long_temporary_folder_does_not_matter(
     with pytest.raises(ModelLoadError, match="absent"):
         start_engine(EngineConfig(model=str(tmp_path / "absent")))
     assert list(deep.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_waiting_threads_spin_for_a_moment_only(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert launch._environment().get("GOMP_SPINCOUNT") == expected
