@@ -23,6 +23,7 @@ from engine.execution.warmup import measure, trial
 from engine.generation import GenerationDefaults, check_ids, load_defaults, resolve
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import build_spec
+from engine.model.spec import ModelSpec
 from engine.model.weights import load_model, stored_dtype
 from engine.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.request import EngineInput, PixelInput, PoolingParams, Request, SamplingParams, Seq2SeqInput, TokenInput
@@ -62,7 +63,7 @@ class Engine:
         stored = stored_dtype(path, hf_config)
         dtype = choose_dtype(config.dtype, stored, device)
         check_weights_fit(path, stored, dtype, device)
-        max_model_len = find_max_model_len(config, hf_config, spec.max_positions)
+        max_model_len = find_max_model_len(config, hf_config, spec)
         assert spec.decoder is not None  # `build_spec` refuses models without one
         model = load_model(
             path,
@@ -357,13 +358,13 @@ def has_fast_bfloat16() -> bool:
     )
 
 
-def find_max_model_len(config: EngineConfig, hf_config: Any, max_positions: int | None) -> int:
+def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec) -> int:
     """The longest prompt plus answer, in tokens: as set, else what the model was made for.
 
     Raises:
         ConfigError: neither is known.
     """
-    trained = getattr(hf_config, "max_position_embeddings", None) or max_positions
+    trained = spec.context_length or getattr(hf_config, "max_position_embeddings", None) or spec.max_positions
     if config.max_model_len is None:
         if trained is None:
             raise ConfigError(

@@ -98,7 +98,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
-    max_model_len = find_max_model_len(config, hf_config, spec.max_positions)
+    max_model_len = find_max_model_len(config, hf_config, spec)
     assert spec.decoder is not None  # `build_spec` refuses models without one
     backend = select(device, [block.attention for block in spec.decoder.blocks])
     model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory

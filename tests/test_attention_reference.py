@@ -447,7 +447,7 @@ def test_contradictions_are_refused_with_the_figures() -> None:
         attend(row.q, [21], [21])
     with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
         attend(row.q[:, :3], [20], [20])
-    with pytest.raises(ValueError, match="the distance bias has 3 heads, the queries have 4"):
+    with pytest.raises(ValueError, match="the bias has 3 heads, the queries have 4"):
         attend(row.q, [20], [20], bias=table(3, 5, 2))
 
 

@@ -165,7 +165,8 @@ def test_models_that_cannot_be_served(model: Path) -> None:
     config = model / "config.json"
     whole = json.loads(config.read_text())
     config.write_text(json.dumps(whole | {"architectures": ["MambaForCausalLM"]}))
-    assert "'MambaForCausalLM' is not supported -> Supported: GPT2" in failed(examine(model)["model"])
+    text = failed(examine(model)["model"])
+    assert "'MambaForCausalLM' is not supported; the nearest one that is: LlamaForCausalLM -> Supported: GPT2" in text
     config.write_text("{")
     assert "config.json cannot be read" in failed(examine(model)["model"])
     config.unlink()

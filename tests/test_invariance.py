@@ -108,8 +108,11 @@ class RecordingModel:
         self.tokens: list[int] = []
         self.rows: list[int] = []
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, caches: Any, slots: Tensor, metadata: Any) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, caches: Any, slots: Tensor, metadata: Any, min_rows: int
+    ) -> Tensor:
         assert len(token_ids) == len(positions) >= len(slots) == sum(metadata.query_lens)
+        assert len(token_ids) >= min_rows
         self.tokens.append(len(token_ids))
         return torch.nn.functional.one_hot(token_ids, 8).float() * 9
 

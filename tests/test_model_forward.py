@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from engine.attention.base import AttentionMetadata, Paged
 from engine.attention.reference import TorchReference
 from engine.errors import ConfigError
 from engine.model import checkpoint, families, spec, weights
-from engine.model.layers import Place, RmsNorm, RotaryTable, rotate
+from engine.model.layers import Place, RmsNorm
+from engine.model.positions import Rotary
+from engine.model.rotary import RotaryTable, rotate
 from engine.model.transformer import Sublayer, Transformer
 
 VOCAB = 61
@@ -237,7 +240,7 @@ def test_rotary_tables_equal_transformers(parameters: dict[str, Any]) -> None:
     decoder = families.llama.spec(config).decoder
     assert decoder is not None
     part = decoder.blocks[0].attention.position
-    assert isinstance(part, spec.Rotary)
+    assert isinstance(part, Rotary)
     table = RotaryTable(part, 16, 4096, CPU)
     ours_cos, ours_sin = table(positions, torch.float32)
     torch.testing.assert_close(ours_cos[:, 0], cos[0], rtol=1e-5, atol=1e-6)
@@ -245,7 +248,7 @@ def test_rotary_tables_equal_transformers(parameters: dict[str, Any]) -> None:
 
 
 def test_interleaved_rotation_turns_neighbouring_pairs_and_leaves_the_rest() -> None:
-    part = spec.Rotary(dim=6, theta=100.0, interleaved=True)
+    part = Rotary(dim=6, theta=100.0, interleaved=True)
     x = torch.randn(5, 2, 10, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([0, 3, 1, 9, 4])
     out = rotate(x, part, *RotaryTable(part, 10, 16, CPU)(positions, torch.float32))
@@ -270,15 +273,17 @@ def test_parameters_ask_for_no_gradients_and_shapes_are_told(tmp_path: Path) -> 
     assert (model.vocab_size, model.device, model.training) == (VOCAB, CPU, False)
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("after", [False, True])
-def test_a_sublayer_norms_before_and_after_and_adds(before: bool, after: bool) -> None:
+@pytest.mark.parametrize("places", list(itertools.product([False, True], repeat=3)))
+def test_a_sublayer_norms_where_it_is_told_to_and_adds(places: tuple[bool, bool, bool]) -> None:
     class Twice(torch.nn.Module):
         def forward(self, x: Tensor, factor: float) -> Tensor:
             return factor * x
 
-    norms = [torch.nn.LayerNorm(8) if wanted else None for wanted in (before, after)]
+    def norm(x: Tensor, wanted: bool) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (8,)) if wanted else x
+
+    before, after, outer = places
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    inner = 2.0 * (torch.nn.functional.layer_norm(x, (8,)) if before else x)
-    expected = x + (torch.nn.functional.layer_norm(inner, (8,)) if after else inner)
-    torch.testing.assert_close(Sublayer(norms[0], Twice(), norms[1])(x, 2.0), expected)
+    expected = norm(x + norm(2.0 * norm(x, before), after), outer)
+    norms = [torch.nn.LayerNorm(8) if wanted else None for wanted in places]
+    torch.testing.assert_close(Sublayer(Twice(), *norms)(x, 2.0), expected)

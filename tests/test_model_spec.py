@@ -14,15 +14,13 @@ import engine.model
 from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model import families
+from engine.model.positions import BandScaling, Learned, LinearScaling, RelativeBuckets, Rotary, Slopes
 from engine.model.spec import (
     AfterSublayer,
-    BandScaling,
     Classifier,
     Dense,
     Experts,
     Gated,
-    Learned,
-    LinearScaling,
     Lm,
     MaskedLm,
     ModelSpec,
@@ -31,10 +29,7 @@ from engine.model.spec import (
     Pool,
     Post,
     Pre,
-    RelativeBuckets,
-    Rotary,
     Sandwich,
-    Slopes,
     Stack,
 )
 from engine.model.transformer import unsupported
@@ -125,10 +120,9 @@ def test_rotary_settings_of_older_configs() -> None:
     assert decoder(model).blocks[0].attention.position == Rotary(128, 20_000.0, scaling=LinearScaling(2.0))
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
-def test_other_rotary_scalings_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"rope_type '{kind}'.*Implemented: default, linear, llama3"):
-        make("LlamaForCausalLM", rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+def test_other_rotary_scalings_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"rope_type 'proportional'.*Implemented: default, linear, dynamic"):
+        make("LlamaForCausalLM", rope_parameters={"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0})
 
 
 def test_partial_rotation_is_refused_where_the_family_has_none() -> None:
@@ -299,11 +293,15 @@ def test_parts_without_a_module_are_named() -> None:
 
     assert unsupported(model) == []
     assert with_block(placement=AfterSublayer(norm, norm)) == []
-    assert with_block(placement=Post(norm, norm)) == ["Post norm placement"]
-    assert with_block(ffn=Experts(Gated(8, "silu"), 4, 2)) == ["mixtures of experts"]
-    assert with_block(attention=replace(second.attention, clip=8.0)) == ["clipped queries, keys and values"]
-    assert with_block(attention=replace(second.attention, qk_norm=PerHead(norm))) == ["normalised queries and keys"]
-    assert with_block(attention=replace(second.attention, position=Slopes((0.5,)))) == ["Slopes in attention"]
+    assert with_block(placement=Post(norm, norm)) == []
+    assert with_block(ffn=Experts(Gated(8, "silu"), 4, 2)) == []
+    assert with_block(ffn=Experts(Gated(8, "silu", bias=True), 4, 2)) == ["experts with biases"]
+    assert with_block(attention=replace(second.attention, clip=8.0, qk_norm=PerHead(norm))) == []
+    assert with_block(attention=replace(second.attention, position=Slopes((0.5,)))) == []
+    assert with_block(attention=replace(second.attention, position=RelativeBuckets(8, 16, bidirectional=False))) == [
+        "RelativeBuckets in attention"
+    ]
+    assert with_block(cross=second.attention) == ["cross-attention"]
 
 
 @pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "ModernBertForMaskedLM"])
@@ -334,6 +332,6 @@ def test_no_family_is_named_in_the_transformer() -> None:
     folder = Path(next(iter(engine.model.__path__)))
     names = {f.stem for f in (folder / "families").glob("*.py")} - {"__init__", "common"}
     names |= {"llama", "gpt", "gemma", "bert", "t5", "mistral", "mixtral", "falcon", "bloom", "bart", "qwen", "phi"}
-    for file in ("transformer.py", "layers.py"):
+    for file in ("transformer.py", "layers.py", "experts.py", "rotary.py", "bias.py"):
         text = (folder / file).read_text(encoding="utf-8").lower()
         assert [name for name in sorted(names) if re.search(rf"(?<![a-z]){name}", text)] == []

@@ -35,6 +35,17 @@ class DistanceBias:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionBias:
+    """A bias per head that depends only on the key's own position (ALiBi with rounded products).
+
+    Attributes:
+        table: [heads, N] bias by position; positions beyond the last take its value.
+    """
+
+    table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Paged:
     """K and V of one layer in pages.
 
@@ -133,7 +144,7 @@ class AttentionBackend(ABC):
         causal: bool = True,
         window: Window | None = None,
         scale: float,
-        bias: DistanceBias | None = None,
+        bias: DistanceBias | PositionBias | None = None,
         softcap: float | None = None,
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].

@@ -11,6 +11,7 @@ from engine.attention.base import (
     AttentionPart,
     DistanceBias,
     Paged,
+    PositionBias,
     Ragged,
     Window,
 )
@@ -55,7 +56,7 @@ class TorchReference(AttentionBackend):
         causal: bool = True,
         window: Window | None = None,
         scale: float,
-        bias: DistanceBias | None = None,
+        bias: DistanceBias | PositionBias | None = None,
         softcap: float | None = None,
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
@@ -75,7 +76,7 @@ class TorchReference(AttentionBackend):
                 "agree: heads must be a multiple of kv_heads, and head_dim the same"
             )
         if bias is not None and bias.table.shape[0] != heads:
-            raise ValueError(f"the distance bias has {bias.table.shape[0]} heads, the queries have {heads}")
+            raise ValueError(f"the bias has {bias.table.shape[0]} heads, the queries have {heads}")
         groups = self._groups(metadata, kv, Shape(heads, kv_heads, head_dim, causal, window))
         if q.shape[0] < sum(metadata.query_lens):
             raise ValueError(f"q has {q.shape[0]} tokens, the rows have {sum(metadata.query_lens)} queries")
@@ -111,7 +112,7 @@ def _attend_group(
     group: Group,
     kv_heads: int,
     scale: float,
-    bias: DistanceBias | None,
+    bias: DistanceBias | PositionBias | None,
     softcap: float | None,
 ) -> Tensor:
     """Results [tiles * width, heads, head_dim] float32 of a group.
@@ -154,10 +155,13 @@ def _attend_group(
     return result.reshape(group.tiles * group.width, heads, head_dim)
 
 
-def _bias(bias: DistanceBias, step: Step, kv_heads: int, width: int) -> Tensor:
-    """[tiles, kv_heads, fold, width, CHUNK], a strided view of one line of distances per tile."""
+def _bias(bias: DistanceBias | PositionBias, step: Step, kv_heads: int, width: int) -> Tensor:
+    """[tiles, kv_heads, fold, width or 1, CHUNK]; by distance, a strided view of one line per tile."""
     heads, columns = bias.table.shape
-    line = torch.arange(width + CHUNK - 1, device=bias.table.device)
-    index = (step.distance + line + bias.zero).clamp_(0, columns - 1)
-    lines = bias.table.index_select(1, index.view(-1)).view(kv_heads, heads // kv_heads, step.tiles, len(line))
-    return lines.permute(2, 0, 1, 3).unfold(3, CHUNK, 1)
+    if isinstance(bias, DistanceBias):
+        line = step.distance + torch.arange(width + CHUNK - 1, device=bias.table.device) + bias.zero
+    else:
+        line = step.first + torch.arange(CHUNK, device=bias.table.device)
+    lines = bias.table.index_select(1, line.clamp_(0, columns - 1).view(-1))
+    lines = lines.view(kv_heads, heads // kv_heads, *line.shape).permute(2, 0, 1, 3)
+    return lines.unfold(3, CHUNK, 1)

@@ -48,13 +48,15 @@ class Step:
             nothing outside the row is ever read.
         masked: tiles from here on have keys that not all queries see.
         mask: [tiles - masked, 1, 1, width, CHUNK] float32, 0 or -inf, None where masked == tiles.
-        distance: [tiles, 1] int64 position of the chunk's first key - position of the tile's last query.
+        first: [tiles, 1] int64 position of the chunk's first key.
+        distance: [tiles, 1] int64 that position - position of the tile's last query.
     """
 
     tiles: int
     rows: Tensor
     masked: int
     mask: Tensor | None
+    first: Tensor
     distance: Tensor
 
 
@@ -186,16 +188,18 @@ def _group(tiles: _Tiles, kv: Paged | Ragged, shape: Shape) -> Group:
     masked = np.minimum.reduceat(np.where(partial, tile, live[step]), begin)
 
     rows = _rows(put(key), put(tile), put(tiles.row), put(tiles.low), put(tiles.high), kv, shape.kv_heads)
+    first = put(key)[:, None]
     distance = put(key - tiles.base[tile] - (width - 1))[:, None]
     select = np.flatnonzero(tile >= masked[step])
     masks = _masks(put(key[select]), put(tiles.base[tile[select]]), put(tiles.context[tile[select]]), width, shape)
     steps = tuple(
-        Step(n, r, m, mask.view(n - m, 1, 1, width, CHUNK) if m < n else None, d)
-        for n, r, m, mask, d in zip(
+        Step(n, r, m, mask.view(n - m, 1, 1, width, CHUNK) if m < n else None, f, d)
+        for n, r, m, mask, f, d in zip(
             live.tolist(),
             torch.split(rows, (live * shape.kv_heads * CHUNK).tolist()),
             masked.tolist(),
             torch.split(masks, (live - masked).tolist()),
+            torch.split(first, live.tolist()),
             torch.split(distance, live.tolist()),
             strict=True,
         )

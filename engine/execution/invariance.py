@@ -8,10 +8,13 @@ pads. The threshold is measured at start, on the model's own shapes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
 
 logger = logging.getLogger("octavo.execution")
@@ -27,13 +30,14 @@ def min_invariant_rows(model: nn.Module) -> int:
     Returns 1, and says so in the log, where that cannot be promised (GPUs, or no such number up to
     MOST_ROWS).
     """
-    products: dict[tuple[int, int, torch.dtype], nn.Module] = {}
+    products: dict[tuple[int, int, torch.dtype], Callable[[Tensor], Tensor]] = {}
     for module in model.modules():
-        if isinstance(module, Linear):
-            products[module.inputs, module.outputs, module.weight.dtype] = module
-    if any(next(product.parameters()).device.type != "cpu" for product in products.values()):
-        logger.info("matrix products on a GPU: a row's last bits may depend on the batch")
-        return 1
+        if isinstance(module, Linear | ExpertMatrices):
+            if module.weight.device.type != "cpu":
+                logger.info("matrix products on a GPU: a row's last bits may depend on the batch")
+                return 1
+            product = partial(module, expert=0) if isinstance(module, ExpertMatrices) else module
+            products[module.inputs, module.outputs, module.weight.dtype] = product
     rows = max((_threshold(product, *key) for key, product in products.items()), default=1)
     if rows > MOST_ROWS:
         logger.warning("matrix products on this CPU: a row's last bits may depend on the batch")
@@ -43,7 +47,7 @@ def min_invariant_rows(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def _threshold(product: nn.Module, inputs: int, outputs: int, dtype: torch.dtype) -> int:
+def _threshold(product: Callable[[Tensor], Tensor], inputs: int, outputs: int, dtype: torch.dtype) -> int:
     """Fewest rows from which on a product is invariant; MOST_ROWS + 1 if there is no such number.
 
     Kernels often differ in few of the rows only, so each count is tried on many: on most where there

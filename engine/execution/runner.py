@@ -87,6 +87,7 @@ class ModelRunner:
             self.cache.paged(tables),
             self._slots.fill(plan.slots),
             metadata,
+            self.min_rows,
         )
         return hidden
 

@@ -1,4 +1,4 @@
-"""The layers that the parts of `engine.model.spec` become.
+"""The layers that the parts of `engine.model.spec` become (positions: `rotary`, `bias`; experts: `experts`).
 
 T stands for tokens laid end to end, without a batch dimension. Parameters are allocated and not
 initialised: whoever builds a module fills them (`engine.model.weights`).
@@ -6,7 +6,6 @@ initialised: whoever builds a module fills them (`engine.model.weights`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.attention.base import AttentionBackend, AttentionMetadata, DistanceBias, Paged, PositionBias
 from engine.model import spec
+from engine.model.positions import AttentionPosition, Rotary
+from engine.model.rotary import rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,16 @@ class Step:
         slots: [T] int64, where the new tokens' K and V go in the flattened pages.
         metadata: the shape of the ragged batch.
         rotations: for each rotary part, (cos [Tp, 1, head_dim], sin [Tp, 1, dim / 2]).
+        biases: for each part that adds a bias to the scores, what a backend is handed.
+        min_rows: fewest rows of a matrix product whose rows do not depend on each other
+            (`engine.execution.invariance`).
     """
 
     slots: Tensor
     metadata: AttentionMetadata
-    rotations: dict[spec.Rotary, tuple[Tensor, Tensor]]
+    rotations: dict[Rotary, tuple[Tensor, Tensor]]
+    biases: dict[AttentionPosition, DistanceBias | PositionBias]
+    min_rows: int = 1
 
 
 class Linear(nn.Module):
@@ -156,56 +162,23 @@ ACTIVATIONS: dict[spec.Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def rotary_frequencies(part: spec.Rotary) -> Tensor:
-    """[dim / 2] float32 radians per position, scaling applied."""
-    frequencies = 1.0 / (part.theta ** (torch.arange(0, part.dim, 2, dtype=torch.float32, device="cpu") / part.dim))
-    match part.scaling:
-        case None:
-            return frequencies
-        case spec.LinearScaling(factor):
-            return frequencies / factor
-        case spec.BandScaling(factor, low, high, original_length):
-            wavelengths = 2 * math.pi / frequencies
-            # 0 where the wave is so long that it is stretched, 1 where it is kept, blended between.
-            kept = ((original_length / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-            return (1 - kept) * frequencies / factor + kept * frequencies
+class QkNorm(nn.Module):
+    """Norms of queries and keys, each over a head's features or over all heads' at once."""
 
-
-class RotaryTable(nn.Module):
-    """Cosines and sines of all positions in [0, length), float32.
-
-    `cos` [length, head_dim] is 1 for features that do not rotate; `sin` is [length, dim / 2].
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, part: spec.Rotary, head_dim: int, length: int, device: torch.device):
+    def __init__(self, part: spec.Attention, norm: spec.PerHead | spec.WholeProjection, place: Place):
         super().__init__()
-        angles = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * rotary_frequencies(part)
-        cos = angles.cos()
-        turned = cos.repeat_interleave(2, dim=1) if part.interleaved else torch.cat((cos, cos), dim=1)
-        still = torch.ones(length, head_dim - part.dim, device="cpu")
-        self.register_buffer("cos", torch.cat((turned, still), dim=1).to(device), persistent=False)
-        self.register_buffer("sin", angles.sin().to(device), persistent=False)
+        self.split = (part.heads,)
+        self.whole = isinstance(norm, spec.WholeProjection)
+        sizes = [n * part.head_dim if self.whole else part.head_dim for n in (part.heads, part.kv_heads)]
+        self.queries, self.keys = (build_norm(norm.norm, size, place) for size in sizes)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) of positions [T]."""
-        cos, sin = F.embedding(positions, self.cos), F.embedding(positions, self.sin)
-        return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
-
-
-def rotate(x: Tensor, part: spec.Rotary, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, head_dim] by the angles of their positions."""
-    half = part.dim // 2
-    if part.interleaved:
-        first, second = slice(0, part.dim, 2), slice(1, part.dim, 2)
-    else:
-        first, second = slice(0, half), slice(half, part.dim)
-    out = x * cos
-    out[..., first].addcmul_(x[..., second], sin, value=-1)
-    out[..., second].addcmul_(x[..., first], sin)
-    return out
+    def forward(self, heads: Tensor) -> Tensor:
+        """[T, heads + kv_heads, head_dim], queries first, to the same."""
+        normed = []
+        for norm, x in zip((self.queries, self.keys), heads.tensor_split(self.split, dim=1), strict=True):
+            assert norm is not None
+            normed.append(norm(x.flatten(1)).view(x.shape) if self.whole else norm(x))
+        return torch.cat(normed, dim=1)
 
 
 class SelfAttention(nn.Module):
@@ -216,14 +189,19 @@ class SelfAttention(nn.Module):
         self.part = part
         self.backend = backend
         self.qkv = Linear(hidden_size, (part.heads + 2 * part.kv_heads) * part.head_dim, part.qkv_bias, place)
+        self.qk_norm = None if part.qk_norm is None else QkNorm(part, part.qk_norm, place)
         self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
 
     def forward(self, x: Tensor, cache: Paged, step: Step) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]; tokens past the T of `step.slots` are padding: backends give them zeros."""
         part, total, tokens = self.part, x.shape[0], step.slots.shape[0]
         heads = self.qkv(x).view(total, part.heads + 2 * part.kv_heads, part.head_dim)
+        if part.clip is not None:
+            heads = heads.clamp_(-part.clip, part.clip)
         turning, values = heads.tensor_split((part.heads + part.kv_heads,), dim=1)
-        if isinstance(part.position, spec.Rotary):
+        if self.qk_norm is not None:
+            turning = self.qk_norm(turning)
+        if isinstance(part.position, Rotary):
             turning = rotate(turning, part.position, *step.rotations[part.position])
         queries, keys = turning.tensor_split((part.heads,), dim=1)
         cache.keys.view(-1, part.kv_heads, part.head_dim).index_copy_(0, step.slots, keys[:tokens])
@@ -235,6 +213,7 @@ class SelfAttention(nn.Module):
             causal=part.causal,
             window=part.window,
             scale=part.scale,
+            bias=None if part.position is None else step.biases.get(part.position),
             softcap=part.softcap,
         )
         out: Tensor = self.out(attended.reshape(total, part.heads * part.head_dim))
@@ -250,7 +229,7 @@ class DenseFeedForward(nn.Module):
         self.down = Linear(part.width, hidden_size, part.bias, place)
         self.activation = ACTIVATIONS[part.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         out: Tensor = self.down(self.activation(self.up(x)))
         return out
 
@@ -264,7 +243,7 @@ class GatedFeedForward(nn.Module):
         self.down = Linear(part.width, hidden_size, part.bias, place)
         self.activation = ACTIVATIONS[part.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: Tensor = self.down(self.activation(gate).mul_(up))
         return out

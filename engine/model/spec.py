@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.attention.base import Window
+from engine.model.positions import AttentionPosition, DistanceBias, Positions
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
 
@@ -30,102 +31,6 @@ class Norm:
     eps: float
     bias: bool = False
     unit_offset: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """A learned vector per position, read at row position + offset of a table of `size` rows."""
-
-    size: int
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sinusoidal:
-    """Fixed sine and cosine vectors (arXiv:1706.03762, 3.5) of `size` positions."""
-
-    size: int
-    offset: int = 0
-
-
-Positions = Learned | Sinusoidal
-
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """Rotary frequencies divided by `factor` (position interpolation, arXiv:2306.15595)."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class BandScaling:
-    """Rotary frequencies divided by `factor` below a band, kept above it, blended inside it (Llama 3.1).
-
-    Attributes:
-        factor: divisor of the low frequencies.
-        low, high: the band lies between wavelengths original_length / low and original_length / high.
-        original_length: tokens of context in pretraining.
-    """
-
-    factor: float
-    low: float
-    high: float
-    original_length: int
-
-
-Scaling = LinearScaling | BandScaling
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Rotary position embedding (arXiv:2104.09864) of the first `dim` features of each head.
-
-    Attributes:
-        dim: rotated features, even.
-        theta: base of the geometric row of frequencies.
-        interleaved: pairs are neighbouring features; otherwise feature i pairs with i + dim / 2.
-        scaling: how the frequencies are stretched for long contexts.
-    """
-
-    dim: int
-    theta: float
-    interleaved: bool = False
-    scaling: Scaling | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RelativeBuckets:
-    """Learned bias per head by bucketed distance (T5, arXiv:1910.10683, 2.1)."""
-
-    buckets: int
-    max_distance: int
-    bidirectional: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Slopes:
-    """Fixed bias per head, linear in the distance (ALiBi, arXiv:2108.12409)."""
-
-    values: tuple[float, ...]
-
-
-# A bias per head that depends only on the distance of two positions; its table is what a backend is
-# handed as `engine.attention.base.DistanceBias`.
-DistanceBias = RelativeBuckets | Slopes
-
-
-@dataclass(frozen=True, slots=True)
-class Disentangled:
-    """Separate content and position terms in the scores (DeBERTa, arXiv:2006.03654)."""
-
-    buckets: int
-    max_distance: int
-    content_to_position: bool = True
-    position_to_content: bool = True
-
-
-AttentionPosition = Rotary | RelativeBuckets | Slopes | Disentangled
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +97,13 @@ class Gated:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A router sends each token to `active` of `count` feed-forward experts (arXiv:1701.06538)."""
+    """A router sends each token to `active` of `count` feed-forward experts (arXiv:1701.06538).
+
+    Attributes:
+        expert: what each of them is.
+        count, active: how many there are, and how many a token goes to.
+        normalize: the weights of a token's experts are made to sum to 1.
+    """
 
     expert: Dense | Gated
     count: int
@@ -269,7 +180,7 @@ class Tokens:
         positions: added after scaling.
         token_types: number of segment embeddings added, 0 for none.
         norm: applied to the sum.
-        projection: the stack's hidden size, where it differs from width.
+        projection: features that the vectors are mapped to by a matrix without bias, before positions are added.
     """
 
     vocab_size: int
@@ -302,6 +213,7 @@ class Stack:
         hidden_size: features of the residual stream.
         blocks: one per layer; they may differ.
         shared_bias: a distance bias that the self-attentions of all blocks share.
+        projection: features that the hidden states are mapped to at last, by a matrix without bias.
     """
 
     hidden_size: int
@@ -309,6 +221,12 @@ class Stack:
     blocks: tuple[Block, ...]
     final_norm: Norm | None
     shared_bias: DistanceBias | None = None
+    projection: int | None = None
+
+    @property
+    def output_size(self) -> int:
+        """Features of the hidden states that the stack gives."""
+        return self.projection or self.hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,11 +289,17 @@ Head = Lm | MaskedLm | Classifier | Pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A whole model: decoder-only, encoder-only or both."""
+    """A whole model: decoder-only, encoder-only or both.
+
+    Attributes:
+        encoder, decoder, head: its parts.
+        context_length: tokens of context that the model was made for; None if its config does not say.
+    """
 
     encoder: Stack | None
     decoder: Stack | None
     head: Head
+    context_length: int | None = None
 
     @property
     def vocab_size(self) -> int:

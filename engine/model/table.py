@@ -1,8 +1,7 @@
 """Weight tables: which tensors of a checkpoint fill which parameter, and how.
 
-A transformation gives, for a parameter, one view per source tensor in the source's own layout: copying
-each source into its view fills the parameter. So nothing is assembled in memory first, and shapes are
-checked before any data is read.
+A transformation says what shape each source tensor is stored in, so that shapes are checked before any data
+is read, and where a source goes in its parameter, so that nothing is assembled in memory first.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from engine.model.spec import ModelSpec
 
@@ -21,24 +20,33 @@ from engine.model.spec import ModelSpec
 class Transform(Protocol):
     """How source tensors lie in a parameter."""
 
-    def views(self, target: Tensor) -> list[Tensor]:
-        """One view of `target` per source, in the source's layout."""
+    def shapes(self, target: Size) -> list[Size]:
+        """The shape that each source is stored in, for a parameter of this shape."""
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        """Copy source number `place` to where it belongs in the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Same:
     """The tensor as stored."""
 
-    def views(self, target: Tensor) -> list[Tensor]:
+    def shapes(self, target: Size) -> list[Size]:
         return [target]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        target.copy_(source)
 
 
 @dataclass(frozen=True, slots=True)
 class Transposed:
     """A matrix stored [in, out]."""
 
-    def views(self, target: Tensor) -> list[Tensor]:
-        return [target.t()]
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size(reversed(target))]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        target.copy_(source.t())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +55,50 @@ class Joined:
 
     lengths: tuple[int, ...]
 
-    def views(self, target: Tensor) -> list[Tensor]:
-        return list(torch.split(target, list(self.lengths), dim=0))
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size((length, *target[1:])) for length in self.lengths]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        torch.split(target, list(self.lengths))[place].copy_(source)
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """Queries, keys and values stored group by group: `queries` query heads, then one key and one value head.
+
+    In the parameter all queries come first, then all keys, then all values.
+    """
+
+    groups: int
+    queries: int
+    head_dim: int
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [target]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        rest = source.shape[1:]
+        stored = source.view(self.groups, self.queries + 2, self.head_dim, *rest)
+        begin = 0
+        for part in torch.split(stored, [self.queries, 1, 1], dim=1):
+            rows = self.groups * part.shape[1] * self.head_dim
+            target[begin : begin + rows].view(part.shape).copy_(part)
+            begin += rows
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """`count` parameters of one shape in one, each of which `inner` fills; the first one's sources come first."""
+
+    inner: Transform
+    count: int
+
+    def shapes(self, target: Size) -> list[Size]:
+        return self.inner.shapes(Size(target[1:])) * self.count
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        one, place = divmod(place, len(self.inner.shapes(Size(target.shape[1:]))))
+        self.inner.fill(target[one], place, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +107,7 @@ class Entry:
 
     Attributes:
         target: its name in the Transformer.
-        sources: names in the checkpoint, in the order of the transformation's views.
+        sources: names in the checkpoint, in the order that the transformation counts them in.
         transform: how they lie in the parameter.
         shard_axis: axis of the parameter (of each part, if joined) that tensor parallelism would divide;
             None to repeat it everywhere.
@@ -90,17 +140,24 @@ class WeightTable:
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What Octavo knows about one family of checkpoints.
 
     Attributes:
-        name: for messages.
+        name: for messages and for the table of families.
+        architectures: names in a config under which its models are stored.
+        headless: those of them that have no head of their own: such a model can generate where the head is the
+            embedding's table.
+        brings: the parts that tell it from others, in a few words.
         spec: a transformers config to the parts; raises UnsupportedModelError for what has no part.
         weights: the parts to the table of weight names; None for a family whose parts are described but
             not implemented yet (`engine.model.transformer.unsupported` names them).
     """
 
     name: str
+    architectures: tuple[str, ...]
+    brings: str
     spec: Callable[[Any], ModelSpec]
     weights: Callable[[ModelSpec], WeightTable] | None = None
+    headless: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from engine.attention.base import AttentionBackend
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import families
 from engine.model.spec import Lm, ModelSpec
-from engine.model.table import WeightTable
+from engine.model.table import Transform, WeightTable
 from engine.model.transformer import Transformer
 
 logger = logging.getLogger("octavo.model")
@@ -245,27 +245,40 @@ def _has_own_head(checkpoint: Checkpoint, table: WeightTable) -> bool:
     return True
 
 
-def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, Tensor]:
-    """Where each stored tensor goes: its name to a view of a parameter, in the stored layout.
+@dataclass(frozen=True, slots=True)
+class _Destination:
+    """Where a stored tensor goes: source number `place` of a parameter."""
+
+    parameter: Tensor
+    transform: Transform
+    place: int
+    shape: torch.Size
+
+
+def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, _Destination]:
+    """Where each stored tensor goes, by its name.
 
     Raises:
         ModelLoadError: names or shapes do not match.
     """
     parameters = dict(model.named_parameters())
-    views: dict[str, Tensor] = {}
+    destinations: dict[str, _Destination] = {}
     for entry in table.entries:
-        parameter = parameters.pop(entry.target)
-        views.update(zip(entry.sources, entry.transform.views(parameter.data), strict=True))
+        parameter = parameters.pop(entry.target).data
+        shapes = entry.transform.shapes(parameter.shape)
+        for place, (name, shape) in enumerate(zip(entry.sources, shapes, strict=True)):
+            destinations[name] = _Destination(parameter, entry.transform, place, shape)
     if parameters:
         raise ModelLoadError(f"The table of weight names fills no {_some(list(parameters))}.")
-    if missing := [name for name in views if name not in checkpoint.names]:
+    if missing := [name for name in destinations if name not in checkpoint.names]:
         raise ModelLoadError(f"{checkpoint.path} lacks tensors that its config asks for: {_some(missing)}.")
-    if unexpected := [name for name in checkpoint.names if name not in views and not table.ignores(name)]:
+    unexpected = [name for name in checkpoint.names if name not in destinations and not table.ignores(name)]
+    if unexpected:
         raise ModelLoadError(f"{checkpoint.path} holds tensors that its config has no place for: {_some(unexpected)}.")
-    for name, view in views.items():
-        if checkpoint.shape(name) != view.shape:
+    for name, destination in destinations.items():
+        if checkpoint.shape(name) != destination.shape:
             raise ModelLoadError(
-                f"{checkpoint.path}: the tensor {name} should have shape {list(view.shape)} by the config, "
+                f"{checkpoint.path}: the tensor {name} should have shape {list(destination.shape)} by the config, "
                 f"but is stored as {list(checkpoint.shape(name))}."
             )
         if checkpoint.format(name) not in _FORMATS:
@@ -273,7 +286,7 @@ def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dic
                 f"{checkpoint.path}: the tensor {name} is stored as {checkpoint.format(name)}; only "
                 f"{', '.join(_FORMATS)} are read. Use a checkpoint that is not quantised."
             )
-    return views
+    return destinations
 
 
 def _some(names: list[str]) -> str:
@@ -281,19 +294,20 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + rest
 
 
-def _fill(checkpoint: Checkpoint, views: dict[str, Tensor], show_progress: bool) -> None:
-    total = sum(view.numel() * view.element_size() for view in views.values())
+def _fill(checkpoint: Checkpoint, destinations: dict[str, _Destination], show_progress: bool) -> None:
+    total = sum(d.shape.numel() * d.parameter.element_size() for d in destinations.values())
     # File order, so that a file is read from front to back.
-    order = [name for name in checkpoint.names if name in views]
+    order = [name for name in checkpoint.names if name in destinations]
     with tqdm(
         total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", disable=not show_progress
     ) as bar:
         for name in order:
-            view = views[name]
-            view.copy_(checkpoint.read(name))
-            if view.dtype == torch.float16 and not bool(view.isfinite().all()):
+            destination = destinations[name]
+            source = checkpoint.read(name).to(destination.parameter.dtype)
+            if source.dtype == torch.float16 and not bool(source.isfinite().all()):
                 raise ModelLoadError(
                     f"{checkpoint.path}: values of the tensor {name} exceed the range of float16. "
                     "Use --dtype bfloat16 or float32."
                 )
-            bar.update(view.numel() * view.element_size())
+            destination.transform.fill(destination.parameter, destination.place, source)
+            bar.update(source.numel() * source.element_size())

@@ -1,35 +1,37 @@
-"""The families, by the architecture name in a checkpoint's config."""
+"""The families, by the architecture name in a checkpoint's config; one file a family, found by itself."""
 
 from __future__ import annotations
 
+import difflib
+import pkgutil
+from importlib import import_module
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families import gemma2, gpt2, llama, modernbert, t5
 from engine.model.spec import Lm, ModelSpec
 from engine.model.table import Family
 from engine.model.transformer import unsupported
 
-_FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": llama.FAMILY,
-    "LlamaModel": llama.FAMILY,
-    "GPT2LMHeadModel": gpt2.FAMILY,
-    "GPT2Model": gpt2.FAMILY,
-    "Gemma2ForCausalLM": gemma2.FAMILY,
-    "Gemma2Model": gemma2.FAMILY,
-    "T5ForConditionalGeneration": t5.FAMILY,
-    "ModernBertModel": modernbert.FAMILY,
-    "ModernBertForMaskedLM": modernbert.FAMILY,
-    "ModernBertForSequenceClassification": modernbert.FAMILY,
-}
 
-# Names of models without a head: they can generate where the head is the embedding's table.
-_HEADLESS = frozenset({"LlamaModel", "GPT2Model", "Gemma2Model"})
+def _discover() -> tuple[Family, ...]:
+    """The FAMILY of each module of this package that has one, in the order of their names."""
+    modules = (import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+    found = (getattr(module, "FAMILY", None) for module in modules)
+    return tuple(sorted((f for f in found if isinstance(f, Family)), key=lambda family: family.name.lower()))
+
+
+FAMILIES: tuple[Family, ...] = _discover()
+_BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 
 
 def supported() -> list[str]:
     """Architecture names that can be loaded."""
-    return sorted(name for name, family in _FAMILIES.items() if family.weights is not None)
+    return sorted(name for name, family in _BY_ARCHITECTURE.items() if family.weights is not None)
+
+
+def nearest(name: str) -> str:
+    """The supported architecture whose name is most like `name`."""
+    return max(supported(), key=lambda other: difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
 
 
 def architecture(config: Any) -> str:
@@ -44,10 +46,14 @@ def find(config: Any) -> Family:
         UnsupportedModelError: no family has this architecture.
     """
     name = architecture(config)
-    if name not in _FAMILIES:
-        problem = f"The architecture {name!r} is not supported." if name else 'config.json holds no "architectures".'
-        raise UnsupportedModelError(f"{problem} Supported: {', '.join(supported())}.")
-    return _FAMILIES[name]
+    if not name:
+        raise UnsupportedModelError(f'config.json holds no "architectures". Supported: {", ".join(supported())}.')
+    if name not in _BY_ARCHITECTURE:
+        raise UnsupportedModelError(
+            f"The architecture {name!r} is not supported; the nearest one that is: {nearest(name)}. "
+            f"Supported: {', '.join(supported())}."
+        )
+    return _BY_ARCHITECTURE[name]
 
 
 def describe(config: Any) -> ModelSpec:
@@ -70,9 +76,9 @@ def build_spec(config: Any) -> ModelSpec:
     if missing := unsupported(model):
         raise UnsupportedModelError(
             f"{name} needs parts that are not implemented yet: {', '.join(missing)}. "
-            f"Supported architectures: {', '.join(supported())}."
+            f"The nearest architecture that is: {nearest(name)}. Supported architectures: {', '.join(supported())}."
         )
-    if name in _HEADLESS and isinstance(model.head, Lm) and not model.head.tied:
+    if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(
             f"{name} has no language-model head, and tie_word_embeddings is false, so it cannot generate text. "
             "Use the checkpoint of the full model."

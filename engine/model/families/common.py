@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.spec import Activation, Attention, BandScaling, Gated, LinearScaling, ModelSpec, Rotary
-from engine.model.table import Entry, Joined
+from engine.model.positions import (
+    BandScaling,
+    DynamicScaling,
+    LinearScaling,
+    LongScaling,
+    Rotary,
+    Scaling,
+    YarnScaling,
+)
+from engine.model.spec import Activation, Attention, Experts, Gated, Lm, ModelSpec
+from engine.model.table import Entry, Joined, Same, Stacked, Transform, Transposed
 
 # gelu_new, gelu_fast … are one function under several names: the tanh approximation.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -41,40 +51,88 @@ def activation(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def rotary(config: Any, dim: int, layer_type: str | None = None) -> Rotary:
+def rotary(config: Any, head_dim: int, layer_type: str | None = None, *, partial: bool = False) -> Rotary:
     """The rotary part of a config whose `rope_parameters` are flat, or nested by layer type.
 
+    Args:
+        head_dim: features of a head.
+        layer_type: whose parameters are meant, where they are nested.
+        partial: the family rotates only a share of the features, `partial_rotary_factor`.
+
     Raises:
-        UnsupportedModelError: a scaling that is not implemented.
+        UnsupportedModelError: a scaling that is not implemented, or one whose settings do not fit.
     """
     parameters: Mapping[str, Any] = config.rope_parameters or {}
     if layer_type is not None and layer_type in parameters:
         parameters = parameters[layer_type]
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0
     share = parameters.get("partial_rotary_factor")
-    if share is not None and share != 1.0:
+    if share is None:
+        share = 1.0
+    elif share != 1.0 and not partial:
         raise UnsupportedModelError(f"partial_rotary_factor must be 1 for this architecture, got {share}.")
-    kind = parameters.get("rope_type", "default")
-    scaling: LinearScaling | BandScaling | None
-    match kind:
+    dim = int(head_dim * share)
+    return Rotary(dim=dim, theta=float(theta), scaling=_scaling(config, parameters, dim))
+
+
+def _scaling(config: Any, parameters: Mapping[str, Any], dim: int) -> Scaling | None:
+    trained = config.max_position_embeddings
+    original = int(parameters.get("original_max_position_embeddings") or trained)
+    factor = float(parameters.get("factor") or trained / original)
+    match parameters.get("rope_type", "default"):
         case "default":
-            scaling = None
+            return None
         case "linear":
-            scaling = LinearScaling(float(parameters["factor"]))
+            return LinearScaling(factor)
+        case "dynamic":
+            # As the reference has it: the length of pretraining is the config's own, whatever else is said.
+            return DynamicScaling(factor, trained)
         case "llama3":
-            original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-            scaling = BandScaling(
-                factor=float(parameters["factor"]),
+            return BandScaling(
+                factor=factor,
                 low=float(parameters["low_freq_factor"]),
                 high=float(parameters["high_freq_factor"]),
-                original_length=int(original),
+                original_length=original,
             )
-        case _:
+        case "yarn":
+            return YarnScaling(
+                factor=factor,
+                fast=float(parameters.get("beta_fast") or 32),
+                slow=float(parameters.get("beta_slow") or 1),
+                original_length=original,
+                attention_factor=_yarn_attention_factor(parameters, factor),
+                truncate=bool(parameters.get("truncate", True)),
+            )
+        case "longrope":
+            sets = {name: tuple(map(float, parameters[f"{name}_factor"])) for name in ("short", "long")}
+            for name, values in sets.items():
+                if len(values) != dim // 2:
+                    raise UnsupportedModelError(
+                        f"{name}_factor of the config's rope_parameters must hold {dim // 2} values, one per pair of "
+                        f"rotated features, but holds {len(values)}."
+                    )
+            attention = parameters.get("attention_factor")
+            if attention is None:
+                attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+            return LongScaling(**sets, original_length=original, attention_factor=float(attention))
+        case kind:
             raise UnsupportedModelError(
                 f"The checkpoint's config asks for rope_type {kind!r}, which is not implemented. "
-                "Implemented: default, linear, llama3."
+                "Implemented: default, linear, dynamic, llama3, yarn, longrope."
             )
-    return Rotary(dim=dim, theta=float(theta), scaling=scaling)
+
+
+def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
+    """The config's own, else what arXiv:2309.00071 (3.4) recommends."""
+    own = parameters.get("attention_factor")
+    if own is not None:
+        return float(own)
+
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return grown(above) / grown(below) if above and below else grown(1.0)
 
 
 def qkv(target: str, sources: tuple[str, str, str], part: Attention) -> list[Entry]:
@@ -84,12 +142,27 @@ def qkv(target: str, sources: tuple[str, str, str], part: Attention) -> list[Ent
     return [Entry(f"{target}.{k}", tuple(f"{s}.{k}" for s in sources), Joined(lengths), shard_axis=0) for k in kinds]
 
 
-def linear(target: str, source: str, bias: bool, shard_axis: int) -> list[Entry]:
-    """A matrix [out, in] and its bias, which is divided only where the outputs are."""
-    entries = [Entry(f"{target}.weight", (f"{source}.weight",), shard_axis=shard_axis)]
+def linear(
+    target: str, source: str, bias: bool, shard_axis: int | None, transform: Transform | None = None
+) -> list[Entry]:
+    """A matrix and its bias, which is divided only where the outputs are.
+
+    Args:
+        transform: of the matrix, and of the bias unless the matrix is only transposed.
+    """
+    how = transform or Same()
+    entries = [Entry(f"{target}.weight", (f"{source}.weight",), how, shard_axis=shard_axis)]
     if bias:
-        entries.append(Entry(f"{target}.bias", (f"{source}.bias",), shard_axis=0 if shard_axis == 0 else None))
+        of_bias = Same() if isinstance(how, Transposed) else how
+        axis = 0 if shard_axis == 0 else None
+        entries.append(Entry(f"{target}.bias", (f"{source}.bias",), of_bias, shard_axis=axis))
     return entries
+
+
+def norm(target: str, source: str, *, bias: bool) -> list[Entry]:
+    """A norm's weight, and its bias if it has one."""
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return [Entry(f"{target}.{kind}", (f"{source}.{kind}",)) for kind in kinds]
 
 
 def gated(target: str, source: str, part: Gated) -> list[Entry]:
@@ -106,18 +179,49 @@ def gated(target: str, source: str, part: Gated) -> list[Entry]:
     ]
 
 
-def projected_block(target: str, source: str, attention: Attention, ffn: Gated) -> list[Entry]:
-    """Attention and feed-forward of a layer that stores q_proj, k_proj, v_proj, o_proj and a gated mlp."""
-    names = (f"{source}.self_attn.q_proj", f"{source}.self_attn.k_proj", f"{source}.self_attn.v_proj")
+def experts(target: str, source: str, part: Experts, names: tuple[str, str, str], router: str) -> list[Entry]:
+    """Gated experts, one group of matrices each under `source`.N, and their router.
+
+    Args:
+        names: of each expert's gate, up and down projection.
+        router: the router's name.
+    """
+    gate, up, down = names
+    each = range(part.count)
+    lengths = (part.expert.width, part.expert.width)
+    pairs = tuple(f"{source}.{i}.{name}.weight" for i in each for name in (gate, up))
+    downs = tuple(f"{source}.{i}.{down}.weight" for i in each)
     return [
-        *qkv(f"{target}.attention.inner.qkv", names, attention),
-        *linear(f"{target}.attention.inner.out", f"{source}.self_attn.o_proj", attention.out_bias, shard_axis=1),
+        Entry(f"{target}.router.weight", (f"{router}.weight",)),
+        Entry(f"{target}.up.weight", pairs, Stacked(Joined(lengths), part.count), shard_axis=1),
+        Entry(f"{target}.down.weight", downs, Stacked(Same(), part.count), shard_axis=2),
+    ]
+
+
+def projected_attention(target: str, source: str, part: Attention) -> list[Entry]:
+    """Attention that stores q_proj, k_proj, v_proj and o_proj under `source`, and q_norm and k_norm if it has them."""
+    names = (f"{source}.q_proj", f"{source}.k_proj", f"{source}.v_proj")
+    entries = [
+        *qkv(f"{target}.qkv", names, part),
+        *linear(f"{target}.out", f"{source}.o_proj", part.out_bias, shard_axis=1),
+    ]
+    if part.qk_norm is not None:
+        bias = part.qk_norm.norm.bias
+        entries += norm(f"{target}.qk_norm.queries", f"{source}.q_norm", bias=bias)
+        entries += norm(f"{target}.qk_norm.keys", f"{source}.k_norm", bias=bias)
+    return entries
+
+
+def projected_block(target: str, source: str, attention: Attention, ffn: Gated) -> list[Entry]:
+    """Attention and feed-forward of a layer that stores them as `self_attn` and a gated `mlp`."""
+    return [
+        *projected_attention(f"{target}.attention.inner", f"{source}.self_attn", attention),
         *gated(f"{target}.ffn.inner", f"{source}.mlp", ffn),
     ]
 
 
 def head(model: ModelSpec, source: str) -> list[Entry]:
-    """The output matrix, where it is not the embedding's table."""
-    if model.head.tied:  # type: ignore[union-attr]
-        return []
-    return [Entry("head.weight", (f"{source}.weight",), shard_axis=0)]
+    """The output matrix, where it is not the embedding's table, and its bias, if it has one."""
+    assert isinstance(model.head, Lm)
+    entries = linear("head", source, model.head.bias, shard_axis=0)
+    return entries[1:] if model.head.tied else entries

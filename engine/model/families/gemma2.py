@@ -77,4 +77,11 @@ def weights(model: ModelSpec) -> WeightTable:
     )
 
 
-FAMILY = Family("Gemma 2", spec, weights)
+FAMILY = Family(
+    name="Gemma 2",
+    architectures=("Gemma2ForCausalLM", "Gemma2Model"),
+    headless=("Gemma2Model",),
+    brings="alternating windows, sandwich norms, soft caps, embedding scale",
+    spec=spec,
+    weights=weights,
+)

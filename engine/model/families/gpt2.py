@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, head
-from engine.model.spec import Attention, Block, Dense, Learned, Lm, ModelSpec, Norm, Pre, Stack, Tokens
+from engine.model.families.common import activation, head, linear, norm
+from engine.model.positions import Learned
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Transposed, WeightTable
 
 
@@ -46,35 +47,23 @@ def spec(config: Any) -> ModelSpec:
     return ModelSpec(encoder=None, decoder=decoder, head=Lm(tied=config.tie_word_embeddings))
 
 
-def _affine(target: str, source: str) -> list[Entry]:
-    return [Entry(f"{target}.{kind}", (f"{source}.{kind}",)) for kind in ("weight", "bias")]
-
-
-def _matrix(target: str, source: str, shard_axis: int) -> list[Entry]:
-    """A layer stored [in, out], with its bias."""
-    return [
-        Entry(f"{target}.weight", (f"{source}.weight",), Transposed(), shard_axis=shard_axis),
-        Entry(f"{target}.bias", (f"{source}.bias",), shard_axis=0 if shard_axis == 0 else None),
-    ]
-
-
 def weights(model: ModelSpec) -> WeightTable:
     assert model.decoder is not None
     entries = [
         Entry("decoder.embedding.tokens", ("transformer.wte.weight",), shard_axis=0),
         Entry("decoder.embedding.positions", ("transformer.wpe.weight",)),
-        *_affine("decoder.final_norm", "transformer.ln_f"),
+        *norm("decoder.final_norm", "transformer.ln_f", bias=True),
         *head(model, "lm_head"),
     ]
     for i in range(len(model.decoder.blocks)):
         target, source = f"decoder.blocks.{i}", f"transformer.h.{i}"
         entries += [
-            *_affine(f"{target}.attention.before", f"{source}.ln_1"),
-            *_matrix(f"{target}.attention.inner.qkv", f"{source}.attn.c_attn", shard_axis=0),
-            *_matrix(f"{target}.attention.inner.out", f"{source}.attn.c_proj", shard_axis=1),
-            *_affine(f"{target}.ffn.before", f"{source}.ln_2"),
-            *_matrix(f"{target}.ffn.inner.up", f"{source}.mlp.c_fc", shard_axis=0),
-            *_matrix(f"{target}.ffn.inner.down", f"{source}.mlp.c_proj", shard_axis=1),
+            *norm(f"{target}.attention.before", f"{source}.ln_1", bias=True),
+            *linear(f"{target}.attention.inner.qkv", f"{source}.attn.c_attn", True, 0, Transposed()),
+            *linear(f"{target}.attention.inner.out", f"{source}.attn.c_proj", True, 1, Transposed()),
+            *norm(f"{target}.ffn.before", f"{source}.ln_2", bias=True),
+            *linear(f"{target}.ffn.inner.up", f"{source}.mlp.c_fc", True, 0, Transposed()),
+            *linear(f"{target}.ffn.inner.down", f"{source}.mlp.c_proj", True, 1, Transposed()),
         ]
     return WeightTable(
         tuple(entries),
@@ -85,4 +74,11 @@ def weights(model: ModelSpec) -> WeightTable:
     )
 
 
-FAMILY = Family("GPT-2", spec, weights)
+FAMILY = Family(
+    name="GPT-2",
+    architectures=("GPT2LMHeadModel", "GPT2Model"),
+    headless=("GPT2Model",),
+    brings="learned positions, layer norms, GELU",
+    spec=spec,
+    weights=weights,
+)

@@ -57,4 +57,11 @@ def weights(model: ModelSpec) -> WeightTable:
     )
 
 
-FAMILY = Family("LLaMA", spec, weights)
+FAMILY = Family(
+    name="LLaMA",
+    architectures=("LlamaForCausalLM", "LlamaModel"),
+    headless=("LlamaModel",),
+    brings="rotary positions, grouped queries, gated SiLU, RMS norms; every rope scaling",
+    spec=spec,
+    weights=weights,
+)

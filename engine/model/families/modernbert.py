@@ -84,4 +84,9 @@ def _head(config: Any, norm: Norm) -> Head:
             raise UnsupportedModelError(f"ModernBERT has no head named {name!r} here.")
 
 
-FAMILY = Family("ModernBERT", spec)
+FAMILY = Family(
+    name="ModernBERT",
+    architectures=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+    brings="encoder, local and global attention with a rotary base each",
+    spec=spec,
+)

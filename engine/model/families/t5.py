@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.families.common import activation
-from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Norm, Pre, RelativeBuckets, Stack, Tokens
+from engine.model.positions import RelativeBuckets
+from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Norm, Pre, Stack, Tokens
 from engine.model.table import Family
 
 
@@ -45,4 +46,6 @@ def _attention(config: Any, *, causal: bool) -> Attention:
     return Attention(heads=config.num_heads, kv_heads=config.num_heads, head_dim=config.d_kv, scale=1.0, causal=causal)
 
 
-FAMILY = Family("T5", spec)
+FAMILY = Family(
+    name="T5", architectures=("T5ForConditionalGeneration",), brings="encoder and decoder, relative buckets", spec=spec
+)

@@ -1,0 +1,164 @@
+"""The parts that tell a transformer where its tokens stand: in the embedding, or in attention's scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A learned vector per position, read at row position + offset of a table of `size` rows."""
+
+    size: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sinusoidal:
+    """Fixed sine and cosine vectors (arXiv:1706.03762, 3.5) of `size` positions."""
+
+    size: int
+    offset: int = 0
+
+
+Positions = Learned | Sinusoidal
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Rotary frequencies divided by `factor` (position interpolation, arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class BandScaling:
+    """Rotary frequencies divided by `factor` below a band, kept above it, blended inside it (Llama 3.1).
+
+    Attributes:
+        factor: divisor of the low frequencies.
+        low, high: the band lies between wavelengths original_length / low and original_length / high.
+        original_length: tokens of context in pretraining.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """A larger theta where the longest sequence exceeds `original_length` ("dynamic NTK").
+
+    Attributes:
+        factor: how far the context is stretched.
+        original_length: tokens of context in pretraining.
+    """
+
+    factor: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Low frequencies divided by `factor`, high ones kept, a ramp between them (YaRN, arXiv:2309.00071).
+
+    Attributes:
+        factor: divisor of the low frequencies.
+        fast, slow: the ramp lies between the features that turn so often over original_length tokens.
+        original_length: tokens of context in pretraining.
+        attention_factor: multiplies the rotated features.
+        truncate: the ramp begins and ends at whole features.
+    """
+
+    factor: float
+    fast: float
+    slow: float
+    original_length: int
+    attention_factor: float
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """A divisor per frequency, of two sets: one for short and one for long sequences (arXiv:2402.13753).
+
+    Attributes:
+        short, long: [dim / 2] divisors; long ones where the longest sequence exceeds original_length.
+        original_length: tokens of context in pretraining.
+        attention_factor: multiplies the rotated features.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_length: int
+    attention_factor: float
+
+
+Scaling = LinearScaling | BandScaling | DynamicScaling | YarnScaling | LongScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position embedding (arXiv:2104.09864) of the first `dim` features of each head.
+
+    Attributes:
+        dim: rotated features, even.
+        theta: base of the geometric row of frequencies.
+        interleaved: pairs are neighbouring features; otherwise feature i pairs with i + dim / 2.
+        scaling: how the frequencies are stretched for long contexts. Whatever of it depends on the length of a
+            sequence is fixed by the longest one that the model is loaded for: otherwise no two lengths could
+            share a prefix.
+    """
+
+    dim: int
+    theta: float
+    interleaved: bool = False
+    scaling: Scaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBuckets:
+    """Learned bias per head by bucketed distance (T5, arXiv:1910.10683, 2.1)."""
+
+    buckets: int
+    max_distance: int
+    bidirectional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """Fixed bias per head, linear in the distance (ALiBi, arXiv:2108.12409)."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedSlopes:
+    """Fixed bias per head, linear in the key's own position: ALiBi that was trained in bfloat16.
+
+    softmax takes no notice of what is added to all keys alike, so without rounding this would equal `Slopes`. Each
+    product of slope and position is rounded to bfloat16, and multiplied by `scale` afterwards.
+    """
+
+    values: tuple[float, ...]
+    scale: float = 1.0
+
+
+# A bias per head that depends only on the distance of two positions; its table is what a backend is
+# handed as `engine.attention.base.DistanceBias`.
+DistanceBias = RelativeBuckets | Slopes
+
+
+@dataclass(frozen=True, slots=True)
+class Disentangled:
+    """Separate content and position terms in the scores (DeBERTa, arXiv:2006.03654)."""
+
+    buckets: int
+    max_distance: int
+    content_to_position: bool = True
+    position_to_content: bool = True
+
+
+AttentionPosition = Rotary | RelativeBuckets | Slopes | RoundedSlopes | Disentangled

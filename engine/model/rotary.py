@@ -1,0 +1,108 @@
+"""Rotary position embedding: frequencies, tables, and the rotation itself (arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.model.positions import (
+    BandScaling,
+    DynamicScaling,
+    LinearScaling,
+    LongScaling,
+    Rotary,
+    YarnScaling,
+)
+
+
+def rotary_frequencies(part: Rotary, length: int) -> Tensor:
+    """[dim / 2] float32 radians per position, scaling applied.
+
+    Args:
+        length: the longest sequence, in tokens: scalings that depend on length are fixed for it.
+    """
+    theta, dim = part.theta, part.dim
+    if isinstance(part.scaling, DynamicScaling):
+        factor, original = part.scaling.factor, part.scaling.original_length
+        stretch = factor * max(length, original) / original - (factor - 1.0)
+        theta *= stretch ** (dim / (dim - 2))
+    waves = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    frequencies = 1.0 / waves
+    match part.scaling:
+        case None | DynamicScaling():
+            return frequencies
+        case LinearScaling(factor):
+            return frequencies / factor
+        case BandScaling(factor, low, high, original):
+            wavelengths = 2 * math.pi / frequencies
+            # 0 where the wave is so long that it is stretched, 1 where it is kept, blended between.
+            kept = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+            return (1 - kept) * frequencies / factor + kept * frequencies
+        case YarnScaling(factor):
+            kept = _yarn_kept(part.scaling, theta, dim)
+            return (1 - kept) * frequencies / factor + kept * frequencies
+        case LongScaling(short, long, original):
+            divisors = torch.tensor(long if length > original else short, dtype=torch.float32, device="cpu")
+            return 1.0 / (divisors * waves)
+
+
+def _yarn_kept(scaling: YarnScaling, theta: float, dim: int) -> Tensor:
+    """[dim / 2] how much of each frequency is kept: 1 for fast ones, 0 for slow ones (arXiv:2309.00071, 3.2)."""
+
+    def feature(turns: float) -> float:
+        """The (fractional) feature that turns so often over the original length."""
+        return dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = feature(scaling.fast), feature(scaling.slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first if last != first else 0.001
+    return 1.0 - ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - first) / width).clamp(0.0, 1.0)
+
+
+def attention_factor(part: Rotary) -> float:
+    """What the rotated features are multiplied by, which some scalings ask for."""
+    return part.scaling.attention_factor if isinstance(part.scaling, YarnScaling | LongScaling) else 1.0
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of all positions in [0, length), float32.
+
+    `cos` [length, head_dim] is 1 for features that do not rotate; `sin` is [length, dim / 2].
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, part: Rotary, head_dim: int, length: int, device: torch.device):
+        super().__init__()
+        frequencies = rotary_frequencies(part, length)
+        angles = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * frequencies
+        factor = attention_factor(part)
+        cos = angles.cos() * factor
+        turned = cos.repeat_interleave(2, dim=1) if part.interleaved else torch.cat((cos, cos), dim=1)
+        still = torch.ones(length, head_dim - part.dim, device="cpu")
+        self.register_buffer("cos", torch.cat((turned, still), dim=1).to(device), persistent=False)
+        self.register_buffer("sin", (angles.sin() * factor).to(device), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) of positions [T]."""
+        cos, sin = F.embedding(positions, self.cos), F.embedding(positions, self.sin)
+        return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+
+
+def rotate(x: Tensor, part: Rotary, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [T, heads, head_dim] by the angles of their positions."""
+    half = part.dim // 2
+    if part.interleaved:
+        first, second = slice(0, part.dim, 2), slice(1, part.dim, 2)
+    else:
+        first, second = slice(0, half), slice(half, part.dim)
+    out = x * cos
+    out[..., first].addcmul_(x[..., second], sin, value=-1)
+    out[..., second].addcmul_(x[..., first], sin)
+    return out
