@@ -183,8 +183,8 @@ def test_a_model_that_overflows_fails_those_whom_it_meets(
         now[:] = [plan]
         return forward(plan)
 
-    def overflow(x: torch.Tensor) -> torch.Tensor:
-        y = compute(x)
+    def overflow(x: torch.Tensor, step: object) -> torch.Tensor:
+        y = compute(x, step)
         y[: now[0].num_tokens][torch.from_numpy(poisoned(now[0]))] = value
         return y
 
