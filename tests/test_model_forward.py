@@ -10,24 +10,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.pages import Pages, close, load
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from engine.attention.base import AttentionMetadata, Paged
-from engine.attention.reference import TorchReference
 from engine.errors import ConfigError
-from engine.model import checkpoint, families, spec, weights
+from engine.model import families
 from engine.model.layers import Place, RmsNorm
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
-from engine.model.transformer import Sublayer, Transformer
+from engine.model.spec import Norm
+from engine.model.transformer import Sublayer
 
 VOCAB = 61
 CPU = torch.device("cpu")
-BLOCK = 4
-PAGES = 24
-MAX_LEN = 40
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,59 +107,7 @@ def randomised(model: Any) -> Any:
     return model.eval()
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, max_model_len: int = MAX_LEN) -> Transformer:
-    config = checkpoint.read_config(checkpoint.locate(str(path)))
-    return weights.load_model(
-        path,
-        config,
-        families.build_spec(config),
-        dtype=dtype,
-        device=CPU,
-        backend=TorchReference(),
-        max_model_len=max_model_len,
-        show_progress=False,
-    )
-
-
-class Pages:
-    """Rows of one model in a paged cache whose untouched slots are NaN."""
-
-    def __init__(self, model: Transformer, tables: list[list[int]]):
-        self.model = model
-        self.tables = torch.tensor(tables, dtype=torch.int32)
-        empty = [torch.full((PAGES, BLOCK, h, d), torch.nan, dtype=model.dtype) for h, d in model.kv_shapes()]
-        self.caches = [Paged(tensor, tensor.clone(), self.tables) for tensor in empty]
-        self.lengths = [0] * len(tables)
-
-    def step(self, chunks: list[list[int]], padding: int = 0) -> list[Tensor]:
-        """Hidden states of each row's next tokens."""
-        ids, positions, slots = [], [], []
-        for row, chunk in enumerate(chunks):
-            for token in chunk:
-                position = self.lengths[row]
-                ids.append(token)
-                positions.append(position)
-                slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
-                self.lengths[row] += 1
-        metadata = AttentionMetadata.build([len(c) for c in chunks], self.lengths.copy(), CPU)
-        with torch.inference_mode():
-            hidden = self.model(
-                torch.tensor(ids + [0] * padding, dtype=torch.int32),
-                torch.tensor(positions + [0] * padding, dtype=torch.int32),
-                self.caches,
-                torch.tensor(slots),
-                metadata,
-            )
-        assert hidden.shape[0] == len(ids) + padding
-        return list(hidden[: len(ids)].split([len(c) for c in chunks]))
-
-
 TABLES = [[5, 2, 9, 1, 7, 3], [4, 8, 6, 10, 11, 12]]
-
-
-def close(ours: Tensor, theirs: Tensor) -> None:
-    assert ours.shape == theirs.shape
-    assert float((ours - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -225,7 +170,7 @@ def test_rms_norm_rounds_like_transformers(unit_offset: bool, dtype: torch.dtype
     x = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight = torch.randn(40, generator=torch.Generator().manual_seed(2)).to(dtype)
     theirs = (Gemma2RMSNorm if unit_offset else LlamaRMSNorm)(40, eps=1e-5).to(dtype)
-    ours = RmsNorm(spec.Norm("rms", 1e-5, unit_offset=unit_offset), 40, Place(CPU, dtype))
+    ours = RmsNorm(Norm("rms", 1e-5, unit_offset=unit_offset), 40, Place(CPU, dtype))
     with torch.no_grad():
         theirs.weight.copy_(weight)
         ours.weight.copy_(weight)

@@ -1,0 +1,110 @@
+"""All shapes of all families, and the search for prompts on which the reference decides clearly.
+
+To add a shape, write it into its family's module under `family_shapes` without prompts, then run
+
+    PYTHONPATH=tests:. python -m support.families NAME
+
+and put the seeds that are printed (and the eos_gain, where another one is needed) into the shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import pkgutil
+from dataclasses import replace
+from pathlib import Path
+
+from support import family_shapes
+from support.family_shape import (
+    BEAM_PROMPTS,
+    SEARCHES,
+    FamilyCheckpoint,
+    FamilyShape,
+    build_reference,
+    make_family_checkpoint,
+    prompt_of,
+)
+from support.reference import MIN_MARGIN, Reference
+
+__all__ = ["FAMILY_SHAPES", "FamilyCheckpoint", "FamilyShape", "make_family_checkpoint"]
+
+CLEAR = 5 * MIN_MARGIN  # what a decision found here must differ by: other machines round differently
+GAINS = (1.4, 1.8, 2.2, 2.6, 3.2, 4.0)
+PROMPTS = 4
+SEEDS = range(60)
+
+
+def _collect() -> dict[str, FamilyShape]:
+    found: dict[str, FamilyShape] = {}
+    for module in pkgutil.iter_modules(family_shapes.__path__):
+        shapes = importlib.import_module(f"{family_shapes.__name__}.{module.name}").SHAPES
+        assert not found.keys() & shapes.keys(), f"{module.name}: a shape of that name is there already"
+        found |= shapes
+    return found
+
+
+FAMILY_SHAPES = _collect()
+
+
+def search(shape: FamilyShape) -> FamilyShape | None:
+    """The shape with prompts that serve every test, and the EOS gain nearest to its own that allows them."""
+    for gain in sorted(GAINS, key=lambda gain: (gain != shape.eos_gain, abs(gain - shape.eos_gain))):
+        tried = replace(shape, eos_gain=gain)
+        seeds = _clear_seeds(FamilyCheckpoint(tried, Path(), build_reference(tried)))
+        if seeds is not None:
+            return replace(tried, prompts=seeds)
+    return None
+
+
+def stops(model: FamilyCheckpoint, answers: Reference) -> set[int]:
+    """Lengths of the answers that EOS ended."""
+    return {len(answer.tokens) for answer in answers.answers if answer.tokens[-1] in model.shape.eos}
+
+
+def _clear_seeds(model: FamilyCheckpoint) -> tuple[int, ...] | None:
+    """Seeds for the beam searches first, then for greedy decoding alone."""
+    beams: list[int] = []
+    lengths: set[int] = set()
+    stopping, running = [], []
+    for seed in SEEDS:
+        prompt = prompt_of(model.shape, seed)
+        greedy = model.greedy(prompt)
+        if greedy.margin < CLEAR:
+            continue
+        (stopping if stops(model, greedy) else running).append(seed)
+        if len(beams) < BEAM_PROMPTS:
+            found = [model.beams(prompt, *how) for how in SEARCHES]
+            ended = set[int]().union(*(stops(model, answers) for answers in found))
+            if min(answers.margin for answers in found) >= CLEAR and len(ended) > 1:
+                beams.append(seed)
+                lengths |= ended
+        others = [seed for seed in [*stopping[:2], *running, *stopping[2:]] if seed not in beams]
+        chosen = (*beams, *others[: PROMPTS - len(beams)])
+        long = any(len(prompt_of(model.shape, seed)) > model.window for seed in chosen)
+        if len(chosen) == PROMPTS and len(beams) == BEAM_PROMPTS and stopping and running and long:
+            mixed = set(chosen) & set(stopping) and set(chosen) & set(running)
+            if mixed:
+                return chosen
+    return None
+
+
+def main() -> None:
+    """Print seeds for the shapes of these names, or for all that have none."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*", help="or the beginning of names")
+    wanted = parser.parse_args().names
+    for name, shape in FAMILY_SHAPES.items():
+        if (wanted and not name.startswith(tuple(wanted))) or (not wanted and shape.prompts):
+            continue
+        found = search(shape)
+        if found is None:
+            print(f"{name}: nothing clear; change the seed, the vocabulary or the settings", flush=True)
+            continue
+        gain = "" if math.isclose(found.eos_gain, shape.eos_gain) else f", eos_gain={found.eos_gain}"
+        print(f"{name}: prompts={found.prompts}{gain}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""LLaMA: grouped heads, biases, scaled rotary positions, tied and untied heads."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+BANDS = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 48,
+}
+
+SHAPES = {
+    "llama": FamilyShape("LlamaForCausalLM", BASE, prompts=(0, 2, 1, 5)),
+    "llama-biases-own-head-dim-tied": FamilyShape(
+        "LlamaForCausalLM",
+        BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "tie_word_embeddings": True},
+        prompts=(10, 47, 3, 7),
+        eos_gain=2.2,
+    ),
+    "llama-linear": FamilyShape(
+        "LlamaForCausalLM",
+        BASE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
+        prompts=(0, 1, 5, 2),
+    ),
+    "llama-bands": FamilyShape(
+        "LlamaForCausalLM", BASE | {"num_key_value_heads": 1, "rope_parameters": BANDS}, prompts=(1, 3, 2, 0)
+    ),
+}

@@ -1,0 +1,78 @@
+"""A model without an engine: its hidden states over pages whose untouched slots are NaN."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionMetadata, Paged
+from engine.attention.reference import TorchReference
+from engine.model import checkpoint, families, weights
+from engine.model.transformer import Transformer
+
+CPU = torch.device("cpu")
+BLOCK = 4
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, max_model_len: int = 40) -> Transformer:
+    """The model of a folder, its attention computed by the torch reference."""
+    config = checkpoint.read_config(checkpoint.locate(str(path)))
+    return weights.load_model(
+        path,
+        config,
+        families.build_spec(config),
+        dtype=dtype,
+        device=CPU,
+        backend=TorchReference(),
+        max_model_len=max_model_len,
+        show_progress=False,
+    )
+
+
+class Pages:
+    """Rows of one model in a paged cache whose untouched slots are NaN."""
+
+    def __init__(self, model: Transformer, tables: list[list[int]]):
+        self.model = model
+        self.tables = torch.tensor(tables, dtype=torch.int32)
+        count = int(self.tables.max()) + 1
+        empty = [torch.full((count, BLOCK, h, d), torch.nan, dtype=model.dtype) for h, d in model.kv_shapes()]
+        self.caches = [Paged(tensor, tensor.clone(), self.tables) for tensor in empty]
+        self.lengths = [0] * len(tables)
+
+    def step(self, chunks: list[list[int]], padding: int = 0) -> list[Tensor]:
+        """Hidden states of each row's next tokens."""
+        ids, positions, slots = [], [], []
+        for row, chunk in enumerate(chunks):
+            for token in chunk:
+                position = self.lengths[row]
+                ids.append(token)
+                positions.append(position)
+                slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
+                self.lengths[row] += 1
+        metadata = AttentionMetadata.build([len(c) for c in chunks], self.lengths.copy(), CPU)
+        with torch.inference_mode():
+            hidden = self.model(
+                torch.tensor(ids + [0] * padding, dtype=torch.int32),
+                torch.tensor(positions + [0] * padding, dtype=torch.int32),
+                self.caches,
+                torch.tensor(slots),
+                metadata,
+            )
+        assert hidden.shape[0] == len(ids) + padding
+        return list(hidden[: len(ids)].split([len(c) for c in chunks]))
+
+
+def scattered_tables(lengths: list[int]) -> list[list[int]]:
+    """A table for each of these lengths; page 0 is left out, and neighbours in a table are none in memory."""
+    width = -(-max(lengths) // BLOCK)
+    rows = len(lengths)
+    return [[1 + row + rows * page for page in reversed(range(width))] for row in range(rows)]
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    """Equal to 1e-4 of the largest value."""
+    assert ours.shape == theirs.shape
+    assert float((ours - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max())
