@@ -109,8 +109,7 @@ def test_hidden_states_equal_reference(subject: Subject) -> None:
     reference, lengths = subject.model, list(subject.model.shape.lengths)
     assert max(lengths) > reference.window
     assert max(lengths) <= reference.shape.max_model_len
-    numbers = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(reference.shape.vocab, (length,), generator=numbers).tolist() for length in lengths]
+    prompts = reference.ragged()
     expected = []
     for prompt in prompts:
         hidden, margin = reference.hidden(prompt)

@@ -52,7 +52,10 @@ def search(shape: FamilyShape) -> FamilyShape | None:
     """The shape with prompts that serve every test, and the EOS gain nearest to its own that allows them."""
     for gain in sorted(GAINS, key=lambda gain: (gain != shape.eos_gain, abs(gain - shape.eos_gain))):
         tried = replace(shape, eos_gain=gain)
-        seeds = _clear_seeds(FamilyCheckpoint(tried, Path(), build_reference(tried)))
+        model = FamilyCheckpoint(tried, Path(), build_reference(tried))
+        if min(model.hidden(prompt)[1] for prompt in model.ragged()) < CLEAR:
+            return None
+        seeds = _clear_seeds(model)
         if seeds is not None:
             return replace(tried, prompts=seeds)
     return None
@@ -64,30 +67,37 @@ def stops(model: FamilyCheckpoint, answers: Reference) -> set[int]:
 
 
 def _clear_seeds(model: FamilyCheckpoint) -> tuple[int, ...] | None:
-    """Seeds for the beam searches first, then for greedy decoding alone."""
+    """Seeds for the beam searches first, then for greedy decoding alone; None if too few are clear."""
     beams: list[int] = []
-    lengths: set[int] = set()
-    stopping, running = [], []
+    stopping: list[int] = []
+    running: list[int] = []
     for seed in SEEDS:
         prompt = prompt_of(model.shape, seed)
         greedy = model.greedy(prompt)
         if greedy.margin < CLEAR:
             continue
         (stopping if stops(model, greedy) else running).append(seed)
-        if len(beams) < BEAM_PROMPTS:
-            found = [model.beams(prompt, *how) for how in SEARCHES]
-            ended = set[int]().union(*(stops(model, answers) for answers in found))
-            if min(answers.margin for answers in found) >= CLEAR and len(ended) > 1:
-                beams.append(seed)
-                lengths |= ended
-        others = [seed for seed in [*stopping[:2], *running, *stopping[2:]] if seed not in beams]
-        chosen = (*beams, *others[: PROMPTS - len(beams)])
-        long = any(len(prompt_of(model.shape, seed)) > model.window for seed in chosen)
-        if len(chosen) == PROMPTS and len(beams) == BEAM_PROMPTS and stopping and running and long:
-            mixed = set(chosen) & set(stopping) and set(chosen) & set(running)
-            if mixed:
-                return chosen
+        if len(beams) < BEAM_PROMPTS and _serves_beams(model, prompt):
+            beams.append(seed)
+        # Greedy answers end in both ways, and one prompt is longer than a window.
+        rest = [seed for seed in (*stopping[:1], *running, *stopping[1:]) if seed not in beams]
+        chosen = (*beams, *rest[: PROMPTS - len(beams)])
+        mixed = set(chosen) & set(stopping) and set(chosen) & set(running)
+        longest = max(len(prompt_of(model.shape, seed)) for seed in chosen)
+        if len(chosen) == PROMPTS and len(beams) == BEAM_PROMPTS and mixed and longest > model.window:
+            return chosen
     return None
+
+
+def _serves_beams(model: FamilyCheckpoint, prompt: list[int]) -> bool:
+    """All searches are clear, and beams end at several lengths."""
+    lengths: set[int] = set()
+    for how in SEARCHES:
+        found = model.beams(prompt, *how)
+        if found.margin < CLEAR:
+            return False
+        lengths |= stops(model, found)
+    return len(lengths) > 1
 
 
 def main() -> None:

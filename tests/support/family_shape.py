@@ -78,6 +78,10 @@ class FamilyCheckpoint:
         """The shape's prompts."""
         return [prompt_of(self.shape, seed) for seed in self.shape.prompts]
 
+    def ragged(self) -> list[list[int]]:
+        """Prompts of the shape's lengths, whose hidden states are compared."""
+        return [random_prompt(self.shape.vocab, 1000 + length, length) for length in self.shape.lengths]
+
     def greedy(self, prompt: Sequence[int]) -> Reference:
         """The reference's greedy answer."""
         return self._clear(lambda: reference.greedy(self.model, prompt, self.shape.eos, GREEDY_TOKENS))

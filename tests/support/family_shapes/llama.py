@@ -20,6 +20,9 @@ BANDS = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 48,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+# transformers stretches to the longest sequence so far, but not below the length that the model was made for.
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
 
 SHAPES = {
     "llama": FamilyShape("LlamaForCausalLM", BASE, prompts=(0, 2, 1, 5)),
@@ -37,4 +40,16 @@ SHAPES = {
     "llama-bands": FamilyShape(
         "LlamaForCausalLM", BASE | {"num_key_value_heads": 1, "rope_parameters": BANDS}, prompts=(1, 3, 2, 0)
     ),
+    "llama-yarn": FamilyShape("LlamaForCausalLM", BASE | {"rope_parameters": YARN}),
+    "llama-yarn-own-ramp": FamilyShape(
+        "LlamaForCausalLM",
+        BASE | {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3}},
+    ),
+    "llama-dynamic": FamilyShape(
+        "LlamaForCausalLM",
+        BASE | {"max_position_embeddings": 12, "rope_parameters": DYNAMIC},
+        shortest=13,
+        lengths=(37, 13, 14),
+    ),
+    "llama-dynamic-within-its-length": FamilyShape("LlamaForCausalLM", BASE | {"rope_parameters": DYNAMIC}),
 }

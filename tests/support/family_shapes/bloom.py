@@ -1,0 +1,16 @@
+"""BLOOM: ALiBi, a norm after the embedding, query, key and value interleaved by head."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
+
+SHAPES = {
+    "bloom": FamilyShape("BloomForCausalLM", BASE),
+    "bloom-odd-heads-untied": FamilyShape(
+        "BloomForCausalLM",
+        BASE | {"hidden_size": 36, "n_head": 6, "n_layer": 3, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+        eos=(3, 90),
+    ),
+}

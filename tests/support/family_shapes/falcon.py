@@ -1,0 +1,30 @@
+"""Falcon: one key and value head for all, or grouped; parallel blocks with one or two norms; scaled ALiBi."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+GROUPED = BASE | {"new_decoder_architecture": True, "num_kv_heads": 2}
+ALIBI = BASE | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+
+SHAPES = {
+    "falcon": FamilyShape("FalconForCausalLM", BASE),
+    "falcon-grouped": FamilyShape("FalconForCausalLM", GROUPED | {"ffn_hidden_size": 56}, eos=(3, 90)),
+    "falcon-grouped-one-norm-biases": FamilyShape(
+        "FalconForCausalLM", GROUPED | {"num_ln_in_parallel_attn": 1, "bias": True, "tie_word_embeddings": False}
+    ),
+    "falcon-alibi": FamilyShape("FalconForCausalLM", ALIBI),
+    "falcon-alibi-odd-heads-parallel-one-kv": FamilyShape(
+        "FalconForCausalLM",
+        ALIBI | {"hidden_size": 48, "num_attention_heads": 6, "multi_query": True, "parallel_attn": True},
+    ),
+    "falcon-full-heads-rotary": FamilyShape(
+        "FalconForCausalLM", BASE | {"multi_query": False, "parallel_attn": False, "bias": True}
+    ),
+}

@@ -1,0 +1,17 @@
+"""GPT-J: parallel blocks with one norm, neighbouring dimensions rotated in a part of each head, a head with bias."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4}
+
+SHAPES = {
+    "gptj": FamilyShape("GPTJForCausalLM", BASE),
+    "gptj-odd-heads": FamilyShape(
+        "GPTJForCausalLM",
+        BASE | {"n_embd": 36, "n_head": 3, "rotary_dim": 6, "n_inner": 44, "activation_function": "relu"},
+        eos=(3, 90),
+    ),
+    "gptj-all-rotated": FamilyShape("GPTJForCausalLM", BASE | {"rotary_dim": 8}),
+}

@@ -1,0 +1,30 @@
+"""Mistral: a sliding window in every layer, or none."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "sliding_window": 9,
+}
+
+SHAPES = {
+    "mistral": FamilyShape("MistralForCausalLM", BASE),
+    "mistral-no-window-own-head-dim-tied": FamilyShape(
+        "MistralForCausalLM",
+        BASE
+        | {
+            "sliding_window": None,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 300.0},
+        },
+        eos=(3, 90),
+    ),
+}

@@ -1,0 +1,31 @@
+"""Mixtral: experts in every layer, with and without a window."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+SHAPES = {
+    "mixtral": FamilyShape("MixtralForCausalLM", BASE),
+    "mixtral-three-of-seven-window-tied": FamilyShape(
+        "MixtralForCausalLM",
+        BASE
+        | {
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 4,
+            "sliding_window": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+}

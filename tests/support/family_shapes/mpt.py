@@ -1,0 +1,22 @@
+"""MPT: ALiBi, no biases, queries, keys and values clipped."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}
+
+SHAPES = {
+    "mpt": FamilyShape("MptForCausalLM", BASE),
+    "mpt-odd-heads-clipped": FamilyShape(
+        "MptForCausalLM",
+        BASE
+        | {
+            "d_model": 36,
+            "n_heads": 6,
+            "expansion_ratio": 2,
+            "attn_config": {"clip_qkv": 0.8, "alibi_bias_max": 6, "softmax_scale": 0.5},
+        },
+        eos=(3, 90),
+    ),
+}

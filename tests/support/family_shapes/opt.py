@@ -1,0 +1,23 @@
+"""OPT: offset learned positions, ReLU; norms before the sublayers, or after them with projected embeddings."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "ffn_dim": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+SHAPES = {
+    "opt": FamilyShape("OPTForCausalLM", BASE),
+    "opt-norms-after-projected": FamilyShape(
+        "OPTForCausalLM", BASE | {"do_layer_norm_before": False, "word_embed_proj_dim": 20}, eos=(3, 90)
+    ),
+    "opt-gelu-untied": FamilyShape(
+        "OPTForCausalLM", BASE | {"activation_function": "gelu", "tie_word_embeddings": False}
+    ),
+}

@@ -1,0 +1,46 @@
+"""Phi-3: fused projections, windows, and rotary factors for short and for long contexts."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 128,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.2, 2.0, 3.5, 6.0],
+}
+
+
+def extended(original: int) -> dict[str, Any]:
+    """Settings of a model made for `original` tokens and stretched to 128."""
+    parameters = LONG | {"original_max_position_embeddings": original}
+    return BASE | {"original_max_position_embeddings": original, "rope_parameters": parameters}
+
+
+SHAPES = {
+    "phi3": FamilyShape("Phi3ForCausalLM", BASE),
+    "phi3-window-partial-rotary-tied": FamilyShape(
+        "Phi3ForCausalLM",
+        BASE
+        | {
+            "num_key_value_heads": 4,
+            "sliding_window": 9,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.75},
+            "tie_word_embeddings": True,
+        },
+        eos=(3, 90),
+    ),
+    # transformers chooses by the length so far: here it never passes the original one, and there always has.
+    "phi3-short-factors": FamilyShape("Phi3ForCausalLM", extended(96), max_model_len=96),
+    "phi3-long-factors": FamilyShape("Phi3ForCausalLM", extended(8), shortest=9, lengths=(37, 9, 14)),
+}

@@ -1,0 +1,31 @@
+"""Qwen2: biases of query, key and value only; windows in the upper layers."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+SHAPES = {
+    "qwen2": FamilyShape("Qwen2ForCausalLM", BASE),
+    "qwen2-upper-windows-tied": FamilyShape(
+        "Qwen2ForCausalLM",
+        BASE
+        | {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 1,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+        eos=(3, 90),
+    ),
+}

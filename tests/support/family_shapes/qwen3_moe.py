@@ -1,0 +1,36 @@
+"""Qwen3-MoE: experts whose weights are made to sum to 1, or not; layers without experts between them."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 128,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
+
+SHAPES = {
+    "qwen3-moe": FamilyShape("Qwen3MoeForCausalLM", BASE | {"num_hidden_layers": 2}),
+    "qwen3-moe-one-dense-layer": FamilyShape("Qwen3MoeForCausalLM", BASE | {"mlp_only_layers": [1]}),
+    "qwen3-moe-plain-weights-every-second-layer-tied": FamilyShape(
+        "Qwen3MoeForCausalLM",
+        BASE
+        | {
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        eos=(3, 90),
+    ),
+}
