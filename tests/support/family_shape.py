@@ -27,7 +27,7 @@ from support.reference import Reference
 GREEDY_TOKENS = 24
 BEAM_TOKENS = 12
 NUM_BEAMS = 4
-SEARCHES: tuple[tuple[float, bool | str], ...] = ((1.0, False), (0.6, "never"), (2.0, True))
+SEARCHES: tuple[tuple[float, bool | str], ...] = ((1.0, False), (0.6, "never"), (1.4, True))
 BEAM_PROMPTS = 2
 
 
