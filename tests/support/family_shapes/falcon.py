@@ -14,7 +14,7 @@ GROUPED = BASE | {"new_decoder_architecture": True, "num_kv_heads": 2}
 ALIBI = BASE | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
 
 SHAPES = {
-    "falcon": FamilyShape("FalconForCausalLM", BASE),
+    "falcon": FamilyShape("FalconForCausalLM", BASE, seed=1, eos_gain=4.0, prompts=(4, 8, 0, 1)),
     "falcon-grouped": FamilyShape("FalconForCausalLM", GROUPED | {"ffn_hidden_size": 56}, eos=(3, 90)),
     "falcon-grouped-one-norm-biases": FamilyShape(
         "FalconForCausalLM", GROUPED | {"num_ln_in_parallel_attn": 1, "bias": True, "tie_word_embeddings": False}

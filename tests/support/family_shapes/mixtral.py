@@ -16,7 +16,7 @@ BASE: dict[str, Any] = {
 }
 
 SHAPES = {
-    "mixtral": FamilyShape("MixtralForCausalLM", BASE),
+    "mixtral": FamilyShape("MixtralForCausalLM", BASE, prompts=(0, 5, 1, 2)),
     "mixtral-three-of-seven-window-tied": FamilyShape(
         "MixtralForCausalLM",
         BASE
@@ -27,5 +27,6 @@ SHAPES = {
             "sliding_window": 8,
             "tie_word_embeddings": True,
         },
+        prompts=(0, 19, 1, 2),
     ),
 }

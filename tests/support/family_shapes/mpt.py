@@ -7,7 +7,7 @@ from support.family_shape import FamilyShape
 BASE: dict[str, Any] = {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}
 
 SHAPES = {
-    "mpt": FamilyShape("MptForCausalLM", BASE),
+    "mpt": FamilyShape("MptForCausalLM", BASE, prompts=(1, 6, 0, 2)),
     "mpt-odd-heads-clipped": FamilyShape(
         "MptForCausalLM",
         BASE
@@ -18,5 +18,7 @@ SHAPES = {
             "attn_config": {"clip_qkv": 0.8, "alibi_bias_max": 6, "softmax_scale": 0.5},
         },
         eos=(3, 90),
+        eos_gain=2.2,
+        prompts=(7, 14, 8, 0),
     ),
 }

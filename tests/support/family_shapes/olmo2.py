@@ -13,7 +13,7 @@ BASE: dict[str, Any] = {
 }
 
 SHAPES = {
-    "olmo2": FamilyShape("Olmo2ForCausalLM", BASE),
+    "olmo2": FamilyShape("Olmo2ForCausalLM", BASE, prompts=(4, 10, 0, 1)),
     "olmo2-grouped-biases-tied": FamilyShape(
         "Olmo2ForCausalLM",
         BASE
@@ -24,5 +24,6 @@ SHAPES = {
             "rope_parameters": {"rope_theta": 300.0},
         },
         eos=(3, 90),
+        prompts=(5, 12, 0, 1),
     ),
 }

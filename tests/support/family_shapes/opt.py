@@ -13,11 +13,18 @@ BASE: dict[str, Any] = {
 }
 
 SHAPES = {
-    "opt": FamilyShape("OPTForCausalLM", BASE),
+    "opt": FamilyShape("OPTForCausalLM", BASE, eos_gain=2.2, prompts=(3, 5, 1, 0)),
     "opt-norms-after-projected": FamilyShape(
-        "OPTForCausalLM", BASE | {"do_layer_norm_before": False, "word_embed_proj_dim": 20}, eos=(3, 90)
+        "OPTForCausalLM",
+        BASE | {"do_layer_norm_before": False, "word_embed_proj_dim": 20},
+        eos=(3, 90),
+        eos_gain=1.4,
+        prompts=(1, 2, 0, 3),
     ),
     "opt-gelu-untied": FamilyShape(
-        "OPTForCausalLM", BASE | {"activation_function": "gelu", "tie_word_embeddings": False}
+        "OPTForCausalLM",
+        BASE | {"activation_function": "gelu", "tie_word_embeddings": False},
+        seed=1,
+        prompts=(2, 7, 0, 3),
     ),
 }

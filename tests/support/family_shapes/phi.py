@@ -13,7 +13,7 @@ BASE: dict[str, Any] = {
 }
 
 SHAPES = {
-    "phi": FamilyShape("PhiForCausalLM", BASE),
+    "phi": FamilyShape("PhiForCausalLM", BASE, seed=1, eos_gain=2.2, prompts=(2, 36, 0, 1)),
     "phi-grouped-quarter-rotary": FamilyShape(
         "PhiForCausalLM",
         BASE
@@ -24,6 +24,7 @@ SHAPES = {
             "hidden_act": "gelu",
         },
         eos=(3, 90),
+        prompts=(1, 4, 0, 3),
     ),
-    "phi-norms-per-head": FamilyShape("PhiForCausalLM", BASE | {"qk_layernorm": True}),
+    "phi-norms-per-head": FamilyShape("PhiForCausalLM", BASE | {"qk_layernorm": True}, prompts=(0, 1, 2, 3)),
 }
