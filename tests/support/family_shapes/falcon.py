@@ -15,16 +15,30 @@ ALIBI = BASE | {"alibi": True, "multi_query": False, "parallel_attn": False, "bi
 
 SHAPES = {
     "falcon": FamilyShape("FalconForCausalLM", BASE, seed=1, eos_gain=4.0, prompts=(4, 8, 0, 1)),
-    "falcon-grouped": FamilyShape("FalconForCausalLM", GROUPED | {"ffn_hidden_size": 56}, eos=(3, 90)),
-    "falcon-grouped-one-norm-biases": FamilyShape(
-        "FalconForCausalLM", GROUPED | {"num_ln_in_parallel_attn": 1, "bias": True, "tie_word_embeddings": False}
+    "falcon-grouped": FamilyShape(
+        "FalconForCausalLM",
+        GROUPED | {"ffn_hidden_size": 56},
+        eos=(3, 90),
+        seed=2,
+        eos_gain=2.6,
+        prompts=(11, 18, 6, 0),
     ),
-    "falcon-alibi": FamilyShape("FalconForCausalLM", ALIBI),
+    "falcon-grouped-one-norm-biases": FamilyShape(
+        "FalconForCausalLM",
+        GROUPED | {"num_ln_in_parallel_attn": 1, "bias": True, "tie_word_embeddings": False},
+        eos_gain=3.2,
+        prompts=(6, 47, 0, 1),
+    ),
+    "falcon-alibi": FamilyShape("FalconForCausalLM", ALIBI, eos_gain=2.2, prompts=(0, 12, 8, 1)),
     "falcon-alibi-odd-heads-parallel-one-kv": FamilyShape(
         "FalconForCausalLM",
         ALIBI | {"hidden_size": 48, "num_attention_heads": 6, "multi_query": True, "parallel_attn": True},
+        prompts=(9, 10, 6, 0),
     ),
     "falcon-full-heads-rotary": FamilyShape(
-        "FalconForCausalLM", BASE | {"multi_query": False, "parallel_attn": False, "bias": True}
+        "FalconForCausalLM",
+        BASE | {"multi_query": False, "parallel_attn": False, "bias": True},
+        eos_gain=2.2,
+        prompts=(0, 13, 1, 2),
     ),
 }

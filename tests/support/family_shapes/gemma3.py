@@ -26,7 +26,7 @@ SCALED = {
 }
 
 SHAPES = {
-    "gemma3": FamilyShape("Gemma3ForCausalLM", BASE),
+    "gemma3": FamilyShape("Gemma3ForCausalLM", BASE, eos_gain=3.2, prompts=(7, 9, 0, 1)),
     "gemma3-scaled-biases-untied": FamilyShape(
         "Gemma3ForCausalLM",
         BASE
@@ -39,5 +39,6 @@ SHAPES = {
             "final_logit_softcapping": 9.0,
         },
         eos=(3, 90),
+        prompts=(0, 1, 2, 3),
     ),
 }

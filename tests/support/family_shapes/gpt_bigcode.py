@@ -7,11 +7,12 @@ from support.family_shape import FamilyShape
 BASE: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 
 SHAPES = {
-    "gpt-bigcode": FamilyShape("GPTBigCodeForCausalLM", BASE),
+    "gpt-bigcode": FamilyShape("GPTBigCodeForCausalLM", BASE, prompts=(0, 6, 1, 2)),
     "gpt-bigcode-full-heads-untied": FamilyShape(
         "GPTBigCodeForCausalLM",
         BASE | {"multi_query": False, "n_inner": 44, "activation_function": "gelu", "tie_word_embeddings": False},
         eos=(3, 90),
+        prompts=(0, 28, 5, 1),
     ),
     "gpt-bigcode-unscaled": FamilyShape("GPTBigCodeForCausalLM", BASE | {"scale_attn_weights": False, "n_head": 2}),
 }

@@ -28,7 +28,7 @@ def extended(original: int) -> dict[str, Any]:
 
 
 SHAPES = {
-    "phi3": FamilyShape("Phi3ForCausalLM", BASE),
+    "phi3": FamilyShape("Phi3ForCausalLM", BASE, eos_gain=1.4, prompts=(7, 8, 0, 1)),
     "phi3-window-partial-rotary-tied": FamilyShape(
         "Phi3ForCausalLM",
         BASE
@@ -39,8 +39,11 @@ SHAPES = {
             "tie_word_embeddings": True,
         },
         eos=(3, 90),
+        prompts=(2, 4, 0, 1),
     ),
     # transformers chooses by the length so far: here it never passes the original one, and there always has.
-    "phi3-short-factors": FamilyShape("Phi3ForCausalLM", extended(96), max_model_len=96),
-    "phi3-long-factors": FamilyShape("Phi3ForCausalLM", extended(8), shortest=9, lengths=(37, 9, 14)),
+    "phi3-short-factors": FamilyShape("Phi3ForCausalLM", extended(96), max_model_len=96, prompts=(1, 2, 0, 3)),
+    "phi3-long-factors": FamilyShape(
+        "Phi3ForCausalLM", extended(8), shortest=9, lengths=(37, 9, 14), prompts=(0, 1, 10, 2)
+    ),
 }

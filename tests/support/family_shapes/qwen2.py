@@ -14,7 +14,7 @@ BASE: dict[str, Any] = {
 }
 
 SHAPES = {
-    "qwen2": FamilyShape("Qwen2ForCausalLM", BASE),
+    "qwen2": FamilyShape("Qwen2ForCausalLM", BASE, prompts=(0, 1, 7, 2)),
     "qwen2-upper-windows-tied": FamilyShape(
         "Qwen2ForCausalLM",
         BASE
@@ -27,5 +27,6 @@ SHAPES = {
             "tie_word_embeddings": True,
         },
         eos=(3, 90),
+        prompts=(0, 3, 1, 2),
     ),
 }

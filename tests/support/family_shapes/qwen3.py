@@ -15,7 +15,7 @@ BASE: dict[str, Any] = {
 }
 
 SHAPES = {
-    "qwen3": FamilyShape("Qwen3ForCausalLM", BASE),
+    "qwen3": FamilyShape("Qwen3ForCausalLM", BASE, prompts=(4, 5, 0, 1)),
     "qwen3-biases-upper-windows-tied": FamilyShape(
         "Qwen3ForCausalLM",
         BASE
@@ -30,5 +30,6 @@ SHAPES = {
             "tie_word_embeddings": True,
         },
         eos=(3, 90),
+        prompts=(0, 1, 2, 3),
     ),
 }

@@ -19,8 +19,10 @@ BASE: dict[str, Any] = {
 }
 
 SHAPES = {
-    "qwen3-moe": FamilyShape("Qwen3MoeForCausalLM", BASE | {"num_hidden_layers": 2}),
-    "qwen3-moe-one-dense-layer": FamilyShape("Qwen3MoeForCausalLM", BASE | {"mlp_only_layers": [1]}),
+    "qwen3-moe": FamilyShape("Qwen3MoeForCausalLM", BASE | {"num_hidden_layers": 2}, prompts=(0, 2, 1, 3)),
+    "qwen3-moe-one-dense-layer": FamilyShape(
+        "Qwen3MoeForCausalLM", BASE | {"mlp_only_layers": [1]}, prompts=(2, 4, 0, 1)
+    ),
     "qwen3-moe-plain-weights-every-second-layer-tied": FamilyShape(
         "Qwen3MoeForCausalLM",
         BASE
@@ -32,5 +34,6 @@ SHAPES = {
             "tie_word_embeddings": True,
         },
         eos=(3, 90),
+        prompts=(2, 5, 0, 1),
     ),
 }
