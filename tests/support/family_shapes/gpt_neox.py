@@ -13,7 +13,7 @@ BASE: dict[str, Any] = {
 }
 
 SHAPES = {
-    "gpt-neox": FamilyShape("GPTNeoXForCausalLM", BASE),
+    "gpt-neox": FamilyShape("GPTNeoXForCausalLM", BASE, prompts=(0, 1, 2, 3)),
     "gpt-neox-sequential-no-attention-bias-tied": FamilyShape(
         "GPTNeoXForCausalLM",
         BASE
@@ -26,8 +26,12 @@ SHAPES = {
             "tie_word_embeddings": True,
         },
         eos=(3, 90),
+        eos_gain=4.0,
+        prompts=(7, 11, 1, 0),
     ),
     "gpt-neox-all-rotated": FamilyShape(
-        "GPTNeoXForCausalLM", BASE | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+        "GPTNeoXForCausalLM",
+        BASE | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        prompts=(0, 1, 6, 2),
     ),
 }

@@ -7,11 +7,14 @@ from support.family_shape import FamilyShape
 BASE: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4}
 
 SHAPES = {
-    "gptj": FamilyShape("GPTJForCausalLM", BASE),
+    "gptj": FamilyShape("GPTJForCausalLM", BASE, prompts=(2, 16, 0, 1)),
     "gptj-odd-heads": FamilyShape(
         "GPTJForCausalLM",
         BASE | {"n_embd": 36, "n_head": 3, "rotary_dim": 6, "n_inner": 44, "activation_function": "relu"},
         eos=(3, 90),
+        seed=1,
+        eos_gain=2.6,
+        prompts=(1, 2, 0, 3),
     ),
-    "gptj-all-rotated": FamilyShape("GPTJForCausalLM", BASE | {"rotary_dim": 8}),
+    "gptj-all-rotated": FamilyShape("GPTJForCausalLM", BASE | {"rotary_dim": 8}, eos_gain=2.2, prompts=(2, 3, 0, 1)),
 }

@@ -40,16 +40,20 @@ SHAPES = {
     "llama-bands": FamilyShape(
         "LlamaForCausalLM", BASE | {"num_key_value_heads": 1, "rope_parameters": BANDS}, prompts=(1, 3, 2, 0)
     ),
-    "llama-yarn": FamilyShape("LlamaForCausalLM", BASE | {"rope_parameters": YARN}),
+    "llama-yarn": FamilyShape("LlamaForCausalLM", BASE | {"rope_parameters": YARN}, prompts=(0, 2, 1, 3)),
     "llama-yarn-own-ramp": FamilyShape(
         "LlamaForCausalLM",
         BASE | {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3}},
+        prompts=(0, 1, 9, 2),
     ),
     "llama-dynamic": FamilyShape(
         "LlamaForCausalLM",
         BASE | {"max_position_embeddings": 12, "rope_parameters": DYNAMIC},
         shortest=13,
         lengths=(37, 13, 14),
+        prompts=(0, 1, 2, 3),
     ),
-    "llama-dynamic-within-its-length": FamilyShape("LlamaForCausalLM", BASE | {"rope_parameters": DYNAMIC}),
+    "llama-dynamic-within-its-length": FamilyShape(
+        "LlamaForCausalLM", BASE | {"rope_parameters": DYNAMIC}, prompts=(0, 1, 2, 3)
+    ),
 }

@@ -15,7 +15,7 @@ BASE: dict[str, Any] = {
 }
 
 SHAPES = {
-    "mistral": FamilyShape("MistralForCausalLM", BASE),
+    "mistral": FamilyShape("MistralForCausalLM", BASE, prompts=(0, 7, 2, 6)),
     "mistral-no-window-own-head-dim-tied": FamilyShape(
         "MistralForCausalLM",
         BASE
@@ -26,5 +26,6 @@ SHAPES = {
             "rope_parameters": {"rope_theta": 300.0},
         },
         eos=(3, 90),
+        prompts=(2, 3, 0, 1),
     ),
 }
