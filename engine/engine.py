@@ -93,14 +93,13 @@ class Engine:
         self.defaults: GenerationDefaults = load_defaults(
             path, hf_config, model.vocab_size, honour=config.generation_config == "auto"
         )
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=config.most_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                block_size=config.block_size,
-            ),
-            BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching),
+        limits = SchedulerConfig(
+            max_num_seqs=config.most_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            window=spec.attention_span,
         )
+        self.scheduler = Scheduler(limits, BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching))
         self.info = EngineInfo(
             model=config.model,
             model_path=str(path),
@@ -110,6 +109,7 @@ class Engine:
             vocab_size=model.vocab_size,
             block_size=config.block_size,
             num_blocks=num_blocks,
+            full_requests=limits.fitting(max_model_len, num_blocks),
             max_num_seqs=config.most_seqs,
             max_num_beams=config.max_num_beams,
             default_max_new_tokens=self.defaults.values.get("max_new_tokens"),
@@ -302,7 +302,7 @@ class Engine:
             info.num_blocks,
             info.block_size,
             tokens,
-            tokens / info.max_model_len,
+            info.full_requests,
             info.max_model_len,
             info.max_num_seqs,
         )

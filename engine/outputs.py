@@ -165,6 +165,7 @@ class EngineInfo:
     """Facts about a loaded engine that do not change.
 
     Attributes:
+        full_requests: how many requests of max_model_len tokens the pages hold at a time.
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.
     """
@@ -177,6 +178,7 @@ class EngineInfo:
     vocab_size: int
     block_size: int
     num_blocks: int
+    full_requests: float
     max_num_seqs: int
     max_num_beams: int
     default_max_new_tokens: int | None = None

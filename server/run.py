@@ -184,7 +184,8 @@ def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str)
     )  # fmt: skip
     tokens = info.num_blocks * info.block_size
     lengths = [info.max_model_len] + [1024] * (info.max_model_len > 1024)
-    fit = ", or ".join(f"{tokens / length:.1f} of {length} tokens" for length in lengths)
+    # Of shorter ones at least as many as of the longest, whose pages outside a sliding window are free again.
+    fit = ", or ".join(f"{max(tokens / length, info.full_requests):.1f} of {length} tokens" for length in lengths)
     logger.info(
         "KV cache: %d pages of %d tokens hold %d tokens; requests that fit at a time: %s; at most %d run in one step.",
         info.num_blocks, info.block_size, tokens, fit, info.max_num_seqs,

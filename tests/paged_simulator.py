@@ -188,13 +188,16 @@ class Simulator:
         max_num_batched_tokens: int,
         caching: bool = True,
         model: FakeModel | None = None,
+        window: int | None = None,
     ):
+        assert window is None or window > 1, "a token's hash is made from the one before, so that must be seen"
         self.model = model or FakeModel()
         self.size = block_size
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
+            window=window,
         )
         self.pool = BlockPool(num_pages, enable_prefix_caching=caching)
         self.scheduler = Scheduler(self.config, self.pool)
@@ -206,7 +209,14 @@ class Simulator:
         self.cached_tokens: dict[str, int] = {}
         self.over: set[str] = set()
         self.now = 0.0
-        self.events = {"chunked": 0, "beam_with_others": 0, "mixed_draws": 0, "salted_hits": 0}
+        self.events = {
+            "chunked": 0,
+            "beam_with_others": 0,
+            "mixed_draws": 0,
+            "salted_hits": 0,
+            "unseen": 0,
+            "late_hits": 0,
+        }
         self._patch = mock.patch("engine.scheduling.scheduler.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def __enter__(self) -> Simulator:
@@ -398,13 +408,20 @@ class Simulator:
         positions = np.arange(end)
         return plan.block_tables[i][positions // self.size] * self.size + positions % self.size
 
+    def _first_seen(self, position: int) -> int:
+        """The first token that a query at `position` sees."""
+        return 0 if self.config.window is None else max(0, position + 1 - self.config.window)
+
     def _check_memory(self, plan: StepPlan, i: int, end: int) -> None:
-        """The pages that row i names hold exactly its sequence's tokens 0 … end - 1."""
+        """The pages that row i names hold exactly its sequence's tokens up to end - 1, from the first one on that
+        any of its queries sees; pages before that one are not named."""
         row = (self.scheduler._step or [])[i]
         expected = row.sequence.tokens.view(0, end).tolist()
         slots = self._slots(plan, i, end)
-        assert (slots >= self.size).all(), "page 0 is nobody's"
-        assert self.tokens.reshape(-1)[slots].tolist() == expected
+        first = self._first_seen(row.start)
+        assert (slots[first:] >= self.size).all(), "page 0 is nobody's"
+        assert self.tokens.reshape(-1)[slots[first:]].tolist() == expected[first:]
+        assert not plan.block_tables[i][: first // self.size].any(), "a page that no query sees is named"
         if end:
             state = self.model.state(row.group.request.cache_salt, expected)
             assert int(self.states.reshape(-1)[slots[-1]]) == state
@@ -499,7 +516,10 @@ class Simulator:
                 assert scores == sorted(scores, reverse=True), "beams are kept best first"
             for sequence in group.sequences:
                 assert group.status is Status.RUNNING or not len(sequence.table), "a waiting request holds pages"
-                for page in sequence.table:
+                unseen = self._first_seen(sequence.num_computed) // self.size if len(sequence.table) else 0
+                assert [place for place, page in enumerate(sequence.table) if not page] == list(range(unseen))
+                self.events["unseen"] += unseen
+                for page in filter(None, sequence.table):
                     salt = group.request.cache_salt
                     assert owners.setdefault(page, salt) == salt, "a page is shared across salts"
         assert self.scheduler.snapshot().num_waiting == waiting
@@ -517,6 +537,7 @@ class Simulator:
             assert 0 <= delta.num_cached_tokens < len(self.requests[delta.request_id].prompt_token_ids)
             assert delta.num_cached_tokens % self.size == 0
             if delta.num_cached_tokens:
+                self.events["late_hits"] += self._first_seen(delta.num_cached_tokens) >= self.size
                 self.cached_tokens[delta.request_id] = delta.num_cached_tokens
                 self.events["salted_hits"] += self.requests[delta.request_id].cache_salt is not None
             if delta.prompt_logprobs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -17,7 +18,7 @@ KEY = b"k" * 32
 
 
 class Table:
-    """A block table and what its owner wrote into the pages."""
+    """A block table and what its owner wrote into the pages; page 0 where it has given one up."""
 
     def __init__(self, pages: list[int], content: list[int]):
         self.pages = pages
@@ -42,7 +43,7 @@ class PoolMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------- the model
 
     def refs(self) -> Counter[int]:
-        return Counter(page for table in self.tables for page in table.pages)
+        return Counter(page for table in self.tables for page in table.pages if page)
 
     def in_use(self) -> set[int]:
         return set(self.refs()) | {page for page, _ in self.pinned}
@@ -91,10 +92,14 @@ class PoolMachine(RuleBasedStateMachine):
             self.memory.update(zip(pages, content, strict=True))
             self.tables.append(Table(pages, content))
 
-    @rule(content=st.lists(st.integers(0, 1), min_size=1, max_size=4), keep=st.sampled_from([False, False, True]))
-    def live(self, content: list[int], keep: bool) -> None:
+    @rule(
+        content=st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        seen=st.sampled_from([None, None, 0, 1, 2]),
+        keep=st.sampled_from([False, False, True]),
+    )
+    def live(self, content: list[int], seen: int | None, keep: bool) -> None:
         """A request's way: take up what is known, reserve the rest, write, publish, leave or stay."""
-        self.match_and_adopt(content)
+        self.match_and_adopt(content, seen)
         table = self.tables[-1]
         hits = len(table.pages)
         rest = self.reserve_pages(len(content) - hits)
@@ -125,13 +130,25 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.free(table.pages)
         self.drop_references(table.pages)
 
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        """The first pages of a table are not needed any more; its length stays."""
+        tables = [table for table in self.tables if any(table.pages)]
+        if not tables:
+            return
+        table = data.draw(st.sampled_from(tables))
+        count = data.draw(st.integers(1, len(table.pages)))
+        gone, table.pages = table.pages[:count], [0] * count + table.pages[count:]
+        self.pool.free(gone)
+        self.drop_references(gone)
+
     @rule(data=st.data(), value=st.integers(0, 4))
     def write(self, data: st.DataObject, value: int) -> None:
         """The owner of a table changes one of its pages."""
         if not self.refs():
             return
-        table = data.draw(st.sampled_from([table for table in self.tables if table.pages]))
-        place = data.draw(st.integers(0, len(table.pages) - 1))
+        table = data.draw(st.sampled_from([table for table in self.tables if any(table.pages)]))
+        place = data.draw(st.sampled_from([place for place, page in enumerate(table.pages) if page]))
         page = table.pages[place]
         assert self.pool.is_shared(page) == (self.refs()[page] > 1)
         assert is_published(self.pool, page) == (page in self.hash_of)
@@ -170,25 +187,27 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         if not self.refs():
             return
-        self.publish_table(data.draw(st.sampled_from([table for table in self.tables if table.pages])))
+        self.publish_table(data.draw(st.sampled_from([table for table in self.tables if any(table.pages)])))
 
     def publish_table(self, table: Table) -> None:
         for page, page_hash in zip(table.pages, self.chain(table.content), strict=True):
+            if not page:
+                continue
             self.pool.publish(page, page_hash)
             if self.caching and page_hash not in self.page_of and page not in self.hash_of:
                 self.page_of[page_hash] = page
                 self.hash_of[page] = page_hash
 
-    @rule(content=st.lists(st.integers(0, 1), max_size=4))
-    def match_and_adopt(self, content: list[int]) -> None:
+    @rule(content=st.lists(st.integers(0, 1), max_size=4), seen=st.sampled_from([None, None, 0, 1, 2, 3]))
+    def match_and_adopt(self, content: list[int], seen: int | None) -> None:
         hashes = self.chain(content)
-        expected = []
-        for page_hash in hashes:
-            if page_hash not in self.page_of:
-                break
-            expected.append(self.page_of[page_hash])
+        expected: list[int] = []
+        for end in range(1, len(hashes) + 1) if self.caching else ():
+            first = 0 if seen is None else max(0, end - seen)
+            if all(page_hash in self.page_of for page_hash in hashes[first:end]):
+                expected = [0] * first + [self.page_of[page_hash] for page_hash in hashes[first:end]]
         before = self.pool.num_available
-        pages = self.pool.match(iter(hashes))
+        pages = self.pool.match(hashes, seen)
         assert pages == expected
         assert self.pool.num_available == before, "a match takes nothing"
         fresh = [page for page in pages if page in self.cached]
@@ -222,7 +241,8 @@ class PoolMachine(RuleBasedStateMachine):
     def nobody_else_wrote(self) -> None:
         if hasattr(self, "pool"):
             for table in self.tables:
-                assert [self.memory[page] for page in table.pages] == table.content
+                for page, value in zip(table.pages, table.content, strict=True):
+                    assert not page or self.memory[page] == value
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
@@ -334,6 +354,37 @@ def test_a_match_ends_at_the_first_unknown_page() -> None:
     assert table is not None
     pool.publish(table[1], second)
     assert pool.match([first, second]) == []
+    assert pool.match([first, second], seen=1) == [0, table[1]], "the first page is not needed"
+
+
+@pytest.mark.parametrize("seen", range(8))
+def test_a_match_needs_only_the_pages_that_are_seen(seen: int) -> None:
+    """The longest beginning whose last `seen` pages are known, whichever other pages are."""
+    for known in itertools.product([False, True], repeat=6):
+        pool, hasher = BlockPool(6), PageHasher(KEY)
+        hashes, pages = [hasher.root(None)], pool.reserve(6)
+        assert pages is not None
+        for number, page in enumerate(pages):
+            hashes.append(hasher.extend(hashes[-1], numbers(number)))
+            if known[number]:
+                pool.publish(page, hashes[-1])
+        longest = max(end for end in range(7) if all(known[max(0, end - seen) : end]))
+        expected = [page if longest - place <= seen else 0 for place, page in enumerate(pages[:longest])]
+        assert pool.match(hashes[1:], seen) == expected
+
+
+def test_page_0_in_a_table_is_nobody_s() -> None:
+    pool = BlockPool(3)
+    pages = pool.reserve(2)
+    assert pages is not None
+    table = [0, 0, *pages]
+    assert pool.fork(table) == pool.adopt(table) == table
+    assert [pool.references(page) for page in (0, *pages)] == [0, 3, 3]
+    assert not pool.is_shared(0)
+    pool.check_integrity([table, table, table])
+    for _ in range(3):
+        pool.free(table)
+    pool.check_integrity([[0, 0]])
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:

@@ -30,12 +30,16 @@ def may_fit(request: Request, simulator: Simulator) -> bool:
     prompt, pages = len(request.prompt_token_ids), 0
     for start in range(0, prompt + decoding.max_tokens - 1, size):
         pages += 1 if start + size <= prompt else width
+    if simulator.config.window is not None:
+        # One token of a window in its first page, one of a step's in its last page, all others between.
+        slots = width * (size + simulator.config.window - 2 + size - 1) + simulator.config.max_num_batched_tokens
+        pages = min(pages, slots // size)
     return pages <= simulator.pool.total
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    prompt = draw(st.sampled_from(TEXTS))[: draw(st.integers(1, 12))]
+    prompt = draw(st.sampled_from(TEXTS))[: draw(st.sampled_from([*range(1, 13), *range(1, 13), 30]))]
     prompt = prompt + draw(st.lists(st.integers(0, VOCAB - 1), max_size=2))
     max_tokens = draw(st.integers(1, 12))
     kind = draw(st.sampled_from(["greedy", "sample", "beam"]))
@@ -81,8 +85,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(2, 7),
         extra_budget=st.integers(0, 8),
         caching=st.booleans(),
+        window=st.one_of(st.none(), st.integers(2, 9)),
     )
-    def start(self, num_pages: int, block_size: int, max_num_seqs: int, extra_budget: int, caching: bool) -> None:
+    def start(
+        self,
+        num_pages: int,
+        block_size: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        caching: bool,
+        window: int | None,
+    ) -> None:
         self.simulator = Simulator(
             num_pages=num_pages,
             block_size=block_size,
@@ -90,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + extra_budget,
             caching=caching,
             model=MODEL,
+            window=window,
         )
         self.simulator.__enter__()
 
@@ -159,7 +173,7 @@ TestSchedulerMachine.settings = settings(
 )
 
 
-def random_request(rng: random.Random, name: str) -> Request:
+def random_request(rng: random.Random, name: str, longest: int) -> Request:
     """Like `requests`, for runs longer than hypothesis makes them."""
     kind = rng.choice(["greedy", "sample", "beam"])
     how: dict[str, object] = {}
@@ -175,7 +189,7 @@ def random_request(rng: random.Random, name: str) -> Request:
         }
     return make_request(
         name,
-        rng.choice(TEXTS)[: rng.randint(1, 20)],
+        rng.choice(TEXTS)[: rng.randint(1, longest)],
         max_tokens=rng.randint(1, 14),
         stop_ids=frozenset({EOS, STOP}) if rng.random() < 0.7 else frozenset(),
         eos_ids=frozenset({EOS}),
@@ -187,10 +201,11 @@ def random_request(rng: random.Random, name: str) -> Request:
     )
 
 
-def test_crowds_get_the_answers_they_get_alone() -> None:
+@pytest.mark.parametrize("windows", [[None], [3, 6, 12]])
+def test_crowds_get_the_answers_they_get_alone(windows: list[int | None]) -> None:
     """Thousands of steps over small pools; everything that can happen to a request did happen."""
     events: Counter[str] = Counter()
-    for seed in range(40):
+    for seed in range(40 if windows == [None] else 24):
         rng = random.Random(seed)
         simulator = Simulator(
             num_pages=rng.randint(13, 22),
@@ -199,10 +214,11 @@ def test_crowds_get_the_answers_they_get_alone() -> None:
             max_num_batched_tokens=rng.randint(12, 24),
             caching=seed % 4 != 0,
             model=MODEL,
+            window=windows[seed % len(windows)],
         )
         with simulator as sim:
             for number in range(40):
-                request = random_request(rng, f"r{number}")
+                request = random_request(rng, f"r{number}", 20 if windows == [None] else 40)
                 if may_fit(request, sim):
                     sim.add(request)
                 for _ in range(rng.choice([0, 0, 1, 2, 8])):
@@ -231,4 +247,6 @@ def test_crowds_get_the_answers_they_get_alone() -> None:
         "aborted": 30,
         "steps": 1500,
     }
+    if windows != [None]:
+        least = {name: count // 3 for name, count in least.items()} | {"unseen": 10_000, "late_hits": 30}
     assert all(events[name] >= count for name, count in least.items()), events

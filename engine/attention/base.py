@@ -51,7 +51,7 @@ class Paged:
 
     Attributes:
         keys, values: [num_blocks, block_size, kv_heads, head_dim]. Block 0 belongs to no sequence.
-        block_tables: [R, max blocks] int32.
+        block_tables: [R, max blocks] int32. Pages that no query of a row sees may be 0: they must not be read.
     """
 
     keys: Tensor

@@ -308,6 +308,13 @@ class ModelSpec:
         return stack.embedding.vocab_size if stack and isinstance(stack.embedding, Tokens) else 0
 
     @property
+    def attention_span(self) -> int | None:
+        """Most keys that a query sees in any of the decoder's layers, its own included; None if one sees all."""
+        parts = [block.attention for block in self.decoder.blocks] if self.decoder else []
+        windows = [part.window for part in parts if part.causal and part.window is not None]
+        return max((w.left + 1 for w in windows), default=None) if len(windows) == len(parts) else None
+
+    @property
     def max_positions(self) -> int | None:
         """Most tokens a sequence can have because a position table ends there; None without a table."""
         sizes = [

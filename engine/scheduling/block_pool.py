@@ -4,7 +4,8 @@ A page is in exactly one of three states:
     held    some block table (or a pending copy) refers to it
     cached  nobody refers to it, but its hash is known, so a later prompt may take it up again
     free    neither
-`free + held + cached == total` after every operation. Page 0 is no page of the pool: it pads tables.
+`free + held + cached == total` after every operation. Page 0 is no page of the pool: in tables it stands where a
+page is not needed any more, and it pads them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,13 +98,14 @@ class BlockPool:
         """A second table over the same pages: one more reference each."""
         pages = list(table)
         for page in pages:
-            self._refs[page] += 1
+            if page:
+                self._refs[page] += 1
         return pages
 
     def free(self, table: Sequence[int]) -> None:
         """Drop one reference of each page. The last pages of a table are evicted first later on, so
         that the beginning, which others are likelier to share, stays longest."""
-        for page in reversed(table):
+        for page in filter(None, reversed(table)):
             if self._refs[page] <= 0:
                 raise AssertionError(f"page {page} is freed but nobody holds it")
             self._refs[page] -= 1
@@ -133,21 +136,26 @@ class BlockPool:
         self._page_of[page_hash] = page
         self._hash_of[page] = page_hash
 
-    def match(self, hashes: Iterable[PageHash]) -> list[int]:
-        """Longest run of known pages from the beginning; takes no reference (see `adopt`)."""
-        pages: list[int] = []
-        if not self.enable_prefix_caching:
-            return pages
-        for page_hash in hashes:
-            page = self._page_of.get(page_hash)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    def match(self, hashes: Sequence[PageHash], seen: int | None = None) -> list[int]:
+        """The longest beginning whose pages are known; takes no reference (see `adopt`).
+
+        Args:
+            hashes: of all pages, in order.
+            seen: only the last so many pages of a beginning must be known, and those before them are given as 0;
+                None: all.
+        """
+        end = len(hashes) if self.enable_prefix_caching else 0
+        while True:
+            first = 0 if seen is None else max(end - seen, 0)
+            # Begins with the page that the shorter beginnings miss, too: so most of them need not be tried.
+            known = list(takewhile(bool, (self._page_of.get(page_hash, 0) for page_hash in hashes[first:end])))
+            if first == 0 or len(known) == end - first:
+                return [0] * first + known
+            end = first + len(known)
 
     def adopt(self, pages: Sequence[int]) -> list[int]:
         """Take one reference of each matched page, cached or held."""
-        for page in pages:
+        for page in filter(None, pages):
             if self._refs[page] == 0 and self._pins[page] == 0:
                 del self._cached[page]
             self._refs[page] += 1
@@ -166,7 +174,7 @@ class BlockPool:
         """
         expected = [0] * (self.total + 1)
         for table in tables:
-            for page in table:
+            for page in filter(None, table):
                 expected[page] += 1
         if expected != self._refs:
             wrong = [p for p in range(self.total + 1) if expected[p] != self._refs[p]]

@@ -6,16 +6,50 @@ from dataclasses import dataclass
 
 from engine.errors import InvalidRequestError
 from engine.request import Request
-from engine.scheduling.sequence import worst_case_pages
+from engine.scheduling.sequence import pages_needed, worst_case_pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of the scheduler (see `EngineConfig`)."""
+    """Limits of the scheduler (see `EngineConfig`).
+
+    Attributes:
+        window: keys that any layer sees at most, the query's own included; None if some layer sees all.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    window: int | None = None
+
+    @property
+    def seen_pages(self) -> int | None:
+        """The last so many of a sequence's full pages are seen by its next query; None: all of them."""
+        return None if self.window is None else pages_needed(self.window - 1, self.block_size)
+
+    def first_page(self, position: int) -> int:
+        """The first page of a sequence that a query at `position`, or a later one, can see."""
+        return 0 if self.window is None else max(position - self.window + 1, 0) // self.block_size
+
+    def most_pages(self, width: int) -> int:
+        """Most pages that `width` sequences of any length hold at once: what is in their windows, and a step's
+        tokens; 2**31 if that grows with their length."""
+        if self.window is None:
+            return 2**31
+        return (width * self._kept_slots(self.window) + self.max_num_batched_tokens) // self.block_size
+
+    def fitting(self, length: int, total_pages: int) -> float:
+        """How many requests of `length` tokens that many pages hold at a time."""
+        whole = total_pages / pages_needed(length, self.block_size)
+        if self.window is None:
+            return whole
+        room = total_pages * self.block_size - self.max_num_batched_tokens
+        return max(whole, room / max(self._kept_slots(self.window), 1))
+
+    def _kept_slots(self, window: int) -> int:
+        """Slots of a sequence's pages besides those of a step's tokens: what the first of these sees before it, and
+        all but one of either end's page."""
+        return window - 1 + 2 * (self.block_size - 1)
 
 
 def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> None:
@@ -33,11 +67,16 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> N
             param=name,
         )
     prompt = len(request.prompt_token_ids)
-    pages = worst_case_pages(prompt, decoding.max_tokens, decoding.width, size)
+    whole = worst_case_pages(prompt, decoding.max_tokens, decoding.width, size)
+    pages = min(whole, config.most_pages(decoding.width))
     if pages > total_pages:
+        figures = f"{prompt} prompt tokens, max_tokens {decoding.max_tokens}, {decoding.width} sequences"
+        setting = "or raise --kv-cache-memory"
+        if pages < whole:
+            figures += f"; windows of {config.window} and steps of up to {config.max_num_batched_tokens} tokens"
+            setting = "raise --kv-cache-memory, or lower --max-num-batched-tokens"
         raise InvalidRequestError(
-            f"the request may need {pages} pages of {size} tokens ({prompt} prompt "
-            f"tokens, max_tokens {decoding.max_tokens}, {decoding.width} sequences), but the KV cache has "
-            f"{total_pages}. Lower max_tokens, n or num_beams, or raise --kv-cache-memory.",
+            f"the request may need {pages} pages of {size} tokens ({figures}), but the KV cache has "
+            f"{total_pages}. Lower max_tokens, n or num_beams, {setting}.",
             param="max_tokens",
         )

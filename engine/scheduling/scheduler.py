@@ -147,6 +147,7 @@ class Scheduler:
         for row in rows:
             row.sequence.num_computed += row.count
             self._publish(row.group, row.sequence)
+            self._drop_unseen(row)
         with_prompt_logprobs = take_prompt_logprobs(rows, result)
         sampled: dict[SequenceGroup, int] = {}
         position = 0
@@ -270,7 +271,8 @@ class Scheduler:
         # Full pages before the fork point are shared; the page it lies in is one sequence's in the end.
         shared = 0 if group.fork_point is None else group.fork_point // size
         pages = shared + sum(pages_needed(s.num_tokens, size) - shared for s in group.sequences) - len(hits)
-        return pages <= self.pool.num_available - self.pool.count_cached(hits)
+        most = self.config.most_pages(len(group.sequences))  # those of hits included
+        return min(pages + self.pool.count_cached(hits), most) <= self.pool.num_available
 
     def _match(self, group: SequenceGroup) -> list[int]:
         if group.request.decoding.prompt_logprobs is not None and not group.started:
@@ -280,7 +282,8 @@ class Scheduler:
         num_pages = known // self.config.block_size
         if not self.pool.enable_prefix_caching:
             return []
-        return self.pool.match(sequence.extend_hashes(self._hasher, group.root, self.config.block_size, num_pages))
+        hashes = sequence.extend_hashes(self._hasher, group.root, self.config.block_size, num_pages)
+        return self.pool.match(hashes, self.config.seen_pages)
 
     def _start(self, group: SequenceGroup) -> None:
         heapq.heappop(self._waiting)
@@ -344,6 +347,14 @@ class Scheduler:
             self.pool.publish(sequence.table[page], hashes[page])
         sequence.num_published = full
 
+    def _drop_unseen(self, row: Row) -> None:
+        """Give up the pages that no later query sees; page 0 takes their places, so that positions stay."""
+        start, end = self.config.first_page(row.start), self.config.first_page(row.sequence.num_computed)
+        if start < end:
+            pages = row.sequence.table.view(start, end)
+            self.pool.free(pages.tolist())
+            pages[:] = 0
+
     def _apply(self, group: SequenceGroup, outcome: Outcome) -> None:
         """Fork, drop and finish as the search decided; forks come before anything is freed."""
         for child, parent in outcome.forks:
@@ -403,6 +414,10 @@ class Scheduler:
         """Compare the pool with the tables of all live sequences; for tests and for idle moments.
 
         Raises:
-            AssertionError: something leaked or is held twice.
+            AssertionError: something leaked or is held twice, or is out of every window and held.
         """
+        for sequence in (s for g in self._groups.values() for s in g.sequences if len(s.table)):
+            table, first = sequence.table.view(), self.config.first_page(sequence.num_computed)
+            if table[:first].any() or not table[first:].all():
+                raise AssertionError(f"of a table, pages from {first} on are needed, but it is {table.tolist()}")
         self.pool.check_integrity(list(s.table) for g in self._groups.values() for s in g.sequences)

@@ -79,7 +79,7 @@ class Sequence:
         tokens: prompt and output.
         num_prompt: tokens of the prompt.
         num_computed: tokens whose K and V are in the pages.
-        table: pages, in order.
+        table: pages, in order; 0 for those that are out of every layer's window.
         hashes: of the full pages at the beginning, as far as they were needed.
         num_published: full pages already offered to the prefix cache.
         score: accumulated log-probability of the output.

@@ -105,5 +105,6 @@ def _default_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: in
         return None
     width = max(params.n, params.num_beams or 1)
     pages = info.num_blocks // width
-    room = min(info.max_model_len, pages * info.block_size) - prompt_len
+    length = info.max_model_len if width <= info.full_requests else pages * info.block_size
+    room = min(info.max_model_len, length) - prompt_len
     return max(room, 1)  # where there is no room the engine says so
