@@ -242,6 +242,8 @@ def test_the_default_length_is_what_is_left_of_the_context() -> None:
         ({}, {"default_max_new_tokens": 9}, None),
         ({}, {"default_max_length": 20}, None),
         ({}, {"default_max_length": 7}, 57),
+        ({"n": 3}, {}, 3 * 16 - 7),  # pages for each
+        ({"n": 3}, {"full_requests": 3.1}, 57),  # a sliding window: each keeps few of them
         ({"n": 5}, {}, 2 * 16 - 7),  # ten pages of sixteen tokens for five answers
     ],
 )

@@ -283,6 +283,26 @@ def test_modernbert_altered() -> None:
     assert blocks[0].ffn.bias
 
 
+def test_the_attention_span_is_the_longest_window_unless_a_layer_sees_all() -> None:
+    model = make("LlamaForCausalLM", num_hidden_layers=3)
+
+    def windowed(*windows: Window | None, causal: bool = True) -> ModelSpec:
+        stack = decoder(model)
+        blocks = tuple(
+            replace(block, attention=replace(block.attention, window=window, causal=causal))
+            for block, window in zip(stack.blocks, windows, strict=True)
+        )
+        return replace(model, decoder=replace(stack, blocks=blocks))
+
+    assert model.attention_span is None
+    assert windowed(Window(7), Window(15), Window(15)).attention_span == 16
+    assert windowed(Window(7), None, Window(15)).attention_span is None
+    assert windowed(Window(0), Window(0), Window(0)).attention_span == 1
+    assert windowed(Window(7, 7), Window(7, 7), Window(7, 7), causal=False).attention_span is None
+    assert make("Gemma2ForCausalLM").attention_span is None, "every other layer sees all"
+    assert replace(model, decoder=None).attention_span is None
+
+
 def test_parts_without_a_module_are_named() -> None:
     model = make("LlamaForCausalLM", num_hidden_layers=2)
     first, second = decoder(model).blocks

@@ -147,7 +147,7 @@ class BlockPool:
         end = len(hashes) if self.enable_prefix_caching else 0
         while True:
             first = 0 if seen is None else max(end - seen, 0)
-            # Begins with the page that the shorter beginnings miss, too: so most of them need not be tried.
+            # The page that ends this run is missing to all shorter beginnings that reach beyond it, too.
             known = list(takewhile(bool, (self._page_of.get(page_hash, 0) for page_hash in hashes[first:end])))
             if first == 0 or len(known) == end - first:
                 return [0] * first + known

@@ -47,8 +47,8 @@ class SchedulerConfig:
         return max(whole, room / max(self._kept_slots(self.window), 1))
 
     def _kept_slots(self, window: int) -> int:
-        """Slots of a sequence's pages besides those of a step's tokens: what the first of these sees before it, and
-        all but one of either end's page."""
+        """Most slots that a sequence's pages have besides those of a step's tokens: of the keys that the first of
+        these sees before it, and in the first and the last page beyond these."""
         return window - 1 + 2 * (self.block_size - 1)
 
 
