@@ -105,12 +105,14 @@ class RmsNorm(nn.Module):
 
     def __init__(self, part: spec.Norm, size: int, place: Place):
         super().__init__()
-        self.weight = place.parameter(size)
+        self.weight = place.parameter(size) if part.weight else None
         self.shape = (size,)
         self.eps = part.eps
         self.unit_offset = part.unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
         if self.unit_offset:
             return F.rms_norm(x.float(), self.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
         if x.dtype == torch.float32:
@@ -119,11 +121,11 @@ class RmsNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm with or without a bias."""
+    """Layer norm with or without a weight and a bias."""
 
     def __init__(self, part: spec.Norm, size: int, place: Place):
         super().__init__()
-        self.weight = place.parameter(size)
+        self.weight = place.parameter(size) if part.weight else None
         self.bias = place.parameter(size) if part.bias else None
         self.shape = (size,)
         self.eps = part.eps

@@ -25,12 +25,14 @@ class Norm:
         eps: added to the mean square or variance.
         bias: has a learned bias (layer norm only).
         unit_offset: the stored weight is the deviation from 1, and is applied in float32.
+        weight: has a learned weight.
     """
 
     kind: Literal["rms", "layer"]
     eps: float
     bias: bool = False
     unit_offset: bool = False
+    weight: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,10 +159,10 @@ def linear(
     return entries
 
 
-def norm(target: str, source: str, *, bias: bool) -> list[Entry]:
-    """A norm's weight, and its bias if it has one."""
-    kinds = ("weight", "bias") if bias else ("weight",)
-    return [Entry(f"{target}.{kind}", (f"{source}.{kind}",)) for kind in kinds]
+def norm(target: str, source: str, *, bias: bool, weight: bool = True) -> list[Entry]:
+    """A norm's weight and bias, as far as it has them."""
+    kinds = {"weight": weight, "bias": bias}
+    return [Entry(f"{target}.{kind}", (f"{source}.{kind}",)) for kind, present in kinds.items() if present]
 
 
 def gated(target: str, source: str, part: Gated) -> list[Entry]:
