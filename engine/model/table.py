@@ -127,13 +127,21 @@ class WeightTable:
         entries: one per parameter.
         prefix: of the sources that a checkpoint of the headless model stores without it.
         ignored: patterns of whole names that a checkpoint may hold and that are not needed.
+        renamed: (pattern, replacement) of names that older checkpoints have, applied before all else.
         head: name under which an output matrix may be stored although it is tied to the embedding.
     """
 
     entries: tuple[Entry, ...]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
     head: str | None = None
+
+    def current(self, name: str) -> str:
+        """What a checkpoint tensor of this name is called today."""
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name, count=1)
+        return name
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor of this name may be left unused."""

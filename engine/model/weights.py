@@ -127,16 +127,18 @@ class Checkpoint:
         self._stack.close()
 
     def rename(self, table: WeightTable) -> None:
-        """Give the tensors the table's names where the file leaves the prefix out."""
+        """Give the tensors the table's names where the file has older ones, or leaves the prefix out."""
         wanted = {source for entry in table.entries for source in entry.sources}
         renamed: dict[str, tuple[Path, str]] = {}
-        for name, place in self.names.items():
+        for stored, place in self.names.items():
+            name = table.current(stored)
             longer = table.prefix + name
             known = name in wanted or name == table.head or table.ignores(name)
             if not known and (longer in wanted or table.ignores(longer)):
                 name = longer
             if name in renamed:
-                raise ModelLoadError(f"{self.path} holds the tensor {name} with and without its prefix.")
+                other = renamed[name][1]
+                raise ModelLoadError(f"{self.path} holds the tensor {name} twice: as {other} and as {place[1]}.")
             renamed[name] = place
         self.names = renamed
 
