@@ -62,7 +62,17 @@ def describe(config: Any) -> ModelSpec:
     Raises:
         UnsupportedModelError: unknown architecture, or a setting that no part expresses.
     """
-    return find(config).spec(config)
+    family = find(config)
+    _refuse_overrides(config)
+    return family.spec(config)
+
+
+def _refuse_overrides(config: Any) -> None:
+    """transformers heeds these in any config, although no family has them as settings of its own."""
+    if getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError("The config sets is_causal to false; only causal attention is implemented.")
+    if getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
 
 
 def build_spec(config: Any) -> ModelSpec:

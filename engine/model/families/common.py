@@ -72,6 +72,11 @@ def rotary(config: Any, head_dim: int, layer_type: str | None = None, *, partial
     elif share != 1.0 and not partial:
         raise UnsupportedModelError(f"partial_rotary_factor must be 1 for this architecture, got {share}.")
     dim = int(head_dim * share)
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise UnsupportedModelError(
+            f"The config rotates {dim} of the {head_dim} features of a head (partial_rotary_factor {share}); only an "
+            "even number of them, and at least 2, is implemented."
+        )
     return Rotary(dim=dim, theta=float(theta), scaling=_scaling(config, parameters, dim))
 
 
