@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from engine.errors import ConfigError
 from engine.model import families
-from engine.model.layers import Place, RmsNorm
+from engine.model.layers import Place, RmsNorm, build_norm
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
 from engine.model.spec import Norm
@@ -173,8 +173,22 @@ def test_rms_norm_rounds_like_transformers(unit_offset: bool, dtype: torch.dtype
     ours = RmsNorm(Norm("rms", 1e-5, unit_offset=unit_offset), 40, Place(CPU, dtype))
     with torch.no_grad():
         theirs.weight.copy_(weight)
+        assert ours.weight is not None
         ours.weight.copy_(weight)
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_without_a_weight(kind: str, dtype: torch.dtype) -> None:
+    part = Norm("rms" if kind == "rms" else "layer", 1e-5, weight=False)
+    norm = build_norm(part, 40, Place(CPU, dtype))
+    assert norm is not None
+    assert list(norm.parameters()) == []
+    x = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wide = x.double() if kind == "rms" else x.double() - x.double().mean(1, keepdim=True)
+    expected = wide * (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    torch.testing.assert_close(norm(x), expected.to(dtype), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("parameters", [{"rope_theta": 1e4}, {"rope_theta": 5e5}, LLAMA3_ROPE])
