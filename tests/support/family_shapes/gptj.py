@@ -16,5 +16,7 @@ SHAPES = {
         eos_gain=2.6,
         prompts=(1, 2, 0, 3),
     ),
-    "gptj-all-rotated": FamilyShape("GPTJForCausalLM", BASE | {"rotary_dim": 8}, eos_gain=2.2, prompts=(2, 3, 0, 1)),
+    "gptj-all-rotated-tied": FamilyShape(
+        "GPTJForCausalLM", BASE | {"rotary_dim": 8, "tie_word_embeddings": True}, prompts=(6, 7, 0, 1)
+    ),
 }

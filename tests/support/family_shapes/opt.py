@@ -27,4 +27,10 @@ SHAPES = {
         seed=1,
         prompts=(2, 7, 0, 3),
     ),
+    "opt-plain-norms-no-biases-projected": FamilyShape(
+        "OPTForCausalLM",
+        BASE | {"layer_norm_elementwise_affine": False, "enable_bias": False, "word_embed_proj_dim": 20},
+        eos_gain=2.6,
+        prompts=(4, 13, 3, 0),
+    ),
 }
