@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
+import re
 from importlib import import_module
 from typing import Any
 
@@ -29,9 +30,53 @@ def supported() -> list[str]:
     return sorted(name for name, family in _BY_ARCHITECTURE.items() if family.weights is not None)
 
 
-def nearest(name: str) -> str:
-    """The supported architecture whose name is most like `name`."""
-    return max(supported(), key=lambda other: difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
+def nearest(name: str) -> str | None:
+    """The supported architecture that `name` is most like: one of the same family; None if none is near.
+
+    Names are compared by their words, without what the model is for: "Qwen2VLForConditionalGeneration" is like
+    "Qwen2ForCausalLM" since both begin with "qwen 2". An architecture that is not known shows no other kinship.
+    """
+    words = _words(name)
+    likeness = {other: _likeness(words, _words(other)) for other in _with_head()}
+    best = max(likeness, key=lambda other: likeness[other])
+    common, _, ratio = likeness[best]
+    return best if common or ratio > _NEAR else None
+
+
+_NEAR = 0.75  # how alike two whole names must be that have no first word in common: pixtral and mixtral, say
+_PURPOSE = re.compile(r"(LMHead|DoubleHeads|PreTrained|For[A-Z][A-Za-z]+)?(Model)?$")
+
+
+def _words(name: str) -> list[str]:
+    """GPTNeoXForCausalLM to gpt, neo, x: what a model is called, without what it is for."""
+    stem = _PURPOSE.sub("", name, count=1) or name
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d{1,9}", stem)]
+
+
+def _likeness(words: list[str], others: list[str]) -> tuple[int, int, float]:
+    """How many first words are the same; how near the versions are that follow; how alike the names are as a whole."""
+    common = 0
+    while common < min(len(words), len(others)) and words[common] == others[common]:
+        common += 1
+    one, other = (int(w[common]) if common < len(w) and w[common].isdecimal() else 1 for w in (words, others))
+    first = others[0]
+    # A family's name may also have something before or after it: mllama, phimoe.
+    if not common and len(first) > 2 and any(word.startswith(first) or word.endswith(first) for word in words):
+        common = 1
+    return common, -abs(one - other), difflib.SequenceMatcher(None, "".join(words), "".join(others)).ratio()
+
+
+def _with_head() -> list[str]:
+    """Supported architectures that have heads of their own."""
+    headless = {name for family in FAMILIES for name in family.headless}
+    return [name for name in supported() if name not in headless]
+
+
+def _alternatives(name: str) -> str:
+    """What to use instead of an architecture, in words."""
+    other = nearest(name)
+    near = f"The nearest supported one: {other}." if other else "No supported architecture has a similar name."
+    return f"{near} Supported: {', '.join(_with_head())}."
 
 
 def architecture(config: Any) -> str:
@@ -47,12 +92,9 @@ def find(config: Any) -> Family:
     """
     name = architecture(config)
     if not name:
-        raise UnsupportedModelError(f'config.json holds no "architectures". Supported: {", ".join(supported())}.')
+        raise UnsupportedModelError(f'config.json holds no "architectures". Supported: {", ".join(_with_head())}.')
     if name not in _BY_ARCHITECTURE:
-        raise UnsupportedModelError(
-            f"The architecture {name!r} is not supported; the nearest one that is: {nearest(name)}. "
-            f"Supported: {', '.join(supported())}."
-        )
+        raise UnsupportedModelError(f"The architecture {name!r} is not supported. {_alternatives(name)}")
     return _BY_ARCHITECTURE[name]
 
 
@@ -85,8 +127,7 @@ def build_spec(config: Any) -> ModelSpec:
     name = architecture(config)
     if missing := unsupported(model):
         raise UnsupportedModelError(
-            f"{name} needs parts that are not implemented yet: {', '.join(missing)}. "
-            f"The nearest architecture that is: {nearest(name)}. Supported architectures: {', '.join(supported())}."
+            f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(name)}"
         )
     if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(
