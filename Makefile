@@ -5,7 +5,7 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: serve test lint install clean
+.PHONY: serve test lint docs install clean
 
 serve:
 	@$(PYTHON) tools/setup.py serve $(ARGS)
@@ -15,6 +15,10 @@ test:
 
 lint:
 	@$(PYTHON) tools/setup.py lint
+
+# README's table of families, from the registry.
+docs:
+	@$(PYTHON) tools/setup.py docs
 
 install:
 	@$(PYTHON) tools/setup.py install

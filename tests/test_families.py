@@ -1,12 +1,83 @@
-"""The registry of families, and what is said of architectures that it lacks."""
+"""The registry of families: README's table of it, and what is said of architectures that it lacks."""
 
 from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import transformers
 
 from engine.errors import UnsupportedModelError
 from engine.model import families
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("octavo_tools_families_table", ROOT / "tools" / "families_table.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SERVED = [family for family in families.FAMILIES if family.weights is not None]
+
+
+# ---------------------------------------------------------------- README's table
+
+
+def test_the_readme_has_the_current_table() -> None:
+    assert tool.replaced(README, tool.table()) == README, f"README's table of families is not current: {tool.COMMAND}"
+
+
+def test_the_table_has_one_line_for_each_family_that_is_served() -> None:
+    lines = tool.table().splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == [f"| {family.name}" for family in SERVED]
+    for family, line in zip(SERVED, lines, strict=True):
+        shown = set(family.architectures) - set(family.headless)
+        assert all(f"`{name}`" in line for name in shown)
+        assert not [name for name in family.headless if f"`{name}`" in line]
+        assert line.endswith(" | greedy, top-k, top-p, min-p, beams |")
+        assert line.count(" | ") == 3
+
+
+def test_what_a_family_can_do_follows_from_its_parts() -> None:
+    model = families.describe(transformers.LlamaConfig(architectures=["LlamaForCausalLM"]))
+    assert tool.decoding(model) == tuple(tool.MODES)
+    described = next(family for family in families.FAMILIES if family.weights is None)
+    with pytest.raises(UnsupportedModelError, match="parts that are not implemented"):
+        tool.line(replace(described, weights=lambda model: pytest.fail("not asked for")))
+
+
+def test_a_name_of_older_checkpoints_stands_beside_the_newer_one() -> None:
+    family = next(family for family in SERVED if family.name == "GPT-2")
+    line = tool.line(replace(family, architectures=("GPT2LMHeadModel", "OldGPT2"), name="a|b"))
+    assert line.startswith("| a&#124;b | learned positions")
+    assert "| `GPT2LMHeadModel`, `OldGPT2` |" in line
+    with pytest.raises(UnsupportedModelError, match="transformers has none of OldGPT2"):
+        tool.line(replace(family, architectures=("OldGPT2",)))
+
+
+def test_only_what_is_between_the_markers_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = tmp_path / "README.md"
+    monkeypatch.setattr(tool, "README", readme)
+    readme.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n", encoding="utf-8")
+    for _ in range(2):
+        assert tool.main() == 0
+        assert readme.read_text(encoding="utf-8") == f"before\n{tool.BEGIN}\n{tool.table()}{tool.END}\nafter\n"
+    for damaged in (tool.BEGIN, f"{tool.BEGIN}{tool.END}{tool.END}"):
+        with pytest.raises(ValueError, match="each of these lines once"):
+            tool.replaced(damaged, "")
+
 
 # ---------------------------------------------------------------- the nearest architecture
 

@@ -4,6 +4,7 @@
     python3 tools/setup.py serve [ARGS]     set up, then run `octavo serve ARGS`
     python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`
     python3 tools/setup.py lint             set up, then run ruff and mypy
+    python3 tools/setup.py docs             set up, then write README's table of families
     python3 tools/setup.py install          set up for all of these
 
 It is safe to run again at any moment: a stamp, written last, says what was completed, and a virtual environment
@@ -58,6 +59,7 @@ EXTRAS: dict[str, frozenset[str]] = {
     "serve": frozenset(),
     "test": frozenset({"test"}),
     "lint": frozenset({"lint"}),
+    "docs": frozenset(),
     "install": frozenset({"test", "lint"}),
 }
 
@@ -306,7 +308,7 @@ def main(arguments: Sequence[str]) -> int:
     if command not in EXTRAS:
         say(f"unknown command {command!r}; known: {', '.join(EXTRAS)} (see --help)")
         return 2
-    if extra and command in ("lint", "install"):
+    if extra and command in ("lint", "docs", "install"):
         say(f"{command} takes no arguments, got {' '.join(extra)}")
         return 2
     signal.signal(signal.SIGTERM, stop_on_sigterm)
@@ -317,6 +319,8 @@ def main(arguments: Sequence[str]) -> int:
         if command == "test":
             os.chdir(ROOT)
             become([str(program("python")), "-m", "pytest", *extra])
+        if command == "docs":
+            become([str(program("python")), str(ROOT / "tools" / "families_table.py")])
         return lint() if command == "lint" else 0
     except SetupError as error:
         say(str(error))
