@@ -1,0 +1,130 @@
+"""docs/adding-a-model.md: its files work as they stand, and it names every part there is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import test_golden_families as golden
+import transformers
+from support.driving import make_engine
+from support.family_shape import FamilyShape, make_family_checkpoint
+
+from engine.errors import UnsupportedModelError
+from engine.model import families, positions, spec, table
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"All of `([^`]+)`:\n\n```python\n(.*?)```\n", DOCUMENT, re.DOTALL))
+FAMILY_FILE, SHAPES_FILE = "engine/model/families/stablelm.py", "tests/support/family_shapes/stablelm.py"
+
+
+def read_shapes() -> dict[str, FamilyShape]:
+    content: dict[str, Any] = {}
+    exec(compile(FILES[SHAPES_FILE], SHAPES_FILE, "exec"), content)
+    shapes: dict[str, FamilyShape] = content["SHAPES"]
+    return shapes
+
+
+SHAPES = read_shapes()
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """The document's family, found as any other is, for the time of these tests."""
+    name = Path(FAMILY_FILE).stem
+    if (ROOT / FAMILY_FILE).exists():  # someone went by the document
+        assert (ROOT / FAMILY_FILE).read_text(encoding="utf-8") == FILES[FAMILY_FILE]
+        yield importlib.import_module(f"{families.__name__}.{name}")
+        return
+    folder = tmp_path_factory.mktemp("families")
+    (folder / f"{name}.py").write_text(FILES[FAMILY_FILE], encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "__path__", [*families.__path__, str(folder)])
+        importlib.invalidate_caches()
+        found = families._discover()
+        patch.setattr(families, "FAMILIES", found)
+        patch.setattr(families, "_BY_ARCHITECTURE", {name: f for f in found for name in f.architectures})
+        yield importlib.import_module(f"{families.__name__}.{name}")
+    del sys.modules[f"{families.__name__}.{name}"]
+    delattr(families, name)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def subject(
+    request: pytest.FixtureRequest, family: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[golden.Subject]:
+    """The document's shapes, loaded by the document's family."""
+    model = make_family_checkpoint(SHAPES[request.param], tmp_path_factory.mktemp(request.param))
+    engine = make_engine(model.path, max_model_len=model.shape.max_model_len, block_size=4, max_num_seqs=32)
+    yield golden.Subject(model, engine)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "proof",
+    [
+        golden.test_greedy_equals_reference,
+        golden.test_beams_equal_reference,
+        golden.test_hidden_states_equal_reference,
+        golden.test_no_parameter_is_left_at_its_first_value,
+    ],
+)
+def test_the_family_equals_reference(subject: golden.Subject, proof: Callable[[golden.Subject], None]) -> None:
+    proof(subject)
+
+
+def test_the_family_refuses_what_it_has_no_part_for(family: ModuleType) -> None:
+    for architecture in family.FAMILY.architectures:
+        config = transformers.StableLmConfig(architectures=[architecture], qk_layernorm=True)
+        with pytest.raises(UnsupportedModelError, match="qk_layernorm must be false"):
+            families.build_spec(config)
+
+
+def test_the_shapes_turn_every_switch() -> None:
+    """The advice that the document gives is followed by its own example."""
+    read = set(re.findall(r"config\.(\w+)", FILES[FAMILY_FILE]))
+    switches = {name for name in read if isinstance(getattr(transformers.StableLmConfig(), name), bool)}
+    assert switches == {"use_parallel_residual", "use_qkv_bias", "tie_word_embeddings", "qk_layernorm"}
+    changed = {name for shape in SHAPES.values() for name in shape.settings}
+    assert switches - {"qk_layernorm"} <= changed
+
+
+def test_the_files_are_those_of_the_steps() -> None:
+    assert set(FILES) == {FAMILY_FILE, SHAPES_FILE}
+    assert all(f"| `{path}` |" in DOCUMENT for path in FILES)
+    for name, shape in SHAPES.items():
+        assert f"\n{name}: prompts={shape.prompts}\n" in DOCUMENT
+
+
+@pytest.mark.parametrize("module", [spec, positions])
+def test_every_part_is_named(module: ModuleType) -> None:
+    missing = [name for name in defined(module) if f"`{name}`" not in DOCUMENT]
+    assert not missing, f"name these parts in the table of docs/adding-a-model.md: {', '.join(missing)}"
+
+
+def test_every_transformation_is_named() -> None:
+    transforms = [name for name in defined(table) if hasattr(getattr(table, name), "fill")]
+    assert {"Same", "Joined"} <= set(transforms)
+    missing = [name for name in transforms if f"\n| `{name}` |" not in DOCUMENT]
+    assert not missing, f"name these transformations in docs/adding-a-model.md: {', '.join(missing)}"
+
+
+def defined(module: ModuleType) -> list[str]:
+    """The parts that a module defines; containers of parts apart."""
+    classes = inspect.getmembers(module, lambda value: inspect.isclass(value) and value.__module__ == module.__name__)
+    return [name for name, value in classes if is_dataclass(value) and name not in ("Stack", "Block")]
+
+
+def test_every_file_and_link_is_there() -> None:
+    paths = re.findall(r"`((?:engine|tests|docs)/[\w/.-]+)`", DOCUMENT)
+    assert len(paths) > 5
+    assert [path for path in paths if path not in FILES and not (ROOT / path).exists()] == []
