@@ -21,6 +21,9 @@ from engine.model.positions import (
 def rotary_frequencies(part: Rotary, length: int) -> Tensor:
     """[dim / 2] float32 radians per position, scaling applied.
 
+    The operations are those of transformers, in its order: at position 100,000, a frequency that differs in its last
+    bit gives an angle that differs by 0.01.
+
     Args:
         length: the longest sequence, in tokens: scalings that depend on length are fixed for it.
     """
@@ -43,7 +46,7 @@ def rotary_frequencies(part: Rotary, length: int) -> Tensor:
             return (1 - kept) * frequencies / factor + kept * frequencies
         case YarnScaling(factor):
             kept = _yarn_kept(part.scaling, theta, dim)
-            return (1 - kept) * frequencies / factor + kept * frequencies
+            return 1.0 / (factor * waves) * (1 - kept) + frequencies * kept
         case LongScaling(short, long, original):
             divisors = torch.tensor(long if length > original else short, dtype=torch.float32, device="cpu")
             return 1.0 / (divisors * waves)

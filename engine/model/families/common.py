@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.positions import (
-    BandScaling,
-    DynamicScaling,
-    LinearScaling,
-    LongScaling,
-    Rotary,
-    Scaling,
-    YarnScaling,
-)
+from engine.model.families.rope_settings import rotated, scaling_of, settings_of, theta_of
+from engine.model.positions import Rotary
 from engine.model.spec import Activation, Attention, Experts, Gated, Lm, ModelSpec
 from engine.model.table import Entry, Joined, Same, Stacked, Transform, Transposed
 
@@ -62,82 +53,9 @@ def rotary(config: Any, head_dim: int, layer_type: str | None = None, *, partial
     Raises:
         UnsupportedModelError: a scaling that is not implemented, or one whose settings do not fit.
     """
-    parameters: Mapping[str, Any] = config.rope_parameters or {}
-    if layer_type is not None and layer_type in parameters:
-        parameters = parameters[layer_type]
-    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0
-    share = parameters.get("partial_rotary_factor")
-    if share is None:
-        share = 1.0
-    elif share != 1.0 and not partial:
-        raise UnsupportedModelError(f"partial_rotary_factor must be 1 for this architecture, got {share}.")
-    dim = int(head_dim * share)
-    if dim < 2 or dim % 2 or dim > head_dim:
-        raise UnsupportedModelError(
-            f"The config rotates {dim} of the {head_dim} features of a head (partial_rotary_factor {share}); only an "
-            "even number of them, and at least 2, is implemented."
-        )
-    return Rotary(dim=dim, theta=float(theta), scaling=_scaling(config, parameters, dim))
-
-
-def _scaling(config: Any, parameters: Mapping[str, Any], dim: int) -> Scaling | None:
-    trained = config.max_position_embeddings
-    original = int(parameters.get("original_max_position_embeddings") or trained)
-    factor = float(parameters.get("factor") or trained / original)
-    match parameters.get("rope_type", "default"):
-        case "default":
-            return None
-        case "linear":
-            return LinearScaling(factor)
-        case "dynamic":
-            # As the reference has it: the length of pretraining is the config's own, whatever else is said.
-            return DynamicScaling(factor, trained)
-        case "llama3":
-            return BandScaling(
-                factor=factor,
-                low=float(parameters["low_freq_factor"]),
-                high=float(parameters["high_freq_factor"]),
-                original_length=original,
-            )
-        case "yarn":
-            return YarnScaling(
-                factor=factor,
-                fast=float(parameters.get("beta_fast") or 32),
-                slow=float(parameters.get("beta_slow") or 1),
-                original_length=original,
-                attention_factor=_yarn_attention_factor(parameters, factor),
-                truncate=bool(parameters.get("truncate", True)),
-            )
-        case "longrope":
-            sets = {name: tuple(map(float, parameters[f"{name}_factor"])) for name in ("short", "long")}
-            for name, values in sets.items():
-                if len(values) != dim // 2:
-                    raise UnsupportedModelError(
-                        f"{name}_factor of the config's rope_parameters must hold {dim // 2} values, one per pair of "
-                        f"rotated features, but holds {len(values)}."
-                    )
-            attention = parameters.get("attention_factor")
-            if attention is None:
-                attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
-            return LongScaling(**sets, original_length=original, attention_factor=float(attention))
-        case kind:
-            raise UnsupportedModelError(
-                f"The checkpoint's config asks for rope_type {kind!r}, which is not implemented. "
-                "Implemented: default, linear, dynamic, llama3, yarn, longrope."
-            )
-
-
-def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    """The config's own, else what arXiv:2309.00071 (3.4) recommends."""
-    own = parameters.get("attention_factor")
-    if own is not None:
-        return float(own)
-
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-    above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return grown(above) / grown(below) if above and below else grown(1.0)
+    settings = settings_of(config, layer_type)
+    dim = rotated(settings, head_dim, partial=partial)
+    return Rotary(dim=dim, theta=theta_of(config, settings), scaling=scaling_of(config, settings, dim))
 
 
 def qkv(target: str, sources: tuple[str, str, str], part: Attention) -> list[Entry]:

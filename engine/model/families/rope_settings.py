@@ -1,0 +1,185 @@
+"""The settings of rotary positions in a config (`rope_parameters`) to the scaling that they ask for.
+
+Names, defaults and formulas are those of transformers' `modeling_rope_utils`. A setting that is absent or makes
+no sense is refused by name: a guessed one would only show as worse answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from engine.errors import UnsupportedModelError
+from engine.model.positions import BandScaling, DynamicScaling, LinearScaling, LongScaling, Scaling, YarnScaling
+
+
+def settings_of(config: Any, layer_type: str | None) -> Mapping[str, Any]:
+    """The settings that hold for layers of this type, which may be the same for all.
+
+    Raises:
+        UnsupportedModelError: there are settings by layer type, and none for this one.
+    """
+    settings: Mapping[str, Any] = config.rope_parameters or {}
+    nested = sorted(n for n, value in settings.items() if isinstance(value, Mapping) or n.endswith("_attention"))
+    if not nested:
+        return settings
+    found = settings.get(layer_type) if layer_type is not None else None
+    if not isinstance(found, Mapping):
+        wanted = "one set for all layers" if layer_type is None else f"some for {layer_type}"
+        raise UnsupportedModelError(
+            f"rope_parameters in the checkpoint's config holds settings for {', '.join(nested)}, but this "
+            f"architecture needs {wanted}."
+        )
+    return found
+
+
+def theta_of(config: Any, settings: Mapping[str, Any]) -> float:
+    """The base of the frequencies."""
+    if "rope_theta" in settings:
+        return _number(settings, "rope_theta", above=1.0)
+    return _number({"rope_theta": getattr(config, "rope_theta", None) or 10_000.0}, "rope_theta", above=1.0)
+
+
+def rotated(settings: Mapping[str, Any], head_dim: int, *, partial: bool) -> int:
+    """How many features of a head rotate.
+
+    Args:
+        partial: the family rotates only a share of them, `partial_rotary_factor`.
+    """
+    share = settings.get("partial_rotary_factor")
+    if share is None:
+        share = 1.0
+    elif share != 1.0 and not partial:
+        raise UnsupportedModelError(f"partial_rotary_factor must be 1 for this architecture, got {share}.")
+    dim = int(head_dim * share)
+    if dim % 2 or not 2 <= dim <= head_dim:
+        raise UnsupportedModelError(
+            f"Rotary positions need an even number of features, from 2 to the {head_dim} of a head, but "
+            f"partial_rotary_factor {share} gives {dim}."
+        )
+    return dim
+
+
+def scaling_of(config: Any, settings: Mapping[str, Any], dim: int) -> Scaling | None:
+    """How the frequencies of `dim` rotated features are stretched.
+
+    Raises:
+        UnsupportedModelError: a scaling that is not implemented, or one whose settings are absent or do not fit.
+    """
+    match settings.get("rope_type", settings.get("type", "default")):
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(_number(settings, "factor"))
+        case "dynamic":
+            if dim == 2:
+                raise UnsupportedModelError("rope_type dynamic needs more than 2 rotated features.")
+            # As the reference has it: the length of pretraining is max_position_embeddings, whatever else is said.
+            return DynamicScaling(_number(settings, "factor"), _length(config, "max_position_embeddings"))
+        case "llama3":
+            low = _number(settings, "low_freq_factor")
+            return BandScaling(
+                factor=_number(settings, "factor"),
+                low=low,
+                high=_number(settings, "high_freq_factor", above=low),
+                original_length=_original_length(config, settings),
+            )
+        case "yarn":
+            factor = _factor(config, settings)
+            return YarnScaling(
+                factor=factor,
+                fast=_number(settings, "beta_fast", 32),
+                slow=_number(settings, "beta_slow", 1),
+                original_length=_original_length(config, settings),
+                attention_factor=_yarn_attention_factor(settings, factor),
+                # The reference looks for this one beside the settings by layer type, not in them.
+                truncate=bool(config.rope_parameters.get("truncate", True)),
+            )
+        case "longrope":
+            return LongScaling(
+                short=_divisors(settings, "short_factor", dim),
+                long=_divisors(settings, "long_factor", dim),
+                original_length=_original_length(config, settings),
+                attention_factor=_long_attention_factor(config, settings),
+            )
+        case kind:
+            raise UnsupportedModelError(
+                f"The checkpoint's config asks for rope_type {kind!r}, which is not implemented. "
+                "Implemented: default, linear, dynamic, llama3, yarn, longrope."
+            )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(settings: Mapping[str, Any], name: str, default: float | None = None, *, above: float = 0.0) -> float:
+    """A setting; `default` stands in for one that is absent, null or 0."""
+    value = settings.get(name)
+    if default is not None and not value:
+        return float(default)
+    if not _is_number(value) or value <= above:
+        kind = settings.get("rope_type", "default")
+        raise UnsupportedModelError(
+            f"{name} in the config's rope_parameters must be a number above {above:g} (rope_type {kind}): {value!r}."
+        )
+    return float(value)
+
+
+def _length(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if not _is_number(value) or value < 2:
+        raise UnsupportedModelError(f"{name} in the config must be a number of tokens above 1, got {value!r}.")
+    return int(value)
+
+
+def _original_length(config: Any, settings: Mapping[str, Any]) -> int:
+    """Tokens of context in pretraining. What stands beside the settings counts more, unless they go by layer type."""
+    by_layer_type = settings is not config.rope_parameters
+    if not by_layer_type and getattr(config, "original_max_position_embeddings", None) is not None:
+        return _length(config, "original_max_position_embeddings")
+    if settings.get("original_max_position_embeddings") is None:
+        return _length(config, "max_position_embeddings")
+    return int(_number(settings, "original_max_position_embeddings", above=1.0))
+
+
+def _factor(config: Any, settings: Mapping[str, Any]) -> float:
+    """The config's own, else how far the context was stretched."""
+    if settings.get("factor") is None:
+        return _length(config, "max_position_embeddings") / _original_length(config, settings)
+    return _number(settings, "factor")
+
+
+def _yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
+    """The config's own, else what arXiv:2309.00071 (3.4) recommends."""
+    if settings.get("attention_factor") is not None:
+        return _number(settings, "attention_factor")
+
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    above, below = settings.get("mscale"), settings.get("mscale_all_dim")
+    if above and below:
+        return grown(_number(settings, "mscale")) / grown(_number(settings, "mscale_all_dim"))
+    return grown(1.0)
+
+
+def _long_attention_factor(config: Any, settings: Mapping[str, Any]) -> float:
+    """The config's own, else what arXiv:2402.13753 recommends."""
+    if settings.get("attention_factor") is not None:
+        return _number(settings, "attention_factor")
+    factor = _factor(config, settings)
+    return math.sqrt(1 + math.log(factor) / math.log(_original_length(config, settings))) if factor > 1.0 else 1.0
+
+
+def _divisors(settings: Mapping[str, Any], name: str, dim: int) -> tuple[float, ...]:
+    values = settings.get(name)
+    if not isinstance(values, list | tuple) or not all(_is_number(value) and value > 0 for value in values):
+        raise UnsupportedModelError(f"{name} in the config's rope_parameters must be a list of numbers above 0.")
+    if len(values) != dim // 2:
+        raise UnsupportedModelError(
+            f"{name} in the config's rope_parameters must hold {dim // 2} values, one per pair of rotated features, "
+            f"but holds {len(values)}."
+        )
+    return tuple(float(value) for value in values)
