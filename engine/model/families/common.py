@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.rope_settings import rotated, scaling_of, settings_of, theta_of
 from engine.model.positions import Rotary
-from engine.model.spec import Activation, Attention, Experts, Gated, Lm, ModelSpec
-from engine.model.table import Entry, Joined, Same, Stacked, Transform, Transposed
+from engine.model.spec import (
+    Activation,
+    Attention,
+    Block,
+    Experts,
+    FeedForward,
+    Gated,
+    Lm,
+    ModelSpec,
+    Norm,
+    Pre,
+    Stack,
+    Tokens,
+)
+from engine.model.table import Entry, Joined, Same, Stacked, Transform, Transposed, WeightTable
 
 # gelu_new, gelu_fast … are one function under several names: the tanh approximation.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -56,6 +71,53 @@ def rotary(config: Any, head_dim: int, layer_type: str | None = None, *, partial
     settings = settings_of(config, layer_type)
     dim = rotated(settings, head_dim, partial=partial)
     return Rotary(dim=dim, theta=theta_of(config, settings), scaling=scaling_of(config, settings, dim))
+
+
+def window(config: Any) -> Window:
+    """The sliding window that `sliding_window` counts the token itself in.
+
+    Raises:
+        UnsupportedModelError: it is no number of tokens.
+    """
+    size = config.sliding_window
+    if not isinstance(size, int) or size < 1:
+        raise UnsupportedModelError(
+            f"sliding_window in the checkpoint's config must be a number of tokens above 0 where layers have one, "
+            f"got {size!r}."
+        )
+    return Window(left=size - 1)
+
+
+def windows(config: Any) -> list[Window | None]:
+    """Each layer's window, by `layer_types`.
+
+    Raises:
+        UnsupportedModelError: a layer of another type, or too few or too many of them.
+    """
+    types = config.layer_types
+    if len(types) != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
+            f"{config.num_hidden_layers}, but has {len(types)}."
+        )
+    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise UnsupportedModelError(
+            f"layer_types in the checkpoint's config has {', '.join(unknown)}; this architecture has "
+            "full_attention and sliding_attention only."
+        )
+    return [window(config) if kind == "sliding_attention" else None for kind in types]
+
+
+def rms_decoder(config: Any, attentions: Iterable[Attention], ffn: FeedForward) -> ModelSpec:
+    """A decoder of blocks with an RMS norm before each sublayer, which differ in their attentions only."""
+    norm = Norm("rms", config.rms_norm_eps)
+    decoder = Stack(
+        hidden_size=config.hidden_size,
+        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size),
+        blocks=tuple(Block(placement=Pre(norm, norm), attention=attention, ffn=ffn) for attention in attentions),
+        final_norm=norm,
+    )
+    return ModelSpec(encoder=None, decoder=decoder, head=Lm(tied=config.tie_word_embeddings))
 
 
 def qkv(target: str, sources: tuple[str, str, str], part: Attention) -> list[Entry]:
@@ -148,3 +210,39 @@ def head(model: ModelSpec, source: str) -> list[Entry]:
     assert isinstance(model.head, Lm)
     entries = linear("head", source, model.head.bias, shard_axis=0)
     return entries[1:] if model.head.tied else entries
+
+
+def projected_layer(target: str, source: str, block: Block) -> list[Entry]:
+    """`projected_block` of a block whose feed-forward network is gated."""
+    assert isinstance(block.ffn, Gated)
+    return projected_block(target, source, block.attention, block.ffn)
+
+
+def rms_decoder_table(
+    model: ModelSpec, layer: Callable[[str, str, Block], list[Entry]] = projected_layer
+) -> WeightTable:
+    """The weights of `rms_decoder` under their usual names.
+
+    Args:
+        layer: the entries of a block's sublayers, given the names of our block and of the stored one.
+    """
+    assert model.decoder is not None
+    entries = [
+        Entry("decoder.embedding.tokens", ("model.embed_tokens.weight",), shard_axis=0),
+        Entry("decoder.final_norm.weight", ("model.norm.weight",)),
+        *head(model, "lm_head"),
+    ]
+    for i, block in enumerate(model.decoder.blocks):
+        target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
+        entries += [
+            *norm(f"{target}.attention.before", f"{source}.input_layernorm", bias=False),
+            *norm(f"{target}.ffn.before", f"{source}.post_attention_layernorm", bias=False),
+            *layer(target, source, block),
+        ]
+    return WeightTable(
+        tuple(entries),
+        prefix="model.",
+        # Frequencies that old checkpoints store as buffers.
+        ignored=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
+        head="lm_head.weight",
+    )
