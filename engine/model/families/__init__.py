@@ -129,6 +129,10 @@ def build_spec(config: Any) -> ModelSpec:
         raise UnsupportedModelError(
             f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(name)}"
         )
+    if getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError(
+            f"is_causal is false in the config of this {name}: its tokens see later ones, so it cannot generate text."
+        )
     if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(
             f"{name} has no language-model head, and tie_word_embeddings is false, so it cannot generate text. "
