@@ -1,5 +1,7 @@
 """LLaMA: grouped heads, biases, scaled rotary positions, tied and untied heads."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from support.family_shape import FamilyShape
@@ -23,6 +25,25 @@ BANDS = {
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 # transformers stretches to the longest sequence so far, but not below the length that the model was made for.
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.2, 2.0, 3.5, 6.0],
+    "original_max_position_embeddings": 12,
+}
+
+
+def older(folder: Path) -> None:
+    """Write the config as it was before `rope_parameters`, and as most published ones are."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    scaling = config.pop("rope_parameters")
+    config["rope_theta"] = scaling.pop("rope_theta")
+    scaling["type"] = scaling.pop("rope_type")
+    file.write_text(json.dumps(config | {"rope_scaling": scaling}), encoding="utf-8")
+
 
 SHAPES = {
     "llama": FamilyShape("LlamaForCausalLM", BASE, prompts=(0, 2, 1, 5)),
@@ -46,14 +67,28 @@ SHAPES = {
         BASE | {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3}},
         prompts=(0, 1, 9, 2),
     ),
+    "llama-yarn-older-config": FamilyShape(
+        "LlamaForCausalLM",
+        BASE | {"head_dim": 12, "rope_parameters": YARN | {"truncate": False, "mscale": 1.4, "mscale_all_dim": 0.6}},
+        finish=older,
+        prompts=(33, 48, 1, 2),
+    ),
     "llama-dynamic": FamilyShape(
         "LlamaForCausalLM",
         BASE | {"max_position_embeddings": 12, "rope_parameters": DYNAMIC},
         shortest=13,
-        lengths=(37, 13, 14),
+        lengths=(96, 13, 14),
         prompts=(0, 1, 2, 3),
     ),
     "llama-dynamic-within-its-length": FamilyShape(
         "LlamaForCausalLM", BASE | {"rope_parameters": DYNAMIC}, prompts=(0, 1, 2, 3)
+    ),
+    "llama-longrope": FamilyShape(
+        "LlamaForCausalLM",
+        BASE | {"rope_parameters": LONG},
+        shortest=13,
+        lengths=(37, 13, 14),
+        finish=older,
+        prompts=(0, 3, 1, 2),
     ),
 }

@@ -21,9 +21,10 @@ LONG = {
 }
 
 
-def extended(original: int) -> dict[str, Any]:
+def extended(original: int, **changes: Any) -> dict[str, Any]:
     """Settings of a model made for `original` tokens and stretched to 128."""
-    parameters = LONG | {"original_max_position_embeddings": original}
+    # The length beside the parameters is the one that counts.
+    parameters = LONG | {"original_max_position_embeddings": 50} | changes
     return BASE | {"original_max_position_embeddings": original, "rope_parameters": parameters}
 
 
@@ -45,5 +46,13 @@ SHAPES = {
     "phi3-short-factors": FamilyShape("Phi3ForCausalLM", extended(96), max_model_len=96, prompts=(1, 2, 0, 3)),
     "phi3-long-factors": FamilyShape(
         "Phi3ForCausalLM", extended(8), shortest=9, lengths=(37, 9, 14), prompts=(0, 1, 10, 2)
+    ),
+    "phi3-long-factors-window-partial-rotary-tied": FamilyShape(
+        "Phi3ForCausalLM",
+        extended(8, partial_rotary_factor=0.75, short_factor=[1.0, 1.2, 1.5], long_factor=[1.1, 2.5, 5.0])
+        | {"sliding_window": 11, "tie_word_embeddings": True},
+        shortest=9,
+        lengths=(37, 9, 14),
+        prompts=(0, 1, 2, 3),
     ),
 }

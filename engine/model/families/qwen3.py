@@ -1,0 +1,38 @@
+"""Qwen3: LLaMA's blocks with queries and keys normalised per head (arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model.families.common import activation, rms_decoder, rms_decoder_table, rotary, windows
+from engine.model.spec import Attention, Gated, ModelSpec, Norm, PerHead
+from engine.model.table import Family
+
+
+def spec(config: Any) -> ModelSpec:
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    attentions = [
+        Attention(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads or config.num_attention_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            position=rotary(config, head_dim),
+            window=window,
+            qk_norm=PerHead(Norm("rms", config.rms_norm_eps)),
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+        )
+        for window in windows(config)
+    ]
+    return rms_decoder(config, attentions, Gated(config.intermediate_size, activation(config.hidden_act)))
+
+
+FAMILY = Family(
+    name="Qwen3",
+    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+    headless=("Qwen3Model",),
+    brings="norms of queries and keys per head",
+    spec=spec,
+    weights=rms_decoder_table,
+)
