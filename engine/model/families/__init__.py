@@ -112,7 +112,9 @@ def describe(config: Any) -> ModelSpec:
 def _refuse_overrides(config: Any) -> None:
     """transformers heeds these in any config, although no family has them as settings of its own."""
     if getattr(config, "is_causal", True) is False:
-        raise UnsupportedModelError("The config sets is_causal to false; only causal attention is implemented.")
+        raise UnsupportedModelError(
+            "The config sets is_causal to false: its tokens would see later ones, so it could not generate text."
+        )
     if getattr(config, "is_heterogeneous", False):
         raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
 
@@ -128,10 +130,6 @@ def build_spec(config: Any) -> ModelSpec:
     if missing := unsupported(model):
         raise UnsupportedModelError(
             f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(name)}"
-        )
-    if getattr(config, "is_causal", True) is False:
-        raise UnsupportedModelError(
-            f"is_causal is false in the config of this {name}: its tokens see later ones, so it cannot generate text."
         )
     if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(
