@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention import select
-from engine.attention.base import AttentionMetadata, DistanceBias, Paged, Ragged, Window
+from engine.attention.base import AttentionMetadata, DistanceBias, Paged, PositionBias, Ragged, Window
 from engine.attention.reference import TorchReference
 from engine.attention.tiles import Group, Shape, plan
 from engine.errors import ConfigError
@@ -81,7 +81,7 @@ def dense(
     causal: bool = True,
     window: Window | None = None,
     scale: float | None = None,
-    bias: DistanceBias | None = None,
+    bias: DistanceBias | PositionBias | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """The same in float64 by the textbook, one row at a time."""
@@ -99,7 +99,8 @@ def dense(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + bias.table.double()[:, (distance + bias.zero).clamp(0, bias.table.shape[1] - 1)]
+        column = distance + bias.zero if isinstance(bias, DistanceBias) else torch.arange(context).expand_as(distance)
+        scores = scores + bias.table.double()[:, column.clamp(0, bias.table.shape[1] - 1)]
     return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(~seen, -math.inf), -1), v)
 
 
@@ -128,6 +129,10 @@ def table(heads: int, columns: int, zero: int) -> DistanceBias:
     return DistanceBias(torch.randn(heads, columns, generator=torch.Generator().manual_seed(9)), zero)
 
 
+def by_position(heads: int, columns: int) -> PositionBias:
+    return PositionBias(torch.randn(heads, columns, generator=torch.Generator().manual_seed(8)))
+
+
 @pytest.mark.parametrize("head_dim", [8, 16, 64])
 @pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (2, 3), (1, 4), (2, 6)])
 def test_mixed_batch_equals_dense(kv_heads: int, group: int, head_dim: int) -> None:
@@ -144,6 +149,9 @@ def test_mixed_batch_equals_dense(kv_heads: int, group: int, head_dim: int) -> N
         {"bias": table(6, 65, 32)},
         {"bias": table(6, 400, 399)},
         {"bias": table(6, 1, 0)},
+        {"bias": by_position(6, 300)},
+        {"bias": by_position(6, 40)},
+        {"window": Window(90), "softcap": 5.0, "bias": by_position(6, 250), "scale": 0.3},
         {"scale": 1.0},
         {"window": Window(150), "softcap": 5.0, "bias": table(6, 33, 30), "scale": 0.3},
     ],
@@ -161,6 +169,7 @@ def test_each_causal_mask_equals_dense(how: dict[str, Any]) -> None:
         {"window": Window(0, 130)},
         {"bias": table(6, 129, 64)},
         {"window": Window(64, 64), "softcap": 3.0, "bias": table(6, 9, 4)},
+        {"window": Window(64, 64), "softcap": 3.0, "bias": by_position(6, 290)},
     ],
     ids=label,
 )
@@ -169,6 +178,17 @@ def test_each_encoder_mask_equals_dense(how: dict[str, Any], cached: bool) -> No
     rows = [make_row(i, n, 6, 2, 16, torch.float32) for i, n in enumerate([1, 7, 32, 33, 128, 200, 300])]
     kv = paged(rows) if cached else ragged(rows)
     assert_exact(rows, [len(row.q) for row in rows], causal=False, kv=kv, **how)
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 5), (2, 3)])
+def test_a_bias_by_position_reaches_over_many_chunks(kv_heads: int, group: int) -> None:
+    """Rows that decode, continue and prefill, up to nine chunks of keys; the table is as long as the longest."""
+    heads = kv_heads * group
+    shapes = [(1, 1100), (1, 640), (70, 1000), (300, 300), (2, 129), (1, 1)]
+    rows = [make_row(i, context, heads, kv_heads, 8, torch.float32) for i, (_, context) in enumerate(shapes)]
+    slopes = 0.5 ** torch.arange(1, heads + 1)[:, None]
+    rounded = (slopes.bfloat16() * torch.arange(1100)).float() * 8**-0.5
+    assert_exact(rows, [queries for queries, _ in shapes], tolerance=3e-5, bias=PositionBias(rounded))
 
 
 def test_cross_attention_has_more_keys_than_queries_or_fewer() -> None:
@@ -193,7 +213,7 @@ def test_cross_attention_has_more_keys_than_queries_or_fewer() -> None:
     block_size=st.sampled_from([1, 8, 13, 16]),
     left=st.one_of(st.none(), st.integers(0, 150)),
     softcap=st.one_of(st.none(), st.just(4.0)),
-    biased=st.booleans(),
+    biased=st.sampled_from(["", "distance", "position"]),
 )
 def test_any_shape_equals_dense(
     shape: list[tuple[int, int]],
@@ -203,9 +223,10 @@ def test_any_shape_equals_dense(
     block_size: int,
     left: int | None,
     softcap: float | None,
-    biased: bool,
+    biased: str,
 ) -> None:
     heads = kv_heads * group
+    bias = {"": None, "distance": table(heads, 50, 40), "position": by_position(heads, 120)}[biased]
     rows = [make_row(i, n + before, heads, kv_heads, head_dim, torch.float32) for i, (n, before) in enumerate(shape)]
     assert_exact(
         rows,
@@ -213,7 +234,7 @@ def test_any_shape_equals_dense(
         kv=paged(rows, block_size),
         window=None if left is None else Window(left),
         softcap=softcap,
-        bias=table(heads, 50, 40) if biased else None,
+        bias=bias,
     )
 
 
@@ -234,7 +255,8 @@ def test_half_precision_loses_no_more_than_its_own_rounding(dtype: torch.dtype) 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 3, 16), (9, 3, 64), (4, 1, 8), (2, 2, 8)])
 def test_alone_equals_in_a_crowd_to_the_bit(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     rows, query_lens = mixed(heads, kv_heads, head_dim, dtype)
-    for how in ({}, {"window": Window(50)}, {"bias": table(heads, 65, 60)}, {"softcap": 3.0}):
+    biases = [{"bias": bias} for bias in (table(heads, 65, 60), by_position(heads, 280))]
+    for how in ({}, {"window": Window(50)}, *biases, {"softcap": 3.0}):
         together = run(rows, query_lens, **how)
         for row, n, crowd in zip(rows, query_lens, together, strict=True):
             (alone,) = run([row], [n], paged([row], seed=5), **how)
@@ -251,7 +273,11 @@ def test_a_crowd_of_several_groups_changes_no_bit(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", [{}, {"window": Window(70)}, {"bias": table(6, 300, 290), "softcap": 4.0}], ids=label)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"window": Window(70)}, {"bias": table(6, 300, 290), "softcap": 4.0}, {"bias": by_position(6, 303)}],
+    ids=["plain", "window", "bias by distance+softcap", "bias by position"],
+)
 @pytest.mark.parametrize("cuts", [[100, 200, 300], [7, 9, 40, 41 + 7, 300], [64, 299, 301], [2, 150]], ids=label)
 def test_chunked_prompt_equals_whole_prompt_to_the_bit(
     cuts: list[int], how: dict[str, Any], dtype: torch.dtype
@@ -449,6 +475,8 @@ def test_contradictions_are_refused_with_the_figures() -> None:
         attend(row.q[:, :3], [20], [20])
     with pytest.raises(ValueError, match="the bias has 3 heads, the queries have 4"):
         attend(row.q, [20], [20], bias=table(3, 5, 2))
+    with pytest.raises(ValueError, match="the bias has 3 heads, the queries have 4"):
+        attend(row.q, [20], [20], bias=by_position(3, 20))
 
 
 @dataclass
