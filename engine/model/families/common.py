@@ -57,6 +57,20 @@ def activation(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
+def even_head_dim(hidden_size: int, heads: int) -> int:
+    """Features of a head, where the heads share the residual stream's evenly.
+
+    Raises:
+        UnsupportedModelError: they cannot.
+    """
+    if hidden_size % heads:
+        raise UnsupportedModelError(
+            f"The checkpoint's config has {hidden_size} hidden features, which {heads} attention heads cannot share "
+            "evenly: the first must be a multiple of the second."
+        )
+    return hidden_size // heads
+
+
 def rotary(config: Any, head_dim: int, layer_type: str | None = None, *, partial: bool = False) -> Rotary:
     """The rotary part of a config whose `rope_parameters` are flat, or nested by layer type.
 

@@ -1,0 +1,509 @@
+"""Falcon, GPT-BigCode, BLOOM and MPT: published configs to parts, ALiBi's slopes and biases, stored names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.pages import Pages, close, load, scattered_tables
+from torch import Tensor
+from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
+from transformers.models.mpt import modeling_mpt
+
+from engine.attention.base import DistanceBias, PositionBias
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model import checkpoint, families
+from engine.model.bias import BiasTable
+from engine.model.families.alibi import slopes
+from engine.model.positions import DynamicScaling, Learned, LinearScaling, Rotary, RoundedSlopes, Slopes
+from engine.model.spec import Block, Dense, Lm, ModelSpec, Norm, Parallel, Pre, Tokens
+
+CPU = torch.device("cpu")
+LAYER = Norm("layer", 1e-5, bias=True)
+
+# config.json as published, without what concerns training and tokens alone.
+FALCON_7B = {
+    "alibi": False,
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["FalconForCausalLM"],
+    "bias": False,
+    "bos_token_id": 11,
+    "eos_token_id": 11,
+    "hidden_size": 4544,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "falcon",
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "num_attention_heads": 71,
+    "num_hidden_layers": 32,
+    "parallel_attn": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 65024,
+}
+FALCON_40B = FALCON_7B | {
+    "hidden_size": 8192,
+    "new_decoder_architecture": True,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_kv_heads": 8,
+}
+FALCON_11B = FALCON_40B | {
+    "hidden_size": 4096,
+    "ff_factor": 4,
+    "ffn_hidden_size": 16384,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_ln_in_parallel_attn": 1,
+    "rope_scaling": None,
+    "rope_theta": 500042.0,
+    "tie_word_embeddings": False,
+}
+FALCON_RW_1B = FALCON_7B | {
+    "alibi": True,
+    "bias": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 2048,
+    "multi_query": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "parallel_attn": False,
+    "vocab_size": 50304,
+}
+STARCODERBASE = {
+    "activation_function": "gelu",
+    "architectures": ["GPTBigCodeForCausalLM"],
+    "attention_softmax_in_fp32": True,
+    "inference_runner": 0,
+    "layer_norm_epsilon": 1e-05,
+    "max_batch_size": None,
+    "max_sequence_length": None,
+    "model_type": "gpt_bigcode",
+    "multi_query": True,
+    "n_embd": 6144,
+    "n_head": 48,
+    "n_inner": 24576,
+    "n_layer": 40,
+    "n_positions": 8192,
+    "pad_key_length": True,
+    "pre_allocate_kv_cache": False,
+    "scale_attention_softmax_in_fp32": True,
+    "scale_attn_weights": True,
+    "validate_runner_input": True,
+    "vocab_size": 49152,
+}
+SANTACODER = STARCODERBASE | {
+    "activation_function": "gelu_pytorch_tanh",
+    "architectures": ["GPTBigCodeLMHeadModel"],
+    "n_embd": 2048,
+    "n_head": 16,
+    "n_inner": 8192,
+    "n_layer": 24,
+    "n_positions": 2048,
+    "vocab_size": 49280,
+}
+BLOOM_560M = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomModel"],
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "model_type": "bloom",
+    "n_embed": 1024,
+    "n_inner": None,
+    "n_layer": 24,
+    "num_attention_heads": 16,
+    "offset_alibi": 100,
+    "pad_token_id": 3,
+    "pretraining_tp": 1,
+    "skip_bias_add": True,
+    "skip_bias_add_qkv": False,
+    "unk_token_id": 0,
+    "vocab_size": 250880,
+}
+MPT_7B = {
+    "architectures": ["MPTForCausalLM"],
+    "attn_config": {
+        "alibi": True,
+        "alibi_bias_max": 8,
+        "attn_impl": "torch",
+        "attn_pdrop": 0,
+        "attn_type": "multihead_attention",
+        "attn_uses_sequence_id": False,
+        "clip_qkv": None,
+        "prefix_lm": False,
+        "qk_ln": False,
+        "softmax_scale": None,
+    },
+    "auto_map": {"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
+    "d_model": 4096,
+    "emb_pdrop": 0,
+    "embedding_fraction": 1.0,
+    "expansion_ratio": 4,
+    "init_device": "cpu",
+    "learned_pos_emb": True,
+    "logit_scale": None,
+    "max_seq_len": 2048,
+    "model_type": "mpt",
+    "n_heads": 32,
+    "n_layers": 32,
+    "no_bias": True,
+    "norm_type": "low_precision_layernorm",
+    "resid_pdrop": 0,
+    "vocab_size": 50432,
+}
+MPT_7B_STORYWRITER = MPT_7B | {
+    "attn_config": MPT_7B["attn_config"] | {"alibi_bias_max": 16, "clip_qkv": 6.0},  # type: ignore[operator]
+    "max_seq_len": 65536,
+}
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[dict[str, Any]], ModelSpec]:
+    """The parts of a config.json with these contents."""
+
+    def parts(values: dict[str, Any]) -> ModelSpec:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return families.build_spec(checkpoint.read_config(tmp_path))
+
+    return parts
+
+
+Read = Callable[[dict[str, Any]], ModelSpec]
+
+
+def only_block(model: ModelSpec, layers: int) -> Block:
+    """The block that all layers are."""
+    assert model.decoder is not None
+    assert len(model.decoder.blocks) == layers
+    assert len(set(model.decoder.blocks)) == 1
+    return model.decoder.blocks[0]
+
+
+# --- Falcon --------------------------------------------------------------------------------------
+
+
+def test_falcon_7b(read: Read) -> None:
+    model = read(FALCON_7B)
+    block = only_block(model, 32)
+    attention = block.attention
+    assert block.placement == Parallel((LAYER,))
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.scale) == (71, 1, 64, 0.125)
+    assert attention.position == Rotary(64, 10_000.0)
+    assert not attention.qkv_bias
+    assert not attention.out_bias
+    assert block.ffn == Dense(4 * 4544, "gelu")
+    assert model.head == Lm(tied=True)
+    assert model.decoder is not None
+    assert model.decoder.embedding == Tokens(vocab_size=65024, width=4544)
+    assert model.decoder.final_norm == LAYER
+
+
+def test_falcon_40b_and_11b_group_their_heads(read: Read) -> None:
+    block = only_block(read(FALCON_40B), 60)
+    assert block.placement == Parallel((LAYER, LAYER))
+    assert (block.attention.heads, block.attention.kv_heads, block.attention.head_dim) == (128, 8, 64)
+    model = read(FALCON_11B)
+    block = only_block(model, 60)
+    assert block.placement == Parallel((LAYER,))
+    assert block.attention.position == Rotary(128, 500042.0)
+    assert block.ffn == Dense(16384, "gelu")
+    assert model.head == Lm(tied=False)
+
+
+def test_falcon_rw_has_alibi_and_sequential_blocks(read: Read) -> None:
+    block = only_block(read(FALCON_RW_1B), 24)
+    attention = block.attention
+    assert block.placement == Pre(LAYER, LAYER)
+    assert (attention.heads, attention.kv_heads, attention.head_dim) == (32, 32, 64)
+    assert attention.position == RoundedSlopes(slopes(32), 0.125)
+    assert attention.qkv_bias
+    assert attention.out_bias
+    assert block.ffn == Dense(8192, "gelu", bias=True)
+
+
+def test_falcon_scales_rotary_positions(read: Read) -> None:
+    for kind, expected in (("linear", LinearScaling(4.0)), ("dynamic", DynamicScaling(4.0, 2048))):
+        model = read(FALCON_7B | {"rope_scaling": {"type": kind, "factor": 4.0}})
+        assert only_block(model, 32).attention.position == Rotary(64, 10_000.0, scaling=expected)
+
+
+def test_falcon_of_older_and_other_settings(read: Read) -> None:
+    older = {name: value for name, value in FALCON_7B.items() if name != "hidden_size"} | {"n_embed": 4544}
+    assert read(older) == read(FALCON_7B)
+    block = only_block(read(FALCON_7B | {"activation": "relu", "ffn_hidden_size": 100}), 32)
+    assert block.ffn == Dense(100, "relu")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (FALCON_RW_1B | {"num_kv_heads": 8}, "num_kv_heads is 8 and num_attention_heads 32.*must be equal"),
+        (FALCON_40B | {"num_kv_heads": 7}, "num_attention_heads must be a multiple of num_kv_heads, got 128 and 7"),
+        (FALCON_40B | {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn must be 1 or 2, got 3"),
+        (FALCON_40B | {"parallel_attn": False}, "parallel_attn must be true with new_decoder_architecture"),
+        (FALCON_7B | {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn may be 2 only with new_decoder"),
+        (FALCON_7B | {"num_attention_heads": 70}, "4544 hidden features, which 70 attention heads cannot share"),
+        (FALCON_7B | {"activation": "laplace"}, "'laplace'.*Implemented"),
+        (BLOOM_560M | {"slow_but_exact": True, "pretraining_tp": 4}, "slow_but_exact with pretraining_tp 4"),
+        (BLOOM_560M | {"num_attention_heads": 15}, "1024 hidden features, which 15 attention heads"),
+        (MPT_7B | {"logit_scale": "sqrt"}, "logit_scale must be a number or 'inv_sqrt_d_model', got 'sqrt'"),
+        (MPT_7B | {"norm_type": "rmsnorm"}, "norm_type .* is 'rmsnorm'.*'low_precision_layernorm'"),
+        (MPT_7B | {"attn_config": {"alibi": False}}, r"attn_config\.alibi .* is False"),
+        (MPT_7B | {"attn_config": {"attn_type": "multiquery_attention"}}, r"attn_config\.attn_type .* is 'multiq"),
+        (MPT_7B | {"attn_config": {"prefix_lm": True}}, r"attn_config\.prefix_lm .* is True"),
+        (MPT_7B | {"attn_config": {"qk_ln": True}}, r"attn_config\.qk_ln .* is True"),
+        (MPT_7B | {"attn_config": {"rope": True}}, r"attn_config\.rope .* is True"),
+        (MPT_7B | {"attn_config": {"sliding_window_size": 64}}, r"attn_config\.sliding_window_size .* is 64"),
+        (MPT_7B | {"d_model": 4100}, "4100 hidden features, which 32 attention heads"),
+        (STARCODERBASE | {"n_head": 50}, "6144 hidden features, which 50 attention heads"),
+        (STARCODERBASE | {"add_cross_attention": True, "multi_query": False}, "not implemented yet: cross-attention"),
+    ],
+)
+def test_what_no_part_expresses_is_refused_by_name(values: dict[str, Any], message: str, read: Read) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(values)
+
+
+# --- the others ------------------------------------------------------------------------------------
+
+
+def test_starcoder(read: Read) -> None:
+    model = read(STARCODERBASE)
+    block = only_block(model, 40)
+    attention = block.attention
+    assert block.placement == Pre(LAYER, LAYER)
+    assert (attention.heads, attention.kv_heads, attention.head_dim) == (48, 1, 128)
+    assert attention.scale == 128**-0.5
+    assert attention.position is None
+    assert attention.qkv_bias
+    assert attention.out_bias
+    assert block.ffn == Dense(24576, "gelu", bias=True)
+    assert model.decoder is not None
+    assert model.decoder.embedding == Tokens(vocab_size=49152, width=6144, positions=Learned(8192))
+    assert model.head == Lm(tied=True)
+    assert model.max_positions == 8192
+
+
+def test_santacoder_and_other_settings_of_gpt_bigcode(read: Read) -> None:
+    assert only_block(read(SANTACODER), 24).ffn == Dense(8192, "gelu_tanh", bias=True)
+    block = only_block(read(SANTACODER | {"multi_query": False, "n_inner": None, "scale_attn_weights": False}), 24)
+    assert block.attention.kv_heads == 16
+    assert block.attention.scale == 1.0
+    assert block.ffn == Dense(8192, "gelu_tanh", bias=True)
+
+
+def test_bloom_560m(read: Read) -> None:
+    model = read(BLOOM_560M)
+    block = only_block(model, 24)
+    attention = block.attention
+    assert block.placement == Pre(LAYER, LAYER)
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.scale) == (16, 16, 64, 0.125)
+    assert attention.position == Slopes(slopes(16))
+    assert attention.qkv_bias
+    assert attention.out_bias
+    assert block.ffn == Dense(4096, "gelu_tanh", bias=True)
+    assert model.decoder is not None
+    assert model.decoder.embedding == Tokens(vocab_size=250880, width=1024, norm=LAYER)
+    assert model.head == Lm(tied=True)
+    assert model.context_length == 2048
+    assert read(BLOOM_560M | {"seq_length": 4096, "architectures": ["BloomForCausalLM"]}).context_length == 4096
+    assert read(BLOOM_560M | {"slow_but_exact": True}) == model
+    assert read(BLOOM_560M | {"pretraining_tp": 4}) == model
+
+
+def test_mpt_7b(read: Read) -> None:
+    model = read(MPT_7B)
+    block = only_block(model, 32)
+    attention = block.attention
+    plain = Norm("layer", 1e-5)
+    assert block.placement == Pre(plain, plain)
+    assert (attention.heads, attention.kv_heads, attention.head_dim) == (32, 32, 128)
+    assert attention.scale == 128**-0.5
+    assert attention.position == Slopes(slopes(32))
+    assert attention.clip is None
+    assert not attention.qkv_bias
+    assert not attention.out_bias
+    assert block.ffn == Dense(16384, "gelu")
+    assert model.decoder is not None
+    assert model.decoder.final_norm == plain
+    assert model.head == Lm(tied=True)
+    assert model.context_length == 2048
+
+
+def test_mpt_altered(read: Read) -> None:
+    model = read(MPT_7B_STORYWRITER)
+    attention = only_block(model, 32).attention
+    assert attention.clip == 6.0
+    assert attention.position == Slopes(slopes(32, 16.0))
+    assert model.context_length == 65536
+    attention = only_block(read(MPT_7B | {"attn_config": {"softmax_scale": 0.25, "clip_qkv": 0.0}}), 32).attention
+    assert attention.scale == 0.25
+    assert attention.clip is None
+    for scale, expected in ((0.5, 0.5), ("inv_sqrt_d_model", 1 / 64)):
+        assert read(MPT_7B | {"logit_scale": scale}).head == Lm(tied=True, logit_scale=expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "architecture"),
+    [
+        (FALCON_7B, "FalconModel"),
+        (STARCODERBASE, "GPTBigCodeModel"),
+        (BLOOM_560M, "BloomModel"),
+        (MPT_7B, "MptModel"),
+    ],
+)
+def test_a_model_without_head_needs_a_tied_one(values: dict[str, Any], architecture: str, read: Read) -> None:
+    headless = values | {"architectures": [architecture]}
+    assert read(headless).head == Lm(tied=True)
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} has no language-model head"):
+        read(headless | {"tie_word_embeddings": False})
+
+
+# --- slopes and biases -------------------------------------------------------------------------------
+
+HEADS = [*range(1, 41), 48, 56, 71, 112, 128]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_slopes_equal_transformers(heads: int) -> None:
+    ours = torch.tensor(slopes(heads))
+    torch.testing.assert_close(ours, modeling_bloom._get_alibi_slopes(heads, CPU), rtol=1e-6, atol=0)
+    # A step of one position is the slope.
+    bloom = modeling_bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)
+    torch.testing.assert_close(ours, bloom[:, 0, 1], rtol=1e-6, atol=0)
+    for steepest in (8, 6, 16):
+        mpt = modeling_mpt.build_mpt_alibi_tensor(heads, 2, steepest)
+        torch.testing.assert_close(torch.tensor(slopes(heads, steepest)), -mpt[:, 0, 0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_rounded_slopes_equal_transformers_to_the_bit(heads: int) -> None:
+    theirs = modeling_falcon.build_alibi_tensor(torch.ones(1, 2048, dtype=torch.long), heads, torch.float32)
+    bias = BiasTable(RoundedSlopes(slopes(heads)), 2048, CPU)()
+    assert isinstance(bias, PositionBias)
+    assert torch.equal(bias.table, theirs[:, 0])
+
+
+def test_rounding_shows_beyond_256_positions() -> None:
+    bias = BiasTable(RoundedSlopes(slopes(4), 0.25), 600, CPU)()
+    steps = bias.table.diff(dim=1)
+    exact = torch.tensor(slopes(4))[:, None] * 0.25
+    assert torch.equal(steps[:, :256], exact.expand(4, 256))
+    assert set(steps[0, 256:].tolist()) == {0.0, 2 * exact[0].item()} | {4 * exact[0].item()}
+
+
+def test_a_bias_by_distance_is_that_by_position_but_for_a_constant() -> None:
+    """Which softmax takes no notice of."""
+    length, heads = 50, 6
+    bias = BiasTable(Slopes(slopes(heads)), length, CPU)()
+    assert isinstance(bias, DistanceBias)
+    theirs = modeling_bloom.build_alibi_tensor(torch.ones(1, length), heads, torch.float32)[:, 0]
+    for query in (0, 7, 49):
+        ours = bias.table[:, torch.arange(query + 1) - query + bias.zero]
+        torch.testing.assert_close(ours, theirs[:, : query + 1] - theirs[:, query : query + 1])
+
+
+# --- stored names ------------------------------------------------------------------------------------
+
+TINY: dict[str, dict[str, Any]] = {
+    "FalconForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "GPTBigCodeForCausalLM": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "BloomForCausalLM": {"hidden_size": 16, "n_layer": 2, "n_head": 4},
+    "MptForCausalLM": {"d_model": 16, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+}
+BUFFERS = {
+    "FalconForCausalLM": ("h.1.self_attention.maybe_rotary.inv_freq", "h.0.self_attention.rotary_emb.inv_freq"),
+    "GPTBigCodeForCausalLM": ("bias", "h.0.attn.bias", "h.1.attn.masked_bias"),
+    "BloomForCausalLM": ("h.0.self_attention.scale_mask_softmax.causal_mask",),
+}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+
+
+def make(architecture: str, folder: Path, **changes: Any) -> Any:
+    """A tiny model with random weights, saved; transformers' own first values are nearly zero."""
+    torch.manual_seed(0)
+    model_class = getattr(transformers, architecture)
+    model = model_class(model_class.config_class(vocab_size=31, **(TINY[architecture] | changes))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return model
+
+
+def rename(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **config: Any) -> None:
+    """Rewrite the stored tensors, and settings of the config."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    values = folder / "config.json"
+    values.write_text(json.dumps(json.loads(values.read_text()) | config))
+
+
+def logits(folder: Path) -> Tensor:
+    model = load(folder)
+    (hidden,) = Pages(model, scattered_tables([len(PROMPT)])).step([PROMPT])
+    with torch.inference_mode():
+        return model.logits(hidden)
+
+
+def reference(model: Any) -> Tensor:
+    with torch.no_grad():
+        answer: Tensor = model(torch.tensor([PROMPT])).logits[0]
+    return answer
+
+
+@pytest.mark.parametrize("architecture", TINY)
+def test_names_without_prefix_and_stored_buffers_load(architecture: str, tmp_path: Path) -> None:
+    """As BLOOM is published, under either name of the architecture; and with what older code stored."""
+    model = make(architecture, tmp_path)
+    expected = reference(model)
+    close(logits(tmp_path), expected)
+
+    def headless(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        assert not short.keys() & tensors.keys()
+        return short | {name: torch.ones(2) for name in BUFFERS.get(architecture, ())}
+
+    rename(tmp_path, headless)
+    close(logits(tmp_path), expected)
+    rename(tmp_path, dict, architectures=[architecture.removesuffix("ForCausalLM") + "Model"])
+    close(logits(tmp_path), expected)
+
+
+@pytest.mark.parametrize("architecture", TINY)
+def test_a_stored_head_of_its_own_is_used(architecture: str, tmp_path: Path) -> None:
+    model = make(architecture, tmp_path, tie_word_embeddings=False)
+    rename(tmp_path, dict, tie_word_embeddings=True)
+    close(logits(tmp_path), reference(model))
+
+
+def test_mpt_follows_its_alibi_bias_max_and_logit_scale(tmp_path: Path) -> None:
+    """transformers computes ALiBi for a maximum of 8 whatever the config says, and does not scale logits."""
+    model = make("MptForCausalLM", tmp_path, attn_config={"alibi_bias_max": 3}, logit_scale=0.3)
+    model.transformer.build_mpt_alibi_tensor = partial(modeling_mpt.build_mpt_alibi_tensor, alibi_bias_max=3)
+    expected = reference(model) * 0.3
+    del model.transformer.build_mpt_alibi_tensor
+    close(logits(tmp_path), expected)
+    with pytest.raises(AssertionError):
+        close(reference(model) * 0.3, expected)
+
+
+@pytest.mark.parametrize("name", ["transformer.wpe.weight", "transformer.blocks.0.attn.Wqkv.bias"])
+def test_mpt_with_tensors_that_the_reference_passes_over_is_refused(name: str, tmp_path: Path) -> None:
+    """Learned positions, biases: transformers leaves them out without a word in the config."""
+    make("MptForCausalLM", tmp_path, no_bias=False)
+    rename(tmp_path, lambda tensors: tensors | {name: torch.ones(3)})
+    with pytest.raises(ModelLoadError, match=f"has no place for: {name}"):
+        load(tmp_path)
