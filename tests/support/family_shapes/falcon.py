@@ -1,4 +1,8 @@
-"""Falcon: one key and value head for all, or grouped; parallel blocks with one or two norms; scaled ALiBi."""
+"""Falcon: one key and value head for all, or grouped; parallel blocks with one or two norms; scaled ALiBi.
+
+The reference keeps its "sdpa" attention here, whatever else is asked of it once it is made. Its "eager" one adds
+ALiBi twice (as of 5.23); without ALiBi both agree.
+"""
 
 from typing import Any
 
@@ -34,6 +38,16 @@ SHAPES = {
         "FalconForCausalLM",
         ALIBI | {"hidden_size": 48, "num_attention_heads": 6, "multi_query": True, "parallel_attn": True},
         prompts=(9, 10, 6, 0),
+    ),
+    # Prompts beyond 256 tokens, where bfloat16 rounds positions themselves.
+    "falcon-alibi-long": FamilyShape(
+        "FalconForCausalLM",
+        ALIBI | {"hidden_size": 24, "num_attention_heads": 3},
+        prompts=(4, 9, 0, 1),
+        eos_gain=2.6,
+        shortest=270,
+        max_model_len=352,
+        lengths=(333, 1, 290),
     ),
     "falcon-full-heads-rotary": FamilyShape(
         "FalconForCausalLM",
