@@ -232,8 +232,8 @@ def test_parameters_ask_for_no_gradients_and_shapes_are_told(tmp_path: Path) -> 
     assert (model.vocab_size, model.device, model.training) == (VOCAB, CPU, False)
 
 
-@pytest.mark.parametrize("places", list(itertools.product([False, True], repeat=3)))
-def test_a_sublayer_norms_where_it_is_told_to_and_adds(places: tuple[bool, bool, bool]) -> None:
+@pytest.mark.parametrize("places", list(itertools.product([False, True], repeat=4)))
+def test_a_sublayer_norms_where_it_is_told_to_and_adds(places: tuple[bool, bool, bool, bool]) -> None:
     class Twice(torch.nn.Module):
         def forward(self, x: Tensor, factor: float) -> Tensor:
             return factor * x
@@ -241,8 +241,9 @@ def test_a_sublayer_norms_where_it_is_told_to_and_adds(places: tuple[bool, bool,
     def norm(x: Tensor, wanted: bool) -> Tensor:
         return torch.nn.functional.layer_norm(x, (8,)) if wanted else x
 
-    before, after, outer = places
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    expected = norm(x + norm(2.0 * norm(x, before), after), outer)
+    first, before, after, outer = places
+    x = 1.0 + 2.0 * torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    start = norm(x, first)
+    expected = norm(start + norm(2.0 * norm(start, before), after), outer)
     norms = [torch.nn.LayerNorm(8) if wanted else None for wanted in places]
     torch.testing.assert_close(Sublayer(Twice(), *norms)(x, 2.0), expected)

@@ -126,6 +126,14 @@ class Pre:
 
 
 @dataclass(frozen=True, slots=True)
+class NormedResidual:
+    """norm(x) + f(norm(x)) for each sublayer: the residual connection starts after the norm."""
+
+    attention: Norm
+    ffn: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class Post:
     """norm(x + f(x)) for each sublayer: the original Transformer."""
 
@@ -159,7 +167,7 @@ class Parallel:
     norms: tuple[Norm] | tuple[Norm, Norm]
 
 
-Placement = Pre | Post | AfterSublayer | Sandwich | Parallel
+Placement = Pre | NormedResidual | Post | AfterSublayer | Sandwich | Parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,22 +106,26 @@ class TokenEmbedding(nn.Module):
 
 
 class Sublayer(nn.Module):
-    """outer(x + after(f(before(x)))), where each norm may be absent."""
+    """outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
 
     def __init__(
         self,
         inner: nn.Module,
+        first: nn.Module | None = None,
         before: nn.Module | None = None,
         after: nn.Module | None = None,
         outer: nn.Module | None = None,
     ):
         super().__init__()
+        self.first = first
         self.before = before
         self.inner = inner
         self.after = after
         self.outer = outer
 
     def forward(self, x: Tensor, *context: object) -> Tensor:
+        if self.first is not None:
+            x = self.first(x)
         y = x if self.before is None else self.before(x)
         y = self.inner(y, *context)
         y = x + (y if self.after is None else self.after(y))
@@ -138,6 +142,8 @@ class SequentialBlock(nn.Module):
         match block.placement:
             case spec.Pre(attention, ffn):
                 norms = {"before": (attention, ffn)}
+            case spec.NormedResidual(attention, ffn):
+                norms = {"first": (attention, ffn)}
             case spec.Post(attention, ffn):
                 norms = {"outer": (attention, ffn)}
             case spec.AfterSublayer(attention, ffn):
