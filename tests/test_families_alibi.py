@@ -24,7 +24,7 @@ from engine.model import checkpoint, families
 from engine.model.bias import BiasTable
 from engine.model.families.alibi import slopes
 from engine.model.positions import DynamicScaling, Learned, LinearScaling, Rotary, RoundedSlopes, Slopes
-from engine.model.spec import Block, Dense, Lm, ModelSpec, Norm, Parallel, Pre, Tokens
+from engine.model.spec import Block, Dense, Lm, ModelSpec, Norm, NormedResidual, Parallel, Pre, Tokens
 
 CPU = torch.device("cpu")
 LAYER = Norm("layer", 1e-5, bias=True)
@@ -319,6 +319,8 @@ def test_bloom_560m(read: Read) -> None:
     assert model.head == Lm(tied=True)
     assert model.context_length == 2048
     assert read(BLOOM_560M | {"seq_length": 4096, "architectures": ["BloomForCausalLM"]}).context_length == 4096
+    after = only_block(read(BLOOM_560M | {"apply_residual_connection_post_layernorm": True}), 24)
+    assert after.placement == NormedResidual(LAYER, LAYER)
     assert read(BLOOM_560M | {"slow_but_exact": True}) == model
     assert read(BLOOM_560M | {"pretraining_tp": 4}) == model
 
@@ -487,6 +489,31 @@ def test_a_stored_head_of_its_own_is_used(architecture: str, tmp_path: Path) -> 
     model = make(architecture, tmp_path, tie_word_embeddings=False)
     rename(tmp_path, dict, tie_word_embeddings=True)
     close(logits(tmp_path), reference(model))
+
+
+BAND = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("linear", {"factor": 3.0}),
+        ("dynamic", {"factor": 3.0}),
+        ("llama3", BAND),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 8}),
+    ],
+)
+def test_falcon_turns_by_scaled_frequencies(kind: str, values: dict[str, Any], tmp_path: Path) -> None:
+    """The reference has met 40 tokens, the longest that ours is loaded for; it was made for 8."""
+    rope = {"rope_type": kind, "rope_theta": 1e4} | values
+    model = make("FalconForCausalLM", tmp_path, hidden_size=32, max_position_embeddings=8, rope_parameters=rope)
+    with torch.no_grad():
+        model(torch.ones(1, 40, dtype=torch.long))
+    expected = reference(model)
+    close(logits(tmp_path), expected)
+    rename(tmp_path, dict, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    with pytest.raises(AssertionError):
+        close(logits(tmp_path), expected)
 
 
 def test_mpt_follows_its_alibi_bias_max_and_logit_scale(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from engine.errors import UnsupportedModelError
 from engine.model.families.alibi import slopes
 from engine.model.families.common import even_head_dim, head, linear, norm
 from engine.model.positions import Slopes
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, NormedResidual, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Interleaved, WeightTable
 
 # What the published models were trained with; only some of their configs say so.
@@ -21,7 +21,7 @@ def spec(config: Any) -> ModelSpec:
     width, heads = config.hidden_size, config.num_attention_heads
     head_dim = even_head_dim(width, heads)
     block = Block(
-        placement=Pre(attention=norm, ffn=norm),
+        placement=NormedResidual(norm, norm) if config.apply_residual_connection_post_layernorm else Pre(norm, norm),
         attention=Attention(
             heads=heads,
             kv_heads=heads,
@@ -48,11 +48,6 @@ def spec(config: Any) -> ModelSpec:
 
 
 def _refuse(config: Any) -> None:
-    if config.apply_residual_connection_post_layernorm:
-        raise UnsupportedModelError(
-            "apply_residual_connection_post_layernorm is true: residual connections that start after the norm are "
-            "not implemented."
-        )
     if config.slow_but_exact and config.pretraining_tp > 1:
         # The reference then leaves out the biases of the output projections, which no model was trained without.
         raise UnsupportedModelError(
@@ -71,12 +66,13 @@ def weights(model: ModelSpec) -> WeightTable:
     ]
     for i, block in enumerate(model.decoder.blocks):
         target, source = f"decoder.blocks.{i}", f"transformer.h.{i}"
+        place = "first" if isinstance(block.placement, NormedResidual) else "before"
         fused = Interleaved(block.attention.heads, 1, block.attention.head_dim)
         entries += [
-            *norm(f"{target}.attention.before", f"{source}.input_layernorm", bias=True),
+            *norm(f"{target}.attention.{place}", f"{source}.input_layernorm", bias=True),
             *linear(f"{target}.attention.inner.qkv", f"{source}.self_attention.query_key_value", True, 0, fused),
             *linear(f"{target}.attention.inner.out", f"{source}.self_attention.dense", True, 1),
-            *norm(f"{target}.ffn.before", f"{source}.post_attention_layernorm", bias=True),
+            *norm(f"{target}.ffn.{place}", f"{source}.post_attention_layernorm", bias=True),
             *linear(f"{target}.ffn.inner.up", f"{source}.mlp.dense_h_to_4h", True, 0),
             *linear(f"{target}.ffn.inner.down", f"{source}.mlp.dense_4h_to_h", True, 1),
         ]

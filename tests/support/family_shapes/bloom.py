@@ -14,4 +14,7 @@ SHAPES = {
         eos=(3, 90),
         prompts=(6, 20, 0, 1),
     ),
+    "bloom-residuals-after-norms": FamilyShape(
+        "BloomForCausalLM", BASE | {"apply_residual_connection_post_layernorm": True}, prompts=(0, 3, 1, 2)
+    ),
 }
