@@ -491,6 +491,15 @@ def test_a_stored_head_of_its_own_is_used(architecture: str, tmp_path: Path) -> 
     close(logits(tmp_path), reference(model))
 
 
+@pytest.mark.parametrize(("alibi", "kinds"), [(False, ("sdpa", "eager")), (True, ("sdpa",))])
+def test_falcon_equals_the_attentions_of_the_reference(alibi: bool, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """With ALiBi the "eager" one is no reference: it adds the bias to the scores and, with the mask, once more."""
+    for kind in kinds:
+        model = make("FalconForCausalLM", tmp_path, alibi=alibi, attn_implementation=kind)
+        assert model.config._attn_implementation == kind
+        close(logits(tmp_path), reference(model))
+
+
 BAND = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 
 
