@@ -354,7 +354,11 @@ def test_phi_altered(read: Read) -> None:
         (GPT_J_6B, {"activation_function": "mish"}, "activation 'mish'"),
         (GPT_J_6B, {"is_causal": False}, "is_causal"),
         (GPT_J_6B, {"architectures": ["GPTJModel"]}, "no language-model head"),
-        (GPT_NEOX_20B, {"rotary_pct": 0.33}, "even number of features, from 2 to the 96 .*partial_rotary_factor 0.33 gives 31"),
+        (
+            GPT_NEOX_20B,
+            {"rotary_pct": 0.33},
+            "even number of features, from 2 to the 96 .*partial_rotary_factor 0.33 gives 31",
+        ),
         (GPT_NEOX_20B, {"rotary_pct": 0.0}, "even number of features.*gives 0"),
         (GPT_NEOX_20B, {"head_dim": 64}, "head_dim must be .* 96 .* got 64"),
         (GPT_NEOX_20B, {"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_type 'proportional'"),

@@ -1,11 +1,11 @@
 """MPT: ALiBi, no biases, clipped queries, keys and values.
 
-alibi_bias_max and logit_scale are what a model was trained with, and are followed. transformers passes them over (as
-of 5.23), so where they are set its answers differ.
+As in transformers (5.23), alibi_bias_max and logit_scale have no effect; a config that sets them is warned of.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from engine.errors import UnsupportedModelError
@@ -15,11 +15,14 @@ from engine.model.positions import Slopes
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
+logger = logging.getLogger("octavo.model")
+
 NORMS = ("low_precision_layernorm", "layernorm")
 
 
 def spec(config: Any) -> ModelSpec:
     _refuse(config)
+    _warn(config)
     norm = Norm("layer", config.layer_norm_epsilon)
     width, heads, own = config.hidden_size, config.num_attention_heads, config.attn_config
     head_dim = even_head_dim(width, heads)
@@ -30,7 +33,7 @@ def spec(config: Any) -> ModelSpec:
             kv_heads=heads,
             head_dim=head_dim,
             scale=head_dim**-0.5 if own.softmax_scale is None else own.softmax_scale,
-            position=Slopes(slopes(heads, own.alibi_bias_max)),
+            position=Slopes(slopes(heads)),
             clip=own.clip_qkv or None,
         ),
         # The reference pays no heed to expansion_ratio; a checkpoint of another width is refused by its shapes.
@@ -45,19 +48,26 @@ def spec(config: Any) -> ModelSpec:
     return ModelSpec(
         encoder=None,
         decoder=decoder,
-        head=Lm(tied=config.tie_word_embeddings, logit_scale=_logit_scale(config)),
+        head=Lm(tied=config.tie_word_embeddings),
         context_length=config.max_seq_len,
     )
 
 
-def _logit_scale(config: Any) -> float:
-    if config.logit_scale is None:
-        return 1.0
-    if config.logit_scale == "inv_sqrt_d_model":
-        return float(config.hidden_size**-0.5)
-    if isinstance(config.logit_scale, str):
-        raise UnsupportedModelError(f"logit_scale must be a number or 'inv_sqrt_d_model', got {config.logit_scale!r}.")
-    return float(config.logit_scale)
+def _warn(config: Any) -> None:
+    """Say what the reference passes over in silence."""
+    passed = {
+        "attn_config.alibi_bias_max": (config.attn_config.alibi_bias_max, 8),
+        "logit_scale": (config.logit_scale, None),
+    }
+    for name, (value, usual) in passed.items():
+        if value != usual:
+            logger.warning(
+                "the checkpoint's config sets %s to %r: transformers computes this architecture as if it were %r, and "
+                "so does Octavo; the model may have been trained otherwise",
+                name,
+                value,
+                usual,
+            )
 
 
 def _refuse(config: Any) -> None:

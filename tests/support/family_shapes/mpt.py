@@ -1,7 +1,6 @@
 """MPT: ALiBi, no biases, queries, keys and values clipped.
 
-The reference pays no heed to expansion_ratio, nor to alibi_bias_max and logit_scale, which therefore cannot be
-compared here.
+The reference pays no heed to expansion_ratio, alibi_bias_max and logit_scale.
 """
 
 from typing import Any
@@ -19,7 +18,7 @@ SHAPES = {
             "d_model": 36,
             "n_heads": 6,
             "expansion_ratio": 2,
-            "attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.5},
+            "attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.5, "alibi_bias_max": 4},
         },
         eos=(3, 90),
         eos_gain=2.2,
