@@ -44,8 +44,8 @@ class EngineConfig:
         skip_tokenizer_init: load no tokenizer: ids in, ids out.
         revision: branch, tag or commit on the hub.
         hf_token: token for gated models (else HF_TOKEN of the environment).
-        dtype: of weights, activations and cache; auto takes the checkpoint's, and float32 on a CPU
-            without fast bfloat16.
+        dtype: of weights and activations; auto takes the checkpoint's, and float32 on a CPU without fast
+            bfloat16.
         device: cpu, cuda (or cuda:N), auto.
         max_model_len: longest prompt plus answer, in tokens (default: what the model was made for).
         max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens where that is less).
@@ -55,6 +55,8 @@ class EngineConfig:
         block_size: tokens a page holds.
         kv_cache_memory: bytes for the pages, such as "4GiB" (CPU: a quarter of the free memory, at
             most 4 GiB; GPU: what gpu_memory_utilization leaves).
+        kv_cache_dtype: format of the pages; auto takes dtype's. int8 has a scale per head and token, and
+            holds about twice the tokens of a 16-bit format in the same memory.
         gpu_memory_utilization: share of the GPU's memory to use for weights, activations and pages.
         num_gpu_blocks_override: number of pages, on any device, instead of a size.
         enable_prefix_caching: reuse pages of earlier prompts.
@@ -78,6 +80,7 @@ class EngineConfig:
     max_step_time: float | None = None
     block_size: int = 16
     kv_cache_memory: int | str | None = None
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
@@ -108,6 +111,10 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}.")
+        if self.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16", "int8"):
+            raise ConfigError(
+                f"kv_cache_dtype must be auto, float32, bfloat16, float16 or int8, got {self.kv_cache_dtype!r}."
+            )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}.")
         if self.generation_config not in ("auto", "none"):

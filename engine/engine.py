@@ -14,9 +14,10 @@ import torch
 from engine.attention import select
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
+from engine.execution.calibration import mean_keys
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.isolation import join, run_apart
-from engine.execution.kv_cache import KVCache, count_blocks
+from engine.execution.kv_cache import KVCache, choose_cache_dtype, count_blocks
 from engine.execution.loading import check_weights_fit, explained
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import measure, trial
@@ -62,6 +63,7 @@ class Engine:
         device = choose_device(config.device)
         stored = stored_dtype(path, hf_config)
         dtype = choose_dtype(config.dtype, stored, device)
+        cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
         check_weights_fit(path, stored, dtype, device)
         max_model_len = find_max_model_len(config, hf_config, spec)
         assert spec.decoder is not None  # `build_spec` refuses models without one
@@ -71,14 +73,15 @@ class Engine:
             spec,
             dtype=dtype,
             device=device,
-            backend=select(device, [block.attention for block in spec.decoder.blocks]),
+            backend=select(device, [block.attention for block in spec.decoder.blocks], cache_dtype),
             max_model_len=max_model_len,
             show_progress=config.show_progress,
         )
         model.pack()
         shapes = model.kv_shapes()
-        num_blocks = count_blocks(config, shapes, max_model_len, dtype, device)
-        cache = KVCache(shapes, num_blocks, config.block_size, dtype, device)
+        num_blocks = count_blocks(config, shapes, max_model_len, cache_dtype, device)
+        centres = mean_keys(model) if cache_dtype == torch.int8 else None
+        cache = KVCache(shapes, num_blocks, config.block_size, cache_dtype, device, centres)
         self.runner = ModelRunner(
             model,
             cache,
@@ -104,6 +107,7 @@ class Engine:
             model=config.model,
             model_path=str(path),
             dtype=str(dtype).removeprefix("torch."),
+            kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
             device=str(device),
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
@@ -297,11 +301,12 @@ class Engine:
         tokens = info.num_blocks * info.block_size
         logger.info("loaded %s (%s, %s) in %.1f s", info.model, info.dtype, info.device, seconds)
         logger.debug(  # the server says it with more
-            "KV cache: %d pages of %d tokens = %d tokens; %.1f requests of the full %d tokens fit, "
+            "KV cache: %d pages of %d tokens = %d tokens in %s; %.1f requests of the full %d tokens fit, "
             "and at most %d sequences run in one step",
             info.num_blocks,
             info.block_size,
             tokens,
+            info.kv_cache_dtype,
             info.full_requests,
             info.max_model_len,
             info.max_num_seqs,

@@ -10,7 +10,7 @@ import torch
 from engine.attention import select
 from engine.config import EngineConfig
 from engine.engine import choose_device, choose_dtype, find_max_model_len
-from engine.execution.kv_cache import count_blocks, page_bytes
+from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.memory import available_memory
 from engine.launch import make_folder, remove_folder
 from engine.model.checkpoint import locate, read_config
@@ -44,7 +44,7 @@ class ModelFacts:
         path: its folder.
         architecture: the name in its config.json.
         weight_files: how many safetensors files hold its weights.
-        device, dtype: what the settings choose.
+        device, dtype, kv_cache_dtype: what the settings choose.
         weights: size of the parameters in that dtype.
         num_blocks: pages that the settings and the free memory allow now.
         pages: size of these pages.
@@ -58,6 +58,7 @@ class ModelFacts:
     weight_files: int
     device: str
     dtype: str
+    kv_cache_dtype: str
     weights: int
     num_blocks: int
     pages: int
@@ -98,22 +99,24 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec)
     assert spec.decoder is not None  # `build_spec` refuses models without one
-    backend = select(device, [block.attention for block in spec.decoder.blocks])
+    backend = select(device, [block.attention for block in spec.decoder.blocks], cache_dtype)
     model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory
     weights = sum(tensor.nbytes for tensor in model.parameters())
     shapes = model.kv_shapes()
-    num_blocks = count_blocks(config, shapes, max_model_len, dtype, device, reserved=weights)
+    num_blocks = count_blocks(config, shapes, max_model_len, cache_dtype, device, reserved=weights)
     return ModelFacts(
         path=path,
         architecture=architecture(hf_config),
         weight_files=len(files),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
         weights=weights,
         num_blocks=num_blocks,
-        pages=(num_blocks + 1) * page_bytes(shapes, config.block_size, dtype),
+        pages=(num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype),
         block_size=config.block_size,
         max_model_len=max_model_len,
         free=available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],

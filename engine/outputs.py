@@ -165,6 +165,7 @@ class EngineInfo:
     """Facts about a loaded engine that do not change.
 
     Attributes:
+        dtype, kv_cache_dtype: of weights and activations, and of the pages.
         full_requests: how many requests of max_model_len tokens the pages hold at a time.
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.
@@ -173,6 +174,7 @@ class EngineInfo:
     model: str
     model_path: str
     dtype: str
+    kv_cache_dtype: str
     device: str
     max_model_len: int
     vocab_size: int

@@ -176,7 +176,8 @@ def check_memory(facts: ModelFacts) -> Finding:
     """Weights and pages fit into what is free."""
     found = (
         f"weights {_size(facts.weights)} ({facts.dtype}) + {facts.num_blocks} pages {_size(facts.pages)} "
-        f"= {facts.num_blocks * facts.block_size} tokens; {_size(facts.free)} are free on {facts.device}"
+        f"({facts.kv_cache_dtype}) = {facts.num_blocks * facts.block_size} tokens; "
+        f"{_size(facts.free)} are free on {facts.device}"
     )
     left = facts.free - facts.weights - facts.pages
     fix = (

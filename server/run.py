@@ -187,8 +187,9 @@ def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str)
     # Of shorter ones at least as many as of the longest, whose pages outside a sliding window are free again.
     fit = ", or ".join(f"{max(tokens / length, info.full_requests):.1f} of {length} tokens" for length in lengths)
     logger.info(
-        "KV cache: %d pages of %d tokens hold %d tokens; requests that fit at a time: %s; at most %d run in one step.",
-        info.num_blocks, info.block_size, tokens, fit, info.max_num_seqs,
+        "KV cache: %d pages of %d tokens hold %d tokens in %s; requests that fit at a time: %s; at most %d run in one "
+        "step.",
+        info.num_blocks, info.block_size, tokens, info.kv_cache_dtype, fit, info.max_num_seqs,
     )  # fmt: skip
     if tokenizer is None:
         logger.warning("The model has no tokenizer: prompts are token ids, and texts are empty.")

@@ -83,8 +83,8 @@ class FakeClient(EngineClient):
 
     def __init__(self, script: Script):
         self.info = EngineInfo(
-            model="fake", model_path="fake", dtype="float32", device="cpu", max_model_len=64, vocab_size=VOCAB_SIZE,
-            block_size=16, num_blocks=10, full_requests=2.5, max_num_seqs=8, max_num_beams=16,
+            model="fake", model_path="fake", dtype="float32", kv_cache_dtype="int8", device="cpu", max_model_len=64,
+            vocab_size=VOCAB_SIZE, block_size=16, num_blocks=10, full_requests=2.5, max_num_seqs=8, max_num_beams=16,
         )  # fmt: skip
         self.script = script
         self.dead = False

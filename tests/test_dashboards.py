@@ -174,7 +174,7 @@ def vllm_queries() -> Iterator[str]:
         yield f"avg by(model_name) (vllm:{name})"
     yield f"rate(vllm:prefix_cache_hits_total{model}[5m]) / rate(vllm:prefix_cache_queries_total{model}[5m])"
     # What routers read.
-    yield 'vllm:cache_config_info{block_size="16", num_gpu_blocks="10"}'
+    yield 'vllm:cache_config_info{block_size="16", cache_dtype="int8", num_gpu_blocks="10"}'
     yield 'vllm:lora_requests_info{max_lora="0", running_lora_adapters="", waiting_lora_adapters=""}'
 
 

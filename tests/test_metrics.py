@@ -174,7 +174,9 @@ def test_facts() -> None:
     assert said["octavo_model_info"] == {
         "model_name": 'a "model"\n', "dtype": "float32", "device": "cpu", "max_model_len": "64", "max_num_seqs": "8"
     }  # fmt: skip
-    assert said["octavo_cache_config_info"] == {"block_size": "16", "num_gpu_blocks": "10"}
+    assert said["octavo_cache_config_info"] == {
+        "block_size": "16", "cache_dtype": "int8", "num_gpu_blocks": "10"
+    }  # fmt: skip
     assert said["vllm:cache_config_info"]["model_name"] == 'a "model"\n'
     assert said["vllm:lora_requests_info"].items() >= {
         "max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""

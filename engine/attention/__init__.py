@@ -19,8 +19,11 @@ BACKENDS: tuple[type[AttentionBackend], ...] = (TorchReference,)
 logger = logging.getLogger("octavo.attention")
 
 
-def select(device: torch.device | str, parts: Iterable[AttentionPart] = ()) -> AttentionBackend:
-    """The first backend that can compute all of a model's attention parts on a device.
+def select(
+    device: torch.device | str, parts: Iterable[AttentionPart] = (), cache_dtype: torch.dtype | None = None
+) -> AttentionBackend:
+    """The first backend that can compute all of a model's attention parts on a device, over pages of a format
+    (None: without pages).
 
     The choice, and why faster backends were passed over, is logged here and nowhere later.
 
@@ -32,10 +35,14 @@ def select(device: torch.device | str, parts: Iterable[AttentionPart] = ()) -> A
     refusals: list[str] = []
     for backend in BACKENDS:
         # Layers share parts, so reasons repeat: each is said once, in the order in which it first came up.
-        reasons = list(dict.fromkeys(reason for part in parts for reason in backend.unsupported(part, device)))
+        found = (reason for part in parts for reason in backend.unsupported(part, device, cache_dtype))
+        reasons = list(dict.fromkeys(found))
         if not reasons:
             passed = f"; passed over: {'; '.join(refusals)}" if refusals else ""
             logger.info("attention on %s: %s backend%s", device, backend.name, passed)
             return backend()
         refusals.append(f"{backend.name} ({', '.join(reasons)})")
-    raise ConfigError(f"no attention backend serves this model on {device}: {'; '.join(refusals)}. Change `device`")
+    raise ConfigError(
+        f"no attention backend serves this model on {device}: {'; '.join(refusals)}. Change `device` or "
+        "`kv_cache_dtype`"
+    )

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.attention.formats import convert, quantise
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -50,13 +52,44 @@ class Paged:
     """K and V of one layer in pages.
 
     Attributes:
-        keys, values: [num_blocks, block_size, kv_heads, head_dim]. Block 0 belongs to no sequence.
+        keys, values: [num_blocks, block_size, kv_heads, head_dim], in a format of `engine.attention.formats`,
+            which need not be that of the queries. Block 0 belongs to no sequence.
         block_tables: [R, max blocks] int32. Pages that no query of a row sees may be 0: they must not be read.
+        key_scales, value_scales: [num_blocks, block_size, kv_heads] of int8 pages; None for all others.
+        key_centre: [kv_heads, head_dim] float32 that was subtracted from keys before they became int8, and that
+            readers add; None for nothing. It adds the same to all scores of a query, so that a backend may leave
+            it out where no softcap follows.
     """
 
     keys: Tensor
     values: Tensor
     block_tables: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+    key_centre: Tensor | None = None
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store new tokens, in the pages' format.
+
+        Numbers that are not finite, or that the format cannot hold, are read back as NaN: in int8 their whole
+        vector is; only pages in the format of the new tokens take everything as it is.
+
+        Args:
+            slots: [T] int64, block * block_size + offset of each token.
+            keys, values: [T, kv_heads, head_dim] in a floating-point format.
+        """
+        heads, head_dim = self.keys.shape[2:]
+        if self.key_scales is None or self.value_scales is None:
+            self.keys.view(-1, heads, head_dim).index_copy_(0, slots, convert(keys, self.keys.dtype))
+            self.values.view(-1, heads, head_dim).index_copy_(0, slots, convert(values, self.values.dtype))
+            return
+        if self.key_centre is not None:
+            keys, values = keys - self.key_centre, values.float()
+        steps, scales = quantise(torch.stack((keys, values)))
+        self.keys.view(-1, heads, head_dim).index_copy_(0, slots, steps[0])
+        self.values.view(-1, heads, head_dim).index_copy_(0, slots, steps[1])
+        self.key_scales.view(-1, heads).index_copy_(0, slots, scales[0])
+        self.value_scales.view(-1, heads).index_copy_(0, slots, scales[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +163,14 @@ class AttentionBackend(ABC):
     name: str
 
     @classmethod
-    def unsupported(cls, part: AttentionPart, device: torch.device) -> list[str]:
-        """Why this backend cannot compute `part` on `device`, one reason an entry; empty when it can."""
+    def unsupported(
+        cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
+    ) -> list[str]:
+        """Why this backend cannot compute `part` on `device`, one reason an entry; empty when it can.
+
+        Args:
+            cache_dtype: format of the pages; None where K and V come without a cache.
+        """
         return []
 
     @abstractmethod

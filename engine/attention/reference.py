@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from engine.attention.base import (
     Ragged,
     Window,
 )
+from engine.attention.formats import FORMATS, dequantise
 from engine.attention.tiles import CHUNK, Group, Shape, Step, plan
 
 # MKL multiplies rows four at a time, and a remainder by kernels whose sums differ in the last bits. Tiles
@@ -26,7 +29,8 @@ class TorchReference(AttentionBackend):
     """Tiles of queries walk chunks of keys with a running softmax.
 
     The running softmax is arXiv:1805.02867, its tiling arXiv:2205.14135. Scores, softmax and sums are in
-    float32 for every dtype; keys and values are gathered by slot and never expanded over grouped queries.
+    float32 for every dtype; keys and values are gathered by slot, dequantised where pages are int8, and never
+    expanded over grouped queries.
 
     A query's result is the same to the bit whoever else is in the batch and however its prompt was
     chunked, on a CPU (cuBLAS makes no such promise). The one exception: a row with a single query is a tile
@@ -40,11 +44,16 @@ class TorchReference(AttentionBackend):
     name = "torch"
 
     @classmethod
-    def unsupported(cls, part: AttentionPart, device: torch.device) -> list[str]:
-        """Computes every part; made for the CPU and CUDA."""
-        if device.type in ("cpu", "cuda"):
-            return []
-        return [f"{cls.name} attention runs on cpu and cuda; the device is {device.type}"]
+    def unsupported(
+        cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
+    ) -> list[str]:
+        """Computes every part over every format of the cache; made for the CPU and CUDA."""
+        reasons = []
+        if device.type not in ("cpu", "cuda"):
+            reasons.append(f"{cls.name} attention runs on cpu and cuda; the device is {device.type}")
+        if cache_dtype is not None and cache_dtype not in FORMATS:
+            reasons.append(f"{cls.name} attention reads no {cache_dtype} pages")
+        return reasons
 
     @torch.no_grad()
     def attend(
@@ -81,9 +90,10 @@ class TorchReference(AttentionBackend):
         if q.shape[0] < sum(metadata.query_lens):
             raise ValueError(f"q has {q.shape[0]} tokens, the rows have {sum(metadata.query_lens)} queries")
         if isinstance(kv, Paged):  # view, not reshape: a copy of the whole pool must never happen silently
-            keys, values = kv.keys.view(-1, head_dim), kv.values.view(-1, head_dim)
+            keys = _Vectors(kv.keys.view(-1, head_dim), kv.key_scales, kv.key_centre)
+            values = _Vectors(kv.values.view(-1, head_dim), kv.value_scales)
         else:
-            keys, values = kv.keys.reshape(-1, head_dim), kv.values.reshape(-1, head_dim)
+            keys, values = _Vectors(kv.keys.reshape(-1, head_dim)), _Vectors(kv.values.reshape(-1, head_dim))
         out = q.new_zeros(q.shape)
         for group in groups:
             result = _attend_group(q, keys, values, group, kv_heads, scale, bias, softcap)
@@ -105,20 +115,35 @@ class TorchReference(AttentionBackend):
         return groups
 
 
+@dataclass(frozen=True, slots=True)
+class _Vectors:
+    """K or V of all slots, [slots * kv_heads, head_dim]; scales and centre as in `Paged`."""
+
+    stored: Tensor
+    scales: Tensor | None = None
+    centre: Tensor | None = None
+
+    def chunk(self, rows: Tensor) -> Tensor:
+        """float32 [len(rows) / CHUNK, CHUNK, head_dim] of rows laid out by tile, head, key."""
+        found = self.stored.index_select(0, rows)
+        found = found.float() if self.scales is None else dequantise(found, self.scales.view(-1).index_select(0, rows))
+        found = found.view(-1, CHUNK, found.shape[-1])
+        if self.centre is not None:
+            found.view(-1, len(self.centre), *found.shape[1:]).add_(self.centre.unsqueeze(1))
+        return found
+
+
 def _attend_group(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: _Vectors,
+    values: _Vectors,
     group: Group,
     kv_heads: int,
     scale: float,
     bias: DistanceBias | PositionBias | None,
     softcap: float | None,
 ) -> Tensor:
-    """Results [tiles * width, heads, head_dim] float32 of a group.
-
-    keys, values: [slots * kv_heads, head_dim].
-    """
+    """Results [tiles * width, heads, head_dim] float32 of a group."""
     heads, head_dim = q.shape[1:]
     fold = heads // kv_heads
     rows = -(-fold // ROWS) * ROWS if group.width == 1 else fold
@@ -133,8 +158,7 @@ def _attend_group(
     acc = torch.zeros_like(folded)
     for step in group.steps:
         n = step.tiles * kv_heads
-        chunk = keys.index_select(0, step.rows).view(n, CHUNK, head_dim).float()
-        scores = torch.bmm(folded[:n], chunk.transpose(1, 2))
+        scores = torch.bmm(folded[:n], keys.chunk(step.rows).transpose(1, 2))
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         tiled = scores.view(step.tiles, *shape[1:], CHUNK)
@@ -147,8 +171,7 @@ def _attend_group(
         weights = scores.sub_(peak).exp_()
         decay = best[:n].sub_(peak).exp_()
         total[:n].mul_(decay).add_(weights.sum(-1, keepdim=True))
-        chunk = values.index_select(0, step.rows).view(n, CHUNK, head_dim).float()
-        acc[:n].mul_(decay).baddbmm_(weights, chunk)
+        acc[:n].mul_(decay).baddbmm_(weights, values.chunk(step.rows))
         best[:n] = peak
     acc.div_(total.clamp_min_(torch.finfo(torch.float32).tiny))
     result = acc.view(*shape, head_dim)[:, :, :fold].permute(0, 3, 1, 2, 4)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Paged
+from engine.attention.formats import SCALE, vector_bytes
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError
 from engine.execution.memory import available_memory
@@ -19,7 +20,8 @@ DEFAULT_CPU_LIMIT = 4 * 2**30
 
 
 class KVCache:
-    """K and V of every layer, [num_blocks + 1, block_size, kv_heads, head_dim] each.
+    """K and V of every layer, [num_blocks + 1, block_size, kv_heads, head_dim] each; of int8 also their scales,
+    [num_blocks + 1, block_size, kv_heads].
 
     Block 0 belongs to no sequence: tables are padded with it, and what it holds stays zero.
     """
@@ -31,13 +33,17 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        key_centres: Sequence[Tensor] | None = None,
     ):
-        """Allocate num_blocks pages and block 0.
+        """Allocate num_blocks pages and block 0 in a format of `engine.attention.formats`.
+
+        `key_centres`, for int8 only: what is subtracted from each layer's keys (`Paged.key_centre`).
 
         Raises:
             ConfigError: the memory for them is not there.
         """
         self.block_size = block_size
+        self.key_centres = [None] * len(shapes) if key_centres is None else list(key_centres)
         try:
             self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises it plainly
@@ -50,15 +56,16 @@ class KVCache:
     @staticmethod
     def _allocate(
         shapes: Sequence[tuple[int, int]], pages: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> list[tuple[Tensor, ...]]:
+        """(keys, values) of each layer; (keys, values, key_scales, value_scales) where they are int8."""
         # Zeros, not garbage: on a CPU the system hands out such memory untouched until it is written.
-        return [
-            (
-                torch.zeros(*pages, heads, dim, dtype=dtype, device=device),
-                torch.zeros(*pages, heads, dim, dtype=dtype, device=device),
-            )
-            for heads, dim in shapes
-        ]
+        layers = []
+        for heads, dim in shapes:
+            tensors = [torch.zeros(*pages, heads, dim, dtype=dtype, device=device) for _ in range(2)]
+            if dtype == torch.int8:
+                tensors += [torch.zeros(*pages, heads, dtype=SCALE, device=device) for _ in range(2)]
+            layers.append(tuple(tensors))
+        return layers
 
     def copy_pages(self, copies: Int32) -> None:
         """Copy pages [C, 2] (source, destination); all sources are read before anything is written."""
@@ -66,24 +73,34 @@ class KVCache:
             return
         device = self.layers[0][0].device
         source, target = torch.from_numpy(copies).to(device, torch.int64).unbind(1)
-        for keys, values in self.layers:
-            keys[target] = keys[source]
-            values[target] = values[source]
+        for layer in self.layers:
+            for tensor in layer:
+                tensor[target] = tensor[source]
 
     def clear_scratch(self) -> None:
         """Make block 0 zero again after it was written (`engine.execution.warmup`)."""
-        for keys, values in self.layers:
-            keys[0].zero_()
-            values[0].zero_()
+        for layer in self.layers:
+            for tensor in layer:
+                tensor[0].zero_()
 
     def paged(self, block_tables: Tensor) -> list[Paged]:
         """Each layer's pages under one set of block tables."""
-        return [Paged(keys, values, block_tables) for keys, values in self.layers]
+        views = []
+        for (keys, values, *scales), centre in zip(self.layers, self.key_centres, strict=True):
+            key_scales, value_scales = scales or (None, None)
+            views.append(Paged(keys, values, block_tables, key_scales, value_scales, centre))
+        return views
+
+
+def choose_cache_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
+    """The pages' format; auto takes the model's."""
+    chosen: torch.dtype = dtype if setting == "auto" else getattr(torch, setting)
+    return chosen
 
 
 def page_bytes(shapes: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers, K and V together."""
-    return 2 * block_size * dtype.itemsize * sum(heads * dim for heads, dim in shapes)
+    """Bytes one page takes over all layers, K and V together, scales included."""
+    return 2 * block_size * sum(heads * vector_bytes(dim, dtype) for heads, dim in shapes)
 
 
 def count_blocks(
@@ -96,7 +113,8 @@ def count_blocks(
     reserved: int = 0,
 ) -> int:
     """How many pages to make: what memory allows, and never more than max_num_seqs sequences of
-    max_model_len tokens can use. `reserved` bytes of the memory that is free now are for other things.
+    max_model_len tokens can use. `dtype` is the pages' format; `reserved` bytes of the memory that is free now are
+    for other things.
 
     Raises:
         ConfigError: not one page fits.
@@ -119,8 +137,8 @@ def count_blocks(
     if blocks < 1:
         raise ConfigError(
             f"No memory for the KV cache: {max(memory, 0)} bytes are available, and the smallest one, two pages of "
-            f"{config.block_size} tokens, takes {2 * size}. Raise {setting}, lower --block-size, or use a smaller "
-            "model."
+            f"{config.block_size} tokens, takes {2 * size}. Raise {setting}, lower --block-size, or use a narrower "
+            "--kv-cache-dtype or a smaller model."
         )
     return _within_memory(blocks, size, setting, device, reserved)
 

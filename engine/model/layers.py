@@ -206,8 +206,7 @@ class SelfAttention(nn.Module):
         if isinstance(part.position, Rotary):
             turning = rotate(turning, part.position, *step.rotations[part.position])
         queries, keys = turning.tensor_split((part.heads,), dim=1)
-        cache.keys.view(-1, part.kv_heads, part.head_dim).index_copy_(0, step.slots, keys[:tokens])
-        cache.values.view(-1, part.kv_heads, part.head_dim).index_copy_(0, step.slots, values[:tokens])
+        cache.write(step.slots, keys[:tokens], values[:tokens])
         attended = self.backend.attend(
             queries,
             cache,

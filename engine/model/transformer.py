@@ -307,7 +307,7 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Format of weights, activations and cache."""
+        """Format of weights and activations; the cache may have another."""
         return self.decoder.embedding.tokens.dtype
 
     @property

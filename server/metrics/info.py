@@ -36,8 +36,12 @@ class InfoMetrics(Collector):
                 "max_num_seqs": str(info.max_num_seqs),
             },
         )
-        size = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
-        yield _told("cache_config_info", "Tokens in a page, and how many pages the KV cache has.", size)
+        size = {
+            "block_size": str(info.block_size),
+            "cache_dtype": info.kv_cache_dtype,
+            "num_gpu_blocks": str(info.num_blocks),
+        }
+        yield _told("cache_config_info", "Tokens in a page, their format, and how many pages the KV cache has.", size)
         # A router takes the value for the time of the latest change.
         adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
         text = "Adapters in use: none, they are not served; the value is the Unix time of the start."
