@@ -79,9 +79,9 @@ def test_batched_equals_alone(model: Model) -> None:
 
 @pytest.mark.parametrize("budget", [5, 16])
 def test_chunked_equals_whole(budget: int, model: Model) -> None:
-    with model.engine(max_num_batched_tokens=budget, max_num_seqs=5, enable_prefix_caching=False) as one:
-        with watching(one) as plans:
-            assert run(one, [*JOBS, *LONG]) == model.answers
+    small = {"max_num_batched_tokens": budget, "max_num_seqs": 5}
+    with model.engine(enable_prefix_caching=False, **small) as one, watching(one) as plans:
+        assert run(one, [*JOBS, *LONG]) == model.answers
     assert max(plan.num_tokens for plan in plans) <= budget
     assert sum(1 for plan in plans if plan.sampling is None or len(plan.sampling.rows) < plan.num_rows) >= 8
 
