@@ -37,7 +37,7 @@ class ExpertsFeedForward(nn.Module):
     """Each token's `active` likeliest experts, weighted by their probabilities.
 
     A token's result does not depend on the others: every product has at least `Step.min_rows` rows, and each
-    token adds its experts up in their order.
+    token adds its experts up in the order of their numbers.
     """
 
     def __init__(self, part: spec.Experts, hidden_size: int, place: Place):
@@ -51,22 +51,24 @@ class ExpertsFeedForward(nn.Module):
         self.activation = ACTIVATIONS[part.expert.activation]
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """[Tp, hidden] to [Tp, hidden]; padding gives zeros."""
+        """[Tp, hidden] to [Tp, hidden]; padding is sent to no expert and gives zeros."""
         tokens = step.slots.shape[0]
-        weights, chosen = self.route(x)
-        # The sort is stable, so that an expert's tokens keep their order.
-        order = chosen[:tokens].flatten().argsort(stable=True)
-        counts = chosen[:tokens].flatten().bincount(minlength=self.part.count).tolist()
-        shares = weights[:tokens].flatten().index_select(0, order).unsqueeze(1)
-        rows = order // self.part.active
         out = torch.zeros_like(x)
-        end = 0
-        for expert, count in enumerate(counts):
-            if count:
-                start, end = end, end + count
-                own = rows[start:end]
-                result = self.compute(x.index_select(0, own), expert, step.min_rows)
-                out.index_add_(0, own, (result * shares[start:end]).to(x.dtype))
+        if not tokens:
+            return out
+        weights, chosen = self.route(x)
+        chosen, places = chosen[:tokens].sort(dim=-1)
+        weights = weights[:tokens].gather(-1, places)
+        rows, sizes, slots = self.group(chosen, step.min_rows)
+        # Groups are gathered one by one: rows of tensors of their own begin where kernels like them to begin,
+        # whatever the groups before them hold.
+        answers = x.new_empty(rows.shape[0], x.shape[1])
+        parts = zip(torch.split(rows, sizes), torch.split(answers, sizes), strict=True)
+        for expert, (own, answer) in enumerate(parts):
+            if sizes[expert]:
+                answer.copy_(self.compute(x.index_select(0, own), expert))
+        for slot, weight in zip(slots.unbind(1), weights.unsqueeze(2).unbind(1), strict=True):
+            out[:tokens] += (answers.index_select(0, slot) * weight).to(x.dtype)
         return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,15 +79,39 @@ class ExpertsFeedForward(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, chosen
 
-    def compute(self, x: Tensor, expert: int, min_rows: int) -> Tensor:
-        """One expert's answer to its tokens, [rows, hidden]."""
-        count = x.shape[0]
-        if count < min_rows:
-            x = F.pad(x, (0, 0, 0, min_rows - count))
+    def group(self, chosen: Tensor, min_rows: int) -> tuple[Tensor, list[int], Tensor]:
+        """Lay the tokens out expert by expert.
+
+        Args:
+            chosen: [T, active] the experts of each token.
+            min_rows: a group that is not empty is filled up to so many rows, with copies of token 0.
+
+        Returns:
+            rows: [N] the token of each row.
+            sizes: rows of each expert's group; they lie in the order of the experts.
+            slots: [T, active] the row in which each token's expert finds it.
+        """
+        experts = chosen.flatten()
+        # Stable, so that an expert's tokens keep their order.
+        order = experts.argsort(stable=True)
+        counts = experts.bincount(minlength=self.part.count)
+        sizes = torch.where(counts > 0, counts.clamp(min=min_rows), counts)
+        # How far filling moves an expert's first row.
+        moved = (sizes - counts).cumsum(0) - (sizes - counts)
+        places = torch.arange(order.shape[0], device=order.device) + moved[experts[order]]
+        group_sizes: list[int] = sizes.tolist()
+        rows = order.new_zeros(sum(group_sizes))
+        rows[places] = order // self.part.active
+        slots = torch.empty_like(order)
+        slots[order] = places
+        return rows, group_sizes, slots.view_as(chosen)
+
+    def compute(self, x: Tensor, expert: int) -> Tensor:
+        """One expert's answers to its tokens, [rows, hidden]."""
         if self.gated:
             gate, up = self.up(x, expert).chunk(2, dim=-1)
             inner = self.activation(gate).mul_(up)
         else:
             inner = self.activation(self.up(x, expert))
         out: Tensor = self.down(inner, expert)
-        return out[:count]
+        return out
