@@ -22,6 +22,7 @@ logger = logging.getLogger("octavo.execution")
 MOST_ROWS = 32
 _TRIED = (*range(1, MOST_ROWS + 1), 48, 64, 100)
 _LARGE = 2**26
+_WIDE, _MOST_REPEATS = 1024, 16
 
 
 def min_invariant_rows(model: nn.Module) -> int:
@@ -51,14 +52,16 @@ def _threshold(product: Callable[[Tensor], Tensor], inputs: int, outputs: int, d
     """Fewest rows from which on a product is invariant; MOST_ROWS + 1 if there is no such number.
 
     Kernels often differ in few of the rows only, so each count is tried on many: on most where there
-    are few, which is where kernels change, and on fewer where a product is so large that it takes long.
+    are few, which is where kernels change, and on fewer where a product is so large that it takes long. Narrow
+    products, such as those of routers, are quick and show a difference in fewer rows, so they are tried on more.
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(max(_TRIED), inputs, generator=generator).to(dtype)
-    truth = product(x)
+    repeats = min(max(_WIDE // outputs, 1), _MOST_REPEATS)
+    x = torch.randn(max(64 * repeats, max(_TRIED)), inputs, generator=generator).to(dtype)
+    truth = torch.cat([product(part) for part in torch.split(x, max(_TRIED))])
     lowest = MOST_ROWS + 1
     for rows in reversed(_TRIED):
-        samples = 64 if rows <= 4 and inputs * outputs <= _LARGE else 32
+        samples = (64 if rows <= 4 and inputs * outputs <= _LARGE else 32) * repeats
         for start in range(0, max(samples - rows, 0) + 1, rows):
             if not torch.equal(product(x[start : start + rows].clone()), truth[start : start + rows]):
                 return lowest
