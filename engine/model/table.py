@@ -7,7 +7,7 @@ is read, and where a source goes in its parameter, so that nothing is assembled 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,7 +124,8 @@ class WeightTable:
     """All parameters of a model.
 
     Attributes:
-        entries: one per parameter.
+        entries: one per parameter; several for the same one are the forms that it may be stored in, the usual one
+            first.
         prefix: of the sources that a checkpoint of the headless model stores without it.
         ignored: patterns of whole names that a checkpoint may hold and that are not needed.
         renamed: (pattern, replacement) of names that older checkpoints have, applied before all else.
@@ -142,6 +143,17 @@ class WeightTable:
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name, count=1)
         return name
+
+    def chosen(self, stored: Container[str]) -> list[Entry]:
+        """One entry per parameter: the first whose sources are all stored, or the first where none is."""
+        found: dict[str, Entry] = {}
+        complete: set[str] = set()
+        for entry in self.entries:
+            if entry.target not in complete and all(source in stored for source in entry.sources):
+                complete.add(entry.target)
+                found[entry.target] = entry
+            found.setdefault(entry.target, entry)
+        return list(found.values())
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor of this name may be left unused."""

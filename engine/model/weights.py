@@ -265,7 +265,7 @@ def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dic
     """
     parameters = dict(model.named_parameters())
     destinations: dict[str, _Destination] = {}
-    for entry in table.entries:
+    for entry in table.chosen(checkpoint.names):
         parameter = parameters.pop(entry.target).data
         shapes = entry.transform.shapes(parameter.shape)
         for place, (name, shape) in enumerate(zip(entry.sources, shapes, strict=True)):
