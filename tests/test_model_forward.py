@@ -14,6 +14,9 @@ from support.pages import Pages, close, load
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotation
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
 
 from engine.errors import ConfigError
 from engine.model import families
@@ -165,12 +168,19 @@ def test_half_precision_follows_transformers(dtype: torch.dtype, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("unit_offset", [False, True])
-def test_rms_norm_rounds_like_transformers(unit_offset: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("part", "theirs"),
+    [
+        (Norm("rms", 1e-5), LlamaRMSNorm),
+        (Norm("rms", 1e-5, unit_offset=True), Gemma2RMSNorm),
+        (Norm("rms", 1e-5, in_float32=True), Olmo2RMSNorm),
+    ],
+)
+def test_rms_norm_rounds_like_transformers(part: Norm, theirs: Any, dtype: torch.dtype) -> None:
     x = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight = torch.randn(40, generator=torch.Generator().manual_seed(2)).to(dtype)
-    theirs = (Gemma2RMSNorm if unit_offset else LlamaRMSNorm)(40, eps=1e-5).to(dtype)
-    ours = RmsNorm(Norm("rms", 1e-5, unit_offset=unit_offset), 40, Place(CPU, dtype))
+    theirs = theirs(40, eps=1e-5).to(dtype)
+    ours = RmsNorm(part, 40, Place(CPU, dtype))
     with torch.no_grad():
         theirs.weight.copy_(weight)
         assert ours.weight is not None
@@ -204,6 +214,22 @@ def test_rotary_tables_equal_transformers(parameters: dict[str, Any]) -> None:
     ours_cos, ours_sin = table(positions, torch.float32)
     torch.testing.assert_close(ours_cos[:, 0], cos[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours_sin[:, 0], sin[0, :, :8], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("in_float32", "rotation"), [(False, llama_rotation), (True, olmo2_rotation)])
+def test_rotation_rounds_like_transformers(in_float32: bool, rotation: Any) -> None:
+    """In bfloat16: with rounded cosines and sines, or all of it in float32."""
+    part = Rotary(dim=16, theta=100.0, in_float32=in_float32)
+    cos, sin = RotaryTable(part, 16, 64, CPU)(torch.arange(40), torch.bfloat16)
+    assert cos.dtype == sin.dtype == (torch.float32 if in_float32 else torch.bfloat16)
+    x = torch.randn(40, 3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    theirs, _ = rotation(x[None], x[None], cos.transpose(0, 1), torch.cat((sin, sin), dim=-1).transpose(0, 1), 2)
+    ours = rotate(x, part, cos, sin)
+    assert ours.dtype == torch.bfloat16
+    if in_float32:
+        torch.testing.assert_close(ours, theirs[0], rtol=0, atol=0)
+    else:
+        torch.testing.assert_close(ours, theirs[0], rtol=2e-2, atol=2e-2)
 
 
 def test_interleaved_rotation_turns_neighbouring_pairs_and_leaves_the_rest() -> None:

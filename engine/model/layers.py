@@ -99,8 +99,8 @@ def can_pack(weight: Tensor) -> bool:
 class RmsNorm(nn.Module):
     """Root-mean-square norm, computed in float32.
 
-    The product with the weight happens in the input's format, after rounding; with a unit offset it
-    happens in float32, before rounding. Half-precision results depend on that order.
+    The product with the weight happens in the input's format, after rounding; with a unit offset, or where the
+    part says so, it happens in float32, before rounding. Half-precision results depend on that order.
     """
 
     def __init__(self, part: spec.Norm, size: int, place: Place):
@@ -109,6 +109,7 @@ class RmsNorm(nn.Module):
         self.shape = (size,)
         self.eps = part.eps
         self.unit_offset = part.unit_offset
+        self.in_float32 = part.in_float32
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight is None:
@@ -117,6 +118,8 @@ class RmsNorm(nn.Module):
             return F.rms_norm(x.float(), self.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
         if x.dtype == torch.float32:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
+        if self.in_float32:
+            return F.rms_norm(x.float(), self.shape, self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype) * self.weight
 
 

@@ -110,12 +110,14 @@ class Rotary:
         scaling: how the frequencies are stretched for long contexts. Whatever of it depends on the length of a
             sequence is fixed by the longest one that the model is loaded for: otherwise no two lengths could
             share a prefix.
+        in_float32: queries and keys are rotated in float32 and rounded afterwards, not in their own format.
     """
 
     dim: int
     theta: float
     interleaved: bool = False
     scaling: Scaling | None = None
+    in_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class RotaryTable(nn.Module):
 
     def __init__(self, part: Rotary, head_dim: int, length: int, device: torch.device):
         super().__init__()
+        self.in_float32 = part.in_float32
         frequencies = rotary_frequencies(part, length)
         angles = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * frequencies
         factor = attention_factor(part)
@@ -93,8 +94,9 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", (angles.sin() * factor).to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) of positions [T]."""
+        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) of positions [T], in the format that rotation happens in."""
         cos, sin = F.embedding(positions, self.cos), F.embedding(positions, self.sin)
+        dtype = torch.float32 if self.in_float32 else dtype
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 
 
@@ -105,7 +107,8 @@ def rotate(x: Tensor, part: Rotary, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = slice(0, part.dim, 2), slice(1, part.dim, 2)
     else:
         first, second = slice(0, half), slice(half, part.dim)
+    dtype, x = x.dtype, x.to(cos.dtype)
     out = x * cos
     out[..., first].addcmul_(x[..., second], sin, value=-1)
     out[..., second].addcmul_(x[..., first], sin)
-    return out
+    return out.to(dtype)

@@ -26,6 +26,7 @@ class Norm:
         bias: has a learned bias (layer norm only).
         unit_offset: the stored weight is the deviation from 1, and is applied in float32.
         weight: has a learned weight.
+        in_float32: the weight is applied in float32, before rounding, where it is no deviation, too.
     """
 
     kind: Literal["rms", "layer"]
@@ -33,6 +34,7 @@ class Norm:
     bias: bool = False
     unit_offset: bool = False
     weight: bool = True
+    in_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
