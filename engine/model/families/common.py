@@ -13,6 +13,7 @@ from engine.model.spec import (
     Activation,
     Attention,
     Block,
+    Dense,
     Experts,
     FeedForward,
     Gated,
@@ -71,20 +72,28 @@ def even_head_dim(hidden_size: int, heads: int) -> int:
     return hidden_size // heads
 
 
-def rotary(config: Any, head_dim: int, layer_type: str | None = None, *, partial: bool = False) -> Rotary:
+def rotary(
+    config: Any, head_dim: int, layer_type: str | None = None, *, partial: bool = False, in_float32: bool = False
+) -> Rotary:
     """The rotary part of a config whose `rope_parameters` are flat, or nested by layer type.
 
     Args:
         head_dim: features of a head.
         layer_type: whose parameters are meant, where they are nested.
         partial: the family rotates only a share of the features, `partial_rotary_factor`.
+        in_float32: the family rotates in float32, whatever the format of queries and keys.
 
     Raises:
         UnsupportedModelError: a scaling that is not implemented, or one whose settings do not fit.
     """
     settings = settings_of(config, layer_type)
     dim = rotated(settings, head_dim, partial=partial)
-    return Rotary(dim=dim, theta=theta_of(config, settings), scaling=scaling_of(config, settings, dim))
+    return Rotary(
+        dim=dim,
+        theta=theta_of(config, settings),
+        scaling=scaling_of(config, settings, dim),
+        in_float32=in_float32,
+    )
 
 
 def window(config: Any) -> Window:
@@ -132,6 +141,51 @@ def rms_decoder(config: Any, attentions: Iterable[Attention], ffn: FeedForward) 
         final_norm=norm,
     )
     return ModelSpec(encoder=None, decoder=decoder, head=Lm(tied=config.tie_word_embeddings))
+
+
+def sliding_window(size: int | None, *, causal: bool = True) -> Window | None:
+    """The window of a config's `sliding_window`, which counts the token itself; None for none.
+
+    Raises:
+        UnsupportedModelError: it is below 1.
+    """
+    if size is None:
+        return None
+    if size < 1:
+        raise UnsupportedModelError(f"sliding_window of the config must be at least 1, or null for none; got {size}.")
+    return Window(left=size - 1, right=0 if causal else size - 1)
+
+
+def layer_window(config: Any, layer_type: str, *, causal: bool = True) -> Window | None:
+    """The window of a layer of this type, as `layer_types` of a config names it.
+
+    Raises:
+        UnsupportedModelError: another type, or a window of no size.
+    """
+    if layer_type == "full_attention":
+        return None
+    if layer_type != "sliding_attention":
+        raise UnsupportedModelError(
+            f"layer_types of the config holds {layer_type!r}; implemented: full_attention, sliding_attention."
+        )
+    if config.sliding_window is None:
+        raise UnsupportedModelError(
+            "layer_types of the config holds 'sliding_attention', but sliding_window is null. Set its size."
+        )
+    return sliding_window(config.sliding_window, causal=causal)
+
+
+def routed(expert: Dense | Gated, *, count: int, active: int, normalize: bool = True) -> Experts:
+    """Experts of which each token goes to `active`, `num_experts_per_tok` in configs.
+
+    Raises:
+        UnsupportedModelError: there are not so many.
+    """
+    if not 1 <= active <= count:
+        raise UnsupportedModelError(
+            f"num_experts_per_tok of the config must be from 1 to the number of experts, {count}; got {active}."
+        )
+    return Experts(expert, count, active, normalize)
 
 
 def qkv(target: str, sources: tuple[str, str, str], part: Attention) -> list[Entry]:
@@ -194,6 +248,15 @@ def experts(target: str, source: str, part: Experts, names: tuple[str, str, str]
         Entry(f"{target}.router.weight", (f"{router}.weight",)),
         Entry(f"{target}.up.weight", pairs, Stacked(Joined(lengths), part.count), shard_axis=1),
         Entry(f"{target}.down.weight", downs, Stacked(Same(), part.count), shard_axis=2),
+    ]
+
+
+def fused_experts(target: str, source: str, router: str) -> list[Entry]:
+    """The same experts stored as one tensor for all gate and up projections, and one for all down projections."""
+    return [
+        Entry(f"{target}.router.weight", (f"{router}.weight",)),
+        Entry(f"{target}.up.weight", (f"{source}.gate_up_proj",), shard_axis=1),
+        Entry(f"{target}.down.weight", (f"{source}.down_proj",), shard_axis=2),
     ]
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.attention.base import Window
-from engine.model.families.common import activation, head, projected_block, rotary
+from engine.model.families.common import activation, head, layer_window, projected_block, rotary
 from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Norm, Sandwich, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
@@ -15,11 +14,6 @@ def spec(config: Any) -> ModelSpec:
     causal = not config.use_bidirectional_attention
     blocks = []
     for layer_type in config.layer_types:
-        window = None
-        if layer_type == "sliding_attention":
-            # The config counts the token itself.
-            reach = config.sliding_window - 1
-            window = Window(left=reach, right=0 if causal else reach)
         blocks.append(
             Block(
                 placement=Sandwich(norm, norm, norm, norm),
@@ -30,7 +24,7 @@ def spec(config: Any) -> ModelSpec:
                     scale=config.query_pre_attn_scalar**-0.5,
                     position=rotary(config, config.head_dim),
                     causal=causal,
-                    window=window,
+                    window=layer_window(config, layer_type, causal=causal),
                     qkv_bias=config.attention_bias,
                     out_bias=config.attention_bias,
                     softcap=config.attn_logit_softcapping,
