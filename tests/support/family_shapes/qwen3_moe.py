@@ -1,4 +1,4 @@
-"""Qwen3-MoE: experts whose weights are made to sum to 1, or not; layers without experts between them."""
+"""Qwen3-MoE: experts whose weights are made to sum to 1, or not; layers without experts between them, windows."""
 
 from typing import Any
 
@@ -20,8 +20,10 @@ BASE: dict[str, Any] = {
 
 SHAPES = {
     "qwen3-moe": FamilyShape("Qwen3MoeForCausalLM", BASE | {"num_hidden_layers": 2}, prompts=(0, 2, 1, 3)),
-    "qwen3-moe-one-dense-layer": FamilyShape(
-        "Qwen3MoeForCausalLM", BASE | {"mlp_only_layers": [1]}, prompts=(2, 4, 0, 1)
+    "qwen3-moe-one-dense-layer-window": FamilyShape(
+        "Qwen3MoeForCausalLM",
+        BASE | {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 8},
+        prompts=(3, 5, 0, 2),
     ),
     "qwen3-moe-plain-weights-every-second-layer-tied": FamilyShape(
         "Qwen3MoeForCausalLM",
