@@ -94,7 +94,9 @@ def find(config: Any) -> Family:
     if not name:
         raise UnsupportedModelError(f'config.json holds no "architectures". Supported: {", ".join(_with_head())}.')
     if name not in _BY_ARCHITECTURE:
-        raise UnsupportedModelError(f"The architecture {name!r} is not supported. {_alternatives(name)}")
+        # A config inside the config: text is one of several things that such a model takes.
+        why = "multimodal, which is not supported" if getattr(config, "text_config", None) else "not supported"
+        raise UnsupportedModelError(f"The architecture {name!r} is {why}. {_alternatives(name)}")
     return _BY_ARCHITECTURE[name]
 
 
