@@ -1,0 +1,182 @@
+"""Mixtral and Qwen3-MoE: what published configs are made of, what is refused, and how experts are stored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.families import FAMILY_SHAPES
+from support.family_shape import build_reference
+from support.pages import load
+from support.published import MIXTRAL_8X7B, QWEN3_30B_A3B, read
+
+from engine.attention.base import Window
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.positions import LinearScaling, Rotary, YarnScaling
+from engine.model.spec import Attention, Experts, Gated, Lm, ModelSpec, Norm, PerHead, Pre, Stack, Tokens
+
+
+def decoder(model: ModelSpec) -> Stack:
+    assert model.decoder is not None
+    return model.decoder
+
+
+def test_mixtral_as_published(tmp_path: Path) -> None:
+    model = read(tmp_path, MIXTRAL_8X7B)
+    norm = Norm("rms", 1e-5)
+    stack = decoder(model)
+    assert model.head == Lm(tied=False)
+    assert stack.embedding == Tokens(vocab_size=32000, width=4096)
+    assert stack.final_norm == norm
+    assert len(stack.blocks) == 32
+    (block,) = set(stack.blocks)
+    assert block.placement == Pre(norm, norm)
+    assert block.attention == Attention(
+        heads=32, kv_heads=8, head_dim=128, scale=128**-0.5, position=Rotary(128, 1e6), window=None
+    )
+    assert block.ffn == Experts(Gated(14336, "silu"), count=8, active=2, normalize=True)
+
+
+def test_mixtral_altered(tmp_path: Path) -> None:
+    model = read(
+        tmp_path,
+        MIXTRAL_8X7B,
+        sliding_window=4096,
+        head_dim=96,
+        num_key_value_heads=4,
+        num_local_experts=16,
+        num_experts_per_tok=4,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        rope_scaling={"type": "linear", "factor": 2.0},
+    )
+    block = decoder(model).blocks[-1]
+    assert model.head == Lm(tied=True)
+    assert (block.attention.head_dim, block.attention.kv_heads, block.attention.scale) == (96, 4, 96**-0.5)
+    # The config counts the token itself.
+    assert block.attention.window == Window(4095)
+    assert block.attention.position == Rotary(96, 1e6, scaling=LinearScaling(2.0))
+    assert block.ffn == Experts(Gated(14336, "gelu"), count=16, active=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, r"num_experts_per_tok .* from 1 to .* 8; got 9"),
+        (MIXTRAL_8X7B, {"num_experts_per_tok": 0}, r"num_experts_per_tok .* got 0"),
+        (MIXTRAL_8X7B, {"sliding_window": 0}, r"sliding_window .* at least 1, or null .* got 0"),
+        (MIXTRAL_8X7B, {"hidden_act": "laplace"}, "'laplace'"),
+        (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, r"num_experts_per_tok .* 128; got 129"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, r"decoder_sparse_step .* at least 1, got 0"),
+    ],
+)
+def test_refusals(config: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, config, **changes)
+
+
+def test_qwen3_moe_as_published(tmp_path: Path) -> None:
+    model = read(tmp_path, QWEN3_30B_A3B)
+    norm = Norm("rms", 1e-6)
+    stack = decoder(model)
+    assert model.head == Lm(tied=False)
+    assert stack.embedding == Tokens(vocab_size=151936, width=2048)
+    assert stack.final_norm == norm
+    assert len(stack.blocks) == 48
+    (block,) = set(stack.blocks)
+    assert block.placement == Pre(norm, norm)
+    assert block.attention == Attention(
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        scale=128**-0.5,
+        position=Rotary(128, 1e6),
+        qk_norm=PerHead(norm),
+    )
+    assert block.ffn == Experts(Gated(768, "silu"), count=128, active=8, normalize=True)
+
+
+def test_qwen3_moe_altered(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    model = read(
+        tmp_path,
+        {name: value for name, value in QWEN3_30B_A3B.items() if name != "head_dim"},
+        num_hidden_layers=6,
+        mlp_only_layers=[3],
+        decoder_sparse_step=2,
+        norm_topk_prob=False,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=1024,
+        # The reference has a window in every layer, whatever this says.
+        max_window_layers=3,
+        tie_word_embeddings=True,
+        rope_scaling=yarn,
+    )
+    blocks = decoder(model).blocks
+    dense, sparse = Gated(6144, "silu"), Experts(Gated(768, "silu"), 128, 8, normalize=False)
+    assert [block.ffn for block in blocks] == [dense, sparse, dense, dense, dense, sparse]
+    (attention,) = {block.attention for block in blocks}
+    assert attention.head_dim == 64
+    assert attention.qkv_bias
+    assert attention.out_bias
+    assert attention.window == Window(1023)
+    assert isinstance(attention.position, Rotary)
+    assert isinstance(attention.position.scaling, YarnScaling)
+    assert model.head == Lm(tied=True)
+
+
+def test_qwen3_moe_without_a_window_or_without_experts(tmp_path: Path) -> None:
+    """A window's size counts only where it is switched on, and no experts mean dense layers."""
+    model = read(tmp_path, QWEN3_30B_A3B, sliding_window=1024, use_sliding_window=False, num_experts=0)
+    (block,) = set(decoder(model).blocks)
+    assert block.attention.window is None
+    assert block.ffn == Gated(6144, "silu")
+
+
+SPARSE = ["mixtral", "qwen3-moe-one-dense-layer-window"]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_experts_stored_one_by_one_or_in_one_tensor(name: str, tmp_path: Path) -> None:
+    reference = build_reference(FAMILY_SHAPES[name])
+    reference.save_pretrained(tmp_path / "each")
+    reference.save_pretrained(tmp_path / "fused", save_original_format=False)
+    each, fused = (load_file(tmp_path / form / "model.safetensors") for form in ("each", "fused"))
+    first = ".block_sparse_moe.experts.0.w1.weight" if name == "mixtral" else ".mlp.experts.0.gate_proj.weight"
+    assert f"model.layers.0{first}" in each
+    assert "model.layers.0.mlp.experts.gate_up_proj" in fused
+    assert len(fused) < len(each)
+    ours = dict(load(tmp_path / "each").named_parameters())
+    for parameter, value in load(tmp_path / "fused").named_parameters():
+        assert torch.equal(ours[parameter], value), parameter
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_checkpoint_without_its_head(name: str, tmp_path: Path) -> None:
+    """The bare model's names lack the prefix; its embedding is the head."""
+    shape = FAMILY_SHAPES[name]
+    whole = build_reference(replace(shape, settings={**shape.settings, "tie_word_embeddings": True}))
+    whole.save_pretrained(tmp_path / "whole")
+    whole.model.save_pretrained(tmp_path / "bare")
+    config = json.loads((tmp_path / "bare" / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == [shape.architecture.replace("ForCausalLM", "Model")]
+    assert "layers.0.input_layernorm.weight" in load_file(tmp_path / "bare" / "model.safetensors")
+    ours = dict(load(tmp_path / "whole").named_parameters())
+    for parameter, value in load(tmp_path / "bare").named_parameters():
+        assert torch.equal(ours[parameter], value), parameter
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    build_reference(FAMILY_SHAPES["mixtral"]).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"lacks tensors.*layers\.1\.block_sparse_moe\.experts\.3\.w3\.weight"):
+        load(tmp_path)
