@@ -287,17 +287,17 @@ def test_windows_in_the_upper_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MISTRAL_V01 | {"sliding_window": 0}, "sliding_window .*above 0.*got 0"),
-        (PHI3_4K | {"sliding_window": -1}, "sliding_window .*above 0.*got -1"),
+        (MISTRAL_V01 | {"sliding_window": 0}, "sliding_window .*at least 1.*got 0"),
+        (PHI3_4K | {"sliding_window": -1}, "sliding_window .*at least 1.*got -1"),
         (
             MISTRAL_V01 | {"layer_types": ["full_attention", "sliding_attention"] * 16},
             "layer_types .*has full_attention.*sliding_window 4096.*have sliding_attention",
         ),
         (MISTRAL_V03 | {"layer_types": ["sliding_attention"] * 32}, "layer_types .*have full_attention"),
-        (QWEN25_05B | {"layer_types": ["sliding_attention"] * 24}, "sliding_window .*got None"),
+        (QWEN25_05B | {"layer_types": ["sliding_attention"] * 24}, "sliding_window is null"),
         (
             QWEN3_06B | {"layer_types": ["chunked_attention"] * 28},
-            "layer_types .*chunked_attention.*full_attention and sliding_attention only",
+            "layer_types .*chunked_attention.*full_attention, sliding_attention",
         ),
         (QWEN3_06B | {"is_causal": False}, "is_causal to false"),
         (QWEN25_05B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.*0.5"),

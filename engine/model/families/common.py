@@ -96,41 +96,6 @@ def rotary(
     )
 
 
-def window(config: Any) -> Window:
-    """The sliding window that `sliding_window` counts the token itself in.
-
-    Raises:
-        UnsupportedModelError: it is no number of tokens.
-    """
-    size = config.sliding_window
-    if not isinstance(size, int) or size < 1:
-        raise UnsupportedModelError(
-            f"sliding_window in the checkpoint's config must be a number of tokens above 0 where layers have one, "
-            f"got {size!r}."
-        )
-    return Window(left=size - 1)
-
-
-def windows(config: Any) -> list[Window | None]:
-    """Each layer's window, by `layer_types`.
-
-    Raises:
-        UnsupportedModelError: a layer of another type, or too few or too many of them.
-    """
-    types = config.layer_types
-    if len(types) != config.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
-            f"{config.num_hidden_layers}, but has {len(types)}."
-        )
-    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
-        raise UnsupportedModelError(
-            f"layer_types in the checkpoint's config has {', '.join(unknown)}; this architecture has "
-            "full_attention and sliding_attention only."
-        )
-    return [window(config) if kind == "sliding_attention" else None for kind in types]
-
-
 def rms_decoder(config: Any, attentions: Iterable[Attention], ffn: FeedForward) -> ModelSpec:
     """A decoder of blocks with an RMS norm before each sublayer, which differ in their attentions only."""
     norm = Norm("rms", config.rms_norm_eps)
@@ -151,8 +116,8 @@ def sliding_window(size: int | None, *, causal: bool = True) -> Window | None:
     """
     if size is None:
         return None
-    if size < 1:
-        raise UnsupportedModelError(f"sliding_window of the config must be at least 1, or null for none; got {size}.")
+    if not isinstance(size, int) or size < 1:
+        raise UnsupportedModelError(f"sliding_window of the config must be at least 1, or null for none; got {size!r}.")
     return Window(left=size - 1, right=0 if causal else size - 1)
 
 
@@ -173,6 +138,21 @@ def layer_window(config: Any, layer_type: str, *, causal: bool = True) -> Window
             "layer_types of the config holds 'sliding_attention', but sliding_window is null. Set its size."
         )
     return sliding_window(config.sliding_window, causal=causal)
+
+
+def layer_windows(config: Any) -> list[Window | None]:
+    """The window of each layer, by `layer_types`.
+
+    Raises:
+        UnsupportedModelError: a layer of another type, too few or too many of them, or a window of no size.
+    """
+    types = config.layer_types
+    if len(types) != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
+            f"{config.num_hidden_layers}, but has {len(types)}."
+        )
+    return [layer_window(config, layer_type) for layer_type in types]
 
 
 def routed(expert: Dense | Gated, *, count: int, active: int, normalize: bool = True) -> Experts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, rms_decoder, rms_decoder_table, rotary, window
+from engine.model.families.common import activation, rms_decoder, rms_decoder_table, rotary, sliding_window
 from engine.model.spec import Attention, Gated, ModelSpec
 from engine.model.table import Family
 
@@ -27,7 +27,7 @@ def spec(config: Any) -> ModelSpec:
         head_dim=head_dim,
         scale=head_dim**-0.5,
         position=rotary(config, head_dim),
-        window=window(config) if slides else None,
+        window=sliding_window(config.sliding_window) if slides else None,
     )
     ffn = Gated(config.intermediate_size, activation(config.hidden_act))
     return rms_decoder(config, [attention] * config.num_hidden_layers, ffn)

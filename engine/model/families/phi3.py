@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, linear, rms_decoder, rms_decoder_table, rotary, window
+from engine.model.families.common import activation, linear, rms_decoder, rms_decoder_table, rotary, sliding_window
 from engine.model.spec import Attention, Block, Gated, ModelSpec
 from engine.model.table import Entry, Family, WeightTable
 
@@ -17,7 +17,7 @@ def spec(config: Any) -> ModelSpec:
         head_dim=head_dim,
         scale=head_dim**-0.5,
         position=rotary(config, head_dim, partial=True),
-        window=None if config.sliding_window is None else window(config),
+        window=sliding_window(config.sliding_window),
     )
     ffn = Gated(config.intermediate_size, activation(config.hidden_act))
     return rms_decoder(config, [attention] * config.num_hidden_layers, ffn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, rms_decoder, rms_decoder_table, rotary, windows
+from engine.model.families.common import activation, layer_windows, rms_decoder, rms_decoder_table, rotary
 from engine.model.spec import Attention, Gated, ModelSpec
 from engine.model.table import Family
 
@@ -22,7 +22,7 @@ def spec(config: Any) -> ModelSpec:
             window=window,
             qkv_bias=True,
         )
-        for window in windows(config)
+        for window in layer_windows(config)
     ]
     return rms_decoder(config, attentions, Gated(config.intermediate_size, activation(config.hidden_act)))
 

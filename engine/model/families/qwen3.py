@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, rms_decoder, rms_decoder_table, rotary, windows
+from engine.model.families.common import activation, layer_windows, rms_decoder, rms_decoder_table, rotary
 from engine.model.spec import Attention, Gated, ModelSpec, Norm, PerHead
 from engine.model.table import Family
 
@@ -23,7 +23,7 @@ def spec(config: Any) -> ModelSpec:
             qkv_bias=config.attention_bias,
             out_bias=config.attention_bias,
         )
-        for window in windows(config)
+        for window in layer_windows(config)
     ]
     return rms_decoder(config, attentions, Gated(config.intermediate_size, activation(config.hidden_act)))
 
