@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
 from engine.execution.runner import ModelRunner
-from engine.model.layers import Linear, Place
+from engine.model.layers import ACTIVATIONS, Linear, Place, activate
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup
@@ -69,6 +70,30 @@ def test_a_row_does_not_see_what_the_others_hold() -> None:
             padded = torch.zeros_like(x)
             padded[0], padded[1:3] = x[0], torch.nan
             assert torch.equal(layer(x)[0], layer(padded)[0])
+
+
+@pytest.fixture(params=[1, 3, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "rows"), [(8192, 50), (37, 3000), (96, 2200), (40000, 3)])
+def test_activations_do_not_depend_on_the_batch(width: int, rows: int, dtype: torch.dtype, threads: int) -> None:
+    """However many threads share the rows: torch alone divides them anywhere, and rounds otherwise at the seams."""
+    x = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    halves = {"of a gate": x.chunk(2, dim=1)[0], "dense": x[:, :width].contiguous()}
+    for name, function in ACTIVATIONS.items():
+        for how, whole in halves.items():
+            together = activate(function, whole)
+            assert together.shape == whole.shape
+            torch.testing.assert_close(together, function(whole))
+            for start, count in [(0, 1), (1, 1), (2, 1), (rows - 3, 3), (rows // 3, rows // 2), (1, 2)]:
+                part = activate(function, whole[start : start + count].clone())
+                assert torch.equal(part, together[start : start + count]), (name, how, start, count)
 
 
 def test_without_products_nothing_is_padded() -> None:

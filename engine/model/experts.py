@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model import spec
-from engine.model.layers import ACTIVATIONS, Linear, Place, Step, can_pack
+from engine.model.layers import ACTIVATIONS, Linear, Place, Step, activate, can_pack
 
 
 class ExpertMatrices(nn.Module):
@@ -110,8 +110,8 @@ class ExpertsFeedForward(nn.Module):
         """One expert's answers to its tokens, [rows, hidden]."""
         if self.gated:
             gate, up = self.up(x, expert).chunk(2, dim=-1)
-            inner = self.activation(gate).mul_(up)
+            inner = activate(self.activation, gate).mul_(up)
         else:
-            inner = self.activation(self.up(x, expert))
+            inner = activate(self.activation, self.up(x, expert))
         out: Tensor = self.down(inner, expert)
         return out

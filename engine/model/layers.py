@@ -167,6 +167,38 @@ ACTIVATIONS: dict[spec.Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+# Up to _UNDIVIDED elements torch gives an elementwise function to one thread, whichever function it is, and from
+# _SHARED elements per thread on to all of them.
+_UNDIVIDED, _SHARED = 2**14, 2**15
+_VECTORS = 64  # a multiple of how many elements any CPU's vector loop takes at once
+
+
+def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of rows [T, width], such that no row's bits depend on the others.
+
+    torch divides a tensor's elements among threads wherever it comes out even, and what is left over at the end of a
+    piece is computed by other code than full vectors are, which rounds differently. So a piece is made of whole rows
+    here, and a row of full vectors.
+    """
+    rows, width = x.shape
+    if x.device.type != "cpu" or not rows:
+        return function(x)
+    if odd := width % _VECTORS:
+        return activate(function, F.pad(x, (0, _VECTORS - odd)))[:, :width].contiguous()
+    x = x.contiguous()  # some functions have other code for tensors that are not
+    threads = torch.get_num_threads()
+    # Rows of which each thread gets as many whole ones.
+    shared = rows - rows % threads
+    if width > _UNDIVIDED or shared * width < threads * _SHARED:
+        shared = 0
+    block = max(_UNDIVIDED // width, 1)
+    sizes = [shared] if shared else []
+    sizes += [min(block, rows - start) for start in range(shared, rows, block)]
+    if threads == 1 or len(sizes) == 1:
+        return function(x)
+    return torch.cat([function(part) for part in torch.split(x, sizes)])
+
+
 class QkNorm(nn.Module):
     """Norms of queries and keys, each over a head's features or over all heads' at once."""
 
@@ -234,7 +266,7 @@ class DenseFeedForward(nn.Module):
         self.activation = ACTIVATIONS[part.activation]
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        out: Tensor = self.down(self.activation(self.up(x)))
+        out: Tensor = self.down(activate(self.activation, self.up(x)))
         return out
 
 
@@ -249,5 +281,5 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(self.activation(gate).mul_(up))
+        out: Tensor = self.down(activate(self.activation, gate).mul_(up))
         return out
