@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,25 +52,32 @@ def windowed(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) ->
     return engines
 
 
-@pytest.fixture(scope="module")
-def answers(checkpoint: Callable[[str], Checkpoint]) -> list[Tokens]:
+def answers_of_whole_tables(path: Path, **settings: Any) -> list[Tokens]:
     """What the jobs answer alone, computed by an engine that keeps every page and has nothing cached."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.engine.build_spec", windowed_spec)
         patch.setattr(ModelSpec, "attention_span", None)
-        plain = make_engine(checkpoint(CHECKPOINT).path, enable_prefix_caching=False, block_size=4)
+        plain = make_engine(path, enable_prefix_caching=False, block_size=4, **settings)
     result = run_alone(plain, LONG)
     assert plain.stats().peak_pages_held >= 35, "no page was freed"
     plain.close()
     return result
 
 
+@pytest.fixture(scope="module")
+def answers(checkpoint: Callable[[str], Checkpoint]) -> list[Tokens]:
+    """With pages in the model's own format."""
+    return answers_of_whole_tables(checkpoint(CHECKPOINT).path)
+
+
 def poison(engine: Engine) -> None:
     """Make every page that nobody holds, and nobody may take up again, unreadable: page 0, too."""
     pool = engine.scheduler.pool
     unused = [0, *pool._free]
-    for keys, values in engine.runner.cache.layers:
-        keys[unused], values[unused] = math.nan, math.nan
+    for layer in engine.runner.cache.layers:
+        for tensor in layer:
+            if tensor.is_floating_point():  # of int8 pages the scales, which make everything NaN
+                tensor[unused] = math.nan
 
 
 def test_the_reference_s_answers(checkpoint: Callable[[str], Checkpoint], windowed: Callable[..., Engine]) -> None:
@@ -82,8 +90,10 @@ def test_the_reference_s_answers(checkpoint: Callable[[str], Checkpoint], window
     assert one.scheduler.config.window == WINDOW
     for seed, length in ((51, 70), (41, 5)):
         tokens = prompt(seed, length)
+        continued = reference.greedy(model, tokens, None, 40)
+        assert reference.greedy(source, tokens, None, 40).answers != continued.answers, "the window changes the answer"
         for expected, job in (
-            (reference.greedy(model, tokens, None, 40), Job(tokens, greedy(40))),
+            (continued, Job(tokens, greedy(40))),
             (
                 reference.beams(model, tokens, None, 20, num_beams=4, n=4),
                 Job(tokens, beams(4, 20, ignore_eos=True)),
@@ -91,7 +101,6 @@ def test_the_reference_s_answers(checkpoint: Callable[[str], Checkpoint], window
         ):
             assert expected.margin > reference.MIN_MARGIN
             assert run(one, [job]) == [[answer.tokens for answer in expected.answers]]
-    assert reference.greedy(source, prompt(51, 70), None, 40) != reference.greedy(model, prompt(51, 70), None, 40)
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "recomputed"])
@@ -152,3 +161,24 @@ def test_chunks_change_nothing(windowed: Callable[..., Engine], answers: list[To
     for budget in (16, 37):
         one = windowed(block_size=4, max_num_batched_tokens=budget, max_num_seqs=16)
         assert run(one, LONG) == answers
+
+
+def test_int8_pages(
+    checkpoint: Callable[[str], Checkpoint], windowed: Callable[..., Engine], answers: list[Tokens]
+) -> None:
+    """Scales go with their pages: copied, freed and made unreadable, preempted, taken up again without a beginning."""
+    expected = answers_of_whole_tables(checkpoint(CHECKPOINT).path, kv_cache_dtype="int8")
+    assert expected != answers, "int8 is another cache"
+    settings = {"block_size": 4, "kv_cache_dtype": "int8", "max_num_batched_tokens": 16, "max_num_seqs": 12}
+    one = windowed(num_gpu_blocks_override=27, **settings)
+    poison(one)
+    assert run(one, LONG, lambda _: poison(one)) == expected
+    stats = one.stats()
+    assert stats.num_preemptions > 1
+    assert stats.num_page_copies > 0
+    assert stats.peak_pages_held <= 27
+    small = windowed(num_gpu_blocks_override=24, **settings)
+    for hits in (0, 88):
+        before = small.stats().prefix_hits
+        assert run(small, LONG[:1], lambda _: poison(small)) == expected[:1]
+        assert small.stats().prefix_hits - before == hits
