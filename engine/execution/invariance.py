@@ -24,6 +24,9 @@ _TRIED = (*range(1, MOST_ROWS + 1), 48, 64, 100)
 _LARGE = 2**26
 _WIDE, _MOST_REPEATS = 1024, 16
 
+# Thresholds by what a library chooses its kernel by, so that a process measures each once.
+_measured: dict[tuple[object, ...], int] = {}
+
 
 def min_invariant_rows(model: nn.Module) -> int:
     """Fewest rows from which on all products with the model's matrices are invariant.
@@ -31,15 +34,20 @@ def min_invariant_rows(model: nn.Module) -> int:
     Returns 1, and says so in the log, where that cannot be promised (GPUs, or no such number up to
     MOST_ROWS).
     """
-    products: dict[tuple[int, int, torch.dtype], Callable[[Tensor], Tensor]] = {}
+    threads = torch.get_num_threads()
+    thresholds = [1]
     for module in model.modules():
         if isinstance(module, Linear | ExpertMatrices):
             if module.weight.device.type != "cpu":
                 logger.info("matrix products on a GPU: a row's last bits may depend on the batch")
                 return 1
-            product = partial(module, expert=0) if isinstance(module, ExpertMatrices) else module
-            products[module.inputs, module.outputs, module.weight.dtype] = product
-    rows = max((_threshold(product, *key) for key, product in products.items()), default=1)
+            shape = (module.inputs, module.outputs, module.weight.dtype)
+            kernel = (*shape, type(module), module.packed is None, threads)
+            if kernel not in _measured:
+                product = partial(module, expert=0) if isinstance(module, ExpertMatrices) else module
+                _measured[kernel] = _threshold(product, *shape)
+            thresholds.append(_measured[kernel])
+    rows = max(thresholds)
     if rows > MOST_ROWS:
         logger.warning("matrix products on this CPU: a row's last bits may depend on the batch")
         return 1
