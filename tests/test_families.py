@@ -151,6 +151,28 @@ def test_a_refusal_names_the_nearest_and_lists_what_is_supported() -> None:
     assert set(listed) | headless == set(families.supported())
 
 
-def test_a_refusal_says_so_where_nothing_is_near() -> None:
-    message = refusal("ZambaForCausalLM")
-    assert "is not supported. No supported architecture has a similar name. Supported: " in message
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "expected"),
+    [
+        ("codegen", "CodeGenForCausalLM", "GPTJForCausalLM"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", "LlamaForCausalLM"),
+        ("jamba", "JambaForCausalLM", "MixtralForCausalLM"),
+        ("nemotron", "NemotronForCausalLM", "LlamaForCausalLM"),
+        ("stablelm", "StableLmForCausalLM", "PhiForCausalLM"),
+        ("starcoder2", "Starcoder2ForCausalLM", "MistralForCausalLM"),
+    ],
+)
+def test_where_no_name_is_near_settings_are(model_type: str, architecture: str, expected: str) -> None:
+    config = transformers.AutoConfig.for_model(model_type, architectures=[architecture])
+    with pytest.raises(UnsupportedModelError) as caught:
+        families.build_spec(config)
+    assert f"is not supported. The nearest supported one, by its settings: {expected}. Supported: " in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", ["bart", "mamba", "rwkv", "whisper"])
+def test_a_refusal_says_so_where_nothing_is_near(model_type: str) -> None:
+    config = transformers.AutoConfig.for_model(model_type, architectures=["ZambaForCausalLM"])
+    with pytest.raises(UnsupportedModelError) as caught:
+        families.build_spec(config)
+    expected = "is not supported. No supported architecture has a similar name or similar settings. Supported: "
+    assert expected in str(caught.value)

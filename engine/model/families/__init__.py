@@ -8,6 +8,8 @@ import re
 from importlib import import_module
 from typing import Any
 
+import transformers
+
 from engine.errors import UnsupportedModelError
 from engine.model.spec import Lm, ModelSpec
 from engine.model.table import Family
@@ -72,10 +74,34 @@ def _with_head() -> list[str]:
     return [name for name in supported() if name not in headless]
 
 
-def _alternatives(name: str) -> str:
-    """What to use instead of an architecture, in words."""
-    other = nearest(name)
-    near = f"The nearest supported one: {other}." if other else "No supported architecture has a similar name."
+def nearest_by_settings(config: Any) -> str | None:
+    """The supported architecture whose configs share most settings with this one; None if none shares enough.
+
+    For an architecture whose name shows no kinship: many are LLaMA's blocks under another name. Only settings'
+    names are compared, and only those that not every config has.
+    """
+    of_any = set(transformers.PretrainedConfig().to_dict())
+    own = set(config.to_dict() if isinstance(config, transformers.PretrainedConfig) else vars(config)) - of_any
+    likeness = {}
+    for name in _with_head():
+        kind = getattr(transformers, _PURPOSE.sub("", name, count=1) + "Config", None)
+        others = set() if kind is None else set(kind().to_dict()) - of_any
+        likeness[name] = len(own & others) / (len(own | others) or 1)
+    best = max(likeness, key=lambda name: likeness[name])
+    return best if likeness[best] > _SHARED else None
+
+
+_SHARED = 0.4  # of the settings that either has; state-space models and encoder-decoders share less with any
+
+
+def _alternatives(config: Any) -> str:
+    """What to use instead of a config's architecture, in words."""
+    if other := nearest(architecture(config)):
+        near = f"The nearest supported one: {other}."
+    elif other := nearest_by_settings(config):
+        near = f"The nearest supported one, by its settings: {other}."
+    else:
+        near = "No supported architecture has a similar name or similar settings."
     return f"{near} Supported: {', '.join(_with_head())}."
 
 
@@ -96,7 +122,7 @@ def find(config: Any) -> Family:
     if name not in _BY_ARCHITECTURE:
         # A config inside the config: text is one of several things that such a model takes.
         why = "multimodal, which is not supported" if getattr(config, "text_config", None) else "not supported"
-        raise UnsupportedModelError(f"The architecture {name!r} is {why}. {_alternatives(name)}")
+        raise UnsupportedModelError(f"The architecture {name!r} is {why}. {_alternatives(config)}")
     return _BY_ARCHITECTURE[name]
 
 
@@ -131,7 +157,7 @@ def build_spec(config: Any) -> ModelSpec:
     name = architecture(config)
     if missing := unsupported(model):
         raise UnsupportedModelError(
-            f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(name)}"
+            f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(config)}"
         )
     if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(
