@@ -20,11 +20,11 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olm
 
 from engine.errors import ConfigError
 from engine.model import families
+from engine.model.blocks import Sublayer
 from engine.model.layers import Place, RmsNorm, build_norm
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
 from engine.model.spec import Norm
-from engine.model.transformer import Sublayer
 
 VOCAB = 61
 CPU = torch.device("cpu")

@@ -14,6 +14,7 @@ import engine.model
 from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model import families
+from engine.model.missing import unsupported
 from engine.model.positions import BandScaling, Learned, LinearScaling, RelativeBuckets, Rotary, Slopes
 from engine.model.spec import (
     AfterSublayer,
@@ -32,7 +33,6 @@ from engine.model.spec import (
     Sandwich,
     Stack,
 )
-from engine.model.transformer import unsupported
 
 CLASSES = {
     "LlamaForCausalLM": transformers.LlamaConfig,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from engine.attention.base import DistanceBias, PositionBias
-from engine.model.positions import RoundedSlopes, Slopes
+from engine.model.layers import Place
+from engine.model.positions import RelativeBuckets, RoundedSlopes, Slopes
 
 
 class BiasTable(nn.Module):
@@ -30,3 +33,37 @@ class BiasTable(nn.Module):
         if self.by_distance:
             return DistanceBias(self.table, zero=self.table.shape[1] - 1)
         return PositionBias(self.table)
+
+
+class BucketTable(nn.Module):
+    """A learned bias per head and bucket of distances (arXiv:1910.10683, 2.1)."""
+
+    buckets: Tensor
+
+    def __init__(self, part: RelativeBuckets, heads: int, place: Place):
+        super().__init__()
+        self.weight = place.parameter(part.buckets, heads)
+        reach = part.max_distance
+        distances = torch.arange(-reach, reach + 1 if part.bidirectional else 1, device="cpu")
+        self.zero = reach
+        self.register_buffer("buckets", bucket_of(part, distances).to(place.device), persistent=False)
+
+    def forward(self) -> DistanceBias:
+        """What `AttentionBackend.attend` takes; distances beyond the last have its bucket."""
+        return DistanceBias(self.weight.index_select(0, self.buckets).t().float().contiguous(), zero=self.zero)
+
+
+def bucket_of(part: RelativeBuckets, distances: Tensor) -> Tensor:
+    """The bucket of each distance (key position - query position), int64."""
+    buckets, first = part.buckets, torch.zeros_like(distances)
+    if part.bidirectional:  # the upper half is for keys that come later
+        buckets //= 2
+        first = (distances > 0) * buckets
+        distances = distances.abs()
+    else:
+        distances = -distances.clamp(max=0)
+    exact = buckets // 2
+    # Distances below `exact` have a bucket each, larger ones share buckets that widen geometrically.
+    steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(part.max_distance / exact) * (buckets - exact)
+    wide = (exact + steps.long()).clamp(max=buckets - 1)
+    return first + torch.where(distances < exact, distances, wide)

@@ -52,7 +52,7 @@ class ExpertsFeedForward(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]; padding is sent to no expert and gives zeros."""
-        tokens = step.slots.shape[0]
+        tokens = step.tokens
         out = torch.zeros_like(x)
         if not tokens:
             return out

@@ -7,13 +7,13 @@ initialised: whoever builds a module fills them (`engine.model.weights`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, DistanceBias, Paged, PositionBias
+from engine.attention.base import AttentionBackend, AttentionMetadata, DistanceBias, Paged, PositionBias, Ragged
 from engine.model import spec
 from engine.model.positions import AttentionPosition, Rotary
 from engine.model.rotary import rotate
@@ -32,22 +32,42 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossPages:
+    """The pages of the encoder's K and V, which the rows of a step read and never write.
+
+    Attributes:
+        block_tables: [R, max blocks] int32.
+        metadata: the rows' queries, and as contexts the lengths of their encoder inputs.
+    """
+
+    block_tables: Tensor
+    metadata: AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What all layers share in one forward pass.
 
     Attributes:
-        slots: [T] int64, where the new tokens' K and V go in the flattened pages.
+        tokens: T of the Tp tokens are real, the others padding.
         metadata: the shape of the ragged batch.
         rotations: for each rotary part, (cos [Tp, 1, head_dim], sin [Tp, 1, dim / 2]).
         biases: for each part that adds a bias to the scores, what a backend is handed.
+        shared_bias: the bias that all self-attentions of the stack add.
+        slots: [T] int64, where the new tokens' K and V go in the flattened pages; None for an encoder, which
+            keeps none.
+        cross: where each row finds the encoder's K and V, for decoders that attend to one.
         min_rows: fewest rows of a matrix product whose rows do not depend on each other
             (`engine.execution.invariance`).
     """
 
-    slots: Tensor
+    tokens: int
     metadata: AttentionMetadata
     rotations: dict[Rotary, tuple[Tensor, Tensor]]
     biases: dict[AttentionPosition, DistanceBias | PositionBias]
+    shared_bias: DistanceBias | None = None
+    slots: Tensor | None = None
+    cross: CrossPages | None = None
     min_rows: int = 1
 
 
@@ -219,7 +239,11 @@ class QkNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention of the new tokens over their sequences' pages, which first receive the tokens' own K and V."""
+    """Attention of the tokens of a row to each other.
+
+    A decoder's new tokens see their sequence's pages, which first receive the tokens' own K and V; an encoder's
+    see their own row, which is whole in this step.
+    """
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
         super().__init__()
@@ -229,9 +253,9 @@ class SelfAttention(nn.Module):
         self.qk_norm = None if part.qk_norm is None else QkNorm(part, part.qk_norm, place)
         self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
 
-    def forward(self, x: Tensor, cache: Paged, step: Step) -> Tensor:
-        """[Tp, hidden] to [Tp, hidden]; tokens past the T of `step.slots` are padding: backends give them zeros."""
-        part, total, tokens = self.part, x.shape[0], step.slots.shape[0]
+    def forward(self, x: Tensor, cache: Paged | None, step: Step) -> Tensor:
+        """[Tp, hidden] to [Tp, hidden]; tokens past `step.tokens` are padding: backends give them zeros."""
+        part, total, tokens = self.part, x.shape[0], step.tokens
         heads = self.qkv(x).view(total, part.heads + 2 * part.kv_heads, part.head_dim)
         if part.clip is not None:
             heads = heads.clamp_(-part.clip, part.clip)
@@ -241,15 +265,55 @@ class SelfAttention(nn.Module):
         if isinstance(part.position, Rotary):
             turning = rotate(turning, part.position, *step.rotations[part.position])
         queries, keys = turning.tensor_split((part.heads,), dim=1)
-        cache.write(step.slots, keys[:tokens], values[:tokens])
+        kv: Paged | Ragged
+        if cache is None:
+            kv = Ragged(keys[:tokens], values[:tokens], step.metadata.query_start[:-1])
+        else:
+            assert step.slots is not None
+            kv = cache
+            cache.write(step.slots, keys[:tokens], values[:tokens])
         attended = self.backend.attend(
             queries,
-            cache,
+            kv,
             step.metadata,
             causal=part.causal,
             window=part.window,
             scale=part.scale,
-            bias=None if part.position is None else step.biases.get(part.position),
+            bias=step.shared_bias if part.position is None else step.biases.get(part.position),
+            softcap=part.softcap,
+        )
+        out: Tensor = self.out(attended.reshape(total, part.heads * part.head_dim))
+        return out
+
+
+class CrossAttention(nn.Module):
+    """Attention of a decoder's tokens to an encoder's, whose K and V were stored in pages once."""
+
+    def __init__(
+        self, part: spec.Attention, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place
+    ):
+        super().__init__()
+        self.part = part
+        self.backend = backend
+        self.queries = Linear(hidden_size, part.heads * part.head_dim, part.qkv_bias, place)
+        self.kv = Linear(memory_size, 2 * part.kv_heads * part.head_dim, part.qkv_bias, place)
+        self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
+
+    def store(self, encoded: Tensor, cache: Paged, slots: Tensor) -> None:
+        """Write K and V of an encoder's hidden states [Tp, memory] to slots [T], those past T being padding."""
+        heads = self.kv(encoded).view(encoded.shape[0], 2, self.part.kv_heads, self.part.head_dim)[: len(slots)]
+        cache.write(slots, heads[:, 0], heads[:, 1])
+
+    def forward(self, x: Tensor, cache: Paged, step: Step) -> Tensor:
+        """[Tp, hidden] to [Tp, hidden]."""
+        part, total = self.part, x.shape[0]
+        assert step.cross is not None
+        attended = self.backend.attend(
+            self.queries(x).view(total, part.heads, part.head_dim),
+            replace(cache, block_tables=step.cross.block_tables),
+            step.cross.metadata,
+            causal=False,
+            scale=part.scale,
             softcap=part.softcap,
         )
         out: Tensor = self.out(attended.reshape(total, part.heads * part.head_dim))

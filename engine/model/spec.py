@@ -306,12 +306,14 @@ class ModelSpec:
     Attributes:
         encoder, decoder, head: its parts.
         context_length: tokens of context that the model was made for; None if its config does not say.
+        shared_tokens: encoder and decoder have one token table.
     """
 
     encoder: Stack | None
     decoder: Stack | None
     head: Head
     context_length: int | None = None
+    shared_tokens: bool = True
 
     @property
     def vocab_size(self) -> int:

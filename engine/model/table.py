@@ -172,7 +172,7 @@ class Family:
         brings: the parts that tell it from others, in a few words.
         spec: a transformers config to the parts; raises UnsupportedModelError for what has no part.
         weights: the parts to the table of weight names; None for a family whose parts are described but
-            not implemented yet (`engine.model.transformer.unsupported` names them).
+            not implemented yet (`engine.model.missing` names them).
     """
 
     name: str

@@ -11,9 +11,9 @@ from typing import Any
 import transformers
 
 from engine.errors import UnsupportedModelError
+from engine.model.missing import unsupported
 from engine.model.spec import Lm, ModelSpec
 from engine.model.table import Family
-from engine.model.transformer import unsupported
 
 
 def _discover() -> tuple[Family, ...]:

@@ -175,6 +175,18 @@ def qkv(target: str, sources: tuple[str, str, str], part: Attention) -> list[Ent
     return [Entry(f"{target}.{k}", tuple(f"{s}.{k}" for s in sources), Joined(lengths), shard_axis=0) for k in kinds]
 
 
+def cross(target: str, names: tuple[str, str, str, str], part: Attention) -> list[Entry]:
+    """Cross-attention, stored as query, key, value and output projections of these names."""
+    queries, keys, values, out = names
+    length = part.kv_heads * part.head_dim
+    kinds = ("weight", "bias") if part.qkv_bias else ("weight",)
+    return [
+        *linear(f"{target}.queries", queries, part.qkv_bias, 0),
+        *(Entry(f"{target}.kv.{k}", (f"{keys}.{k}", f"{values}.{k}"), Joined((length, length)), 0) for k in kinds),
+        *linear(f"{target}.out", out, part.out_bias, 1),
+    ]
+
+
 def linear(
     target: str, source: str, bias: bool, shard_axis: int | None, transform: Transform | None = None
 ) -> list[Entry]:

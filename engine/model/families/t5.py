@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation
+from engine.model.families.common import activation, cross, head, linear, norm, qkv
 from engine.model.positions import RelativeBuckets
 from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Norm, Pre, Stack, Tokens
-from engine.model.table import Family
+from engine.model.table import Entry, Family, Joined, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
@@ -46,6 +46,59 @@ def _attention(config: Any, *, causal: bool) -> Attention:
     return Attention(heads=config.num_heads, kv_heads=config.num_heads, head_dim=config.d_kv, scale=1.0, causal=causal)
 
 
+def weights(model: ModelSpec) -> WeightTable:
+    assert model.decoder is not None
+    assert model.encoder is not None
+    entries = [
+        Entry("decoder.embedding.tokens", ("shared.weight",), shard_axis=0),
+        *head(model, "lm_head"),
+    ]
+    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
+        bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        entries += [
+            Entry(f"{name}.shared_bias.weight", (bias,), shard_axis=1),
+            *norm(f"{name}.final_norm", f"{name}.final_layer_norm", bias=False),
+        ]
+        for i, block in enumerate(stack.blocks):
+            entries += _block(f"{name}.blocks.{i}", f"{name}.block.{i}.layer", block)
+    return WeightTable(
+        tuple(entries),
+        # Copies of the shared table, and a bias that old checkpoints store and nothing reads.
+        ignored=(
+            r"(encoder|decoder)\.embed_tokens\.weight",
+            r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+        ),
+        head="lm_head.weight",
+    )
+
+
+def _block(target: str, source: str, block: Block) -> list[Entry]:
+    own, last = f"{source}.0.SelfAttention", 1 if block.cross is None else 2
+    entries = [
+        *norm(f"{target}.attention.before", f"{source}.0.layer_norm", bias=False),
+        *qkv(f"{target}.attention.inner.qkv", (f"{own}.q", f"{own}.k", f"{own}.v"), block.attention),
+        *linear(f"{target}.attention.inner.out", f"{own}.o", False, 1),
+        *norm(f"{target}.ffn.before", f"{source}.{last}.layer_norm", bias=False),
+        *linear(f"{target}.ffn.inner.down", f"{source}.{last}.DenseReluDense.wo", False, 1),
+    ]
+    if block.cross is not None:
+        other = f"{source}.1.EncDecAttention"
+        entries += norm(f"{target}.cross.before", f"{source}.1.layer_norm", bias=False)
+        entries += cross(f"{target}.cross.inner", (f"{other}.q", f"{other}.k", f"{other}.v", f"{other}.o"), block.cross)
+    up = f"{source}.{last}.DenseReluDense.wi"
+    if isinstance(block.ffn, Gated):
+        lengths = (block.ffn.width, block.ffn.width)
+        names = (f"{up}_0.weight", f"{up}_1.weight")
+        entries.append(Entry(f"{target}.ffn.inner.gate_up.weight", names, Joined(lengths), shard_axis=0))
+    else:
+        entries += linear(f"{target}.ffn.inner.up", up, False, 0)
+    return entries
+
+
 FAMILY = Family(
-    name="T5", architectures=("T5ForConditionalGeneration",), brings="encoder and decoder, relative buckets", spec=spec
+    name="T5",
+    architectures=("T5ForConditionalGeneration",),
+    brings="encoder and decoder, relative buckets, gated GELU",
+    spec=spec,
+    weights=weights,
 )

@@ -1,0 +1,131 @@
+"""Layers of a stack: sublayers, their norms, and how their results join the residual stream."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from engine.attention.base import AttentionBackend, Paged
+from engine.errors import UnsupportedModelError
+from engine.model import spec
+from engine.model.experts import ExpertsFeedForward
+from engine.model.layers import (
+    CrossAttention,
+    DenseFeedForward,
+    GatedFeedForward,
+    Place,
+    SelfAttention,
+    Step,
+    build_norm,
+)
+
+
+class Sublayer(nn.Module):
+    """outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        first: nn.Module | None = None,
+        before: nn.Module | None = None,
+        after: nn.Module | None = None,
+        outer: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.first = first
+        self.before = before
+        self.inner = inner
+        self.after = after
+        self.outer = outer
+
+    def forward(self, x: Tensor, *context: object) -> Tensor:
+        if self.first is not None:
+            x = self.first(x)
+        y = x if self.before is None else self.before(x)
+        y = self.inner(y, *context)
+        y = x + (y if self.after is None else self.after(y))
+        out: Tensor = y if self.outer is None else self.outer(y)
+        return out
+
+
+class SequentialBlock(nn.Module):
+    """Attention, attention to an encoder if there is one, then the feed-forward network, each with a residual."""
+
+    def __init__(self, block: spec.Block, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place):
+        super().__init__()
+        norms: dict[str, tuple[spec.Norm | None, spec.Norm | None, spec.Norm | None]]
+        match block.placement:
+            case spec.Pre(attention, ffn, cross):
+                norms = {"before": (attention, cross, ffn)}
+            case spec.NormedResidual(attention, ffn):
+                norms = {"first": (attention, None, ffn)}
+            case spec.Post(attention, ffn, cross):
+                norms = {"outer": (attention, cross, ffn)}
+            case spec.AfterSublayer(attention, ffn):
+                norms = {"after": (attention, None, ffn)}
+            case spec.Sandwich(before_attention, after_attention, before_ffn, after_ffn):
+                norms = {"before": (before_attention, None, before_ffn), "after": (after_attention, None, after_ffn)}
+            case _:
+                raise UnsupportedModelError(f"A {type(block.placement).__name__} block is not sequential.")
+        attention_norms, cross_norms, ffn_norms = (
+            {name: build_norm(three[i], hidden_size, place) for name, three in norms.items()} for i in range(3)
+        )
+        self.attention = Sublayer(SelfAttention(block.attention, hidden_size, backend, place), **attention_norms)
+        self.cross = None
+        if block.cross is not None:
+            inner = CrossAttention(block.cross, hidden_size, memory_size, backend, place)
+            self.cross = Sublayer(inner, **cross_norms)
+        self.ffn = Sublayer(build_feed_forward(block.ffn, hidden_size, place), **ffn_norms)
+
+    def forward(self, x: Tensor, cache: Paged | None, step: Step) -> Tensor:
+        x = self.attention(x, cache, step)
+        if self.cross is not None:
+            x = self.cross(x, cache, step)
+        out: Tensor = self.ffn(x, step)
+        return out
+
+
+class ParallelBlock(nn.Module):
+    """x + attention(norm(x)) + ffn(norm(x)), where both may read the same norm.
+
+    Parameters have the names that they have in a sequential block; a single norm is attention's.
+    """
+
+    def __init__(self, block: spec.Block, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place):
+        super().__init__()
+        assert isinstance(block.placement, spec.Parallel)
+        norms = [build_norm(norm, hidden_size, place) for norm in block.placement.norms]
+        self.attention = Sublayer(SelfAttention(block.attention, hidden_size, backend, place), before=norms[0])
+        self.ffn = Sublayer(
+            build_feed_forward(block.ffn, hidden_size, place), before=norms[1] if len(norms) > 1 else None
+        )
+
+    def forward(self, x: Tensor, cache: Paged | None, step: Step) -> Tensor:
+        assert self.attention.before is not None
+        normed = self.attention.before(x)
+        attended = self.attention.inner(normed, cache, step)
+        fed = self.ffn.inner(normed if self.ffn.before is None else self.ffn.before(x), step)
+        out: Tensor = x + attended + fed
+        return out
+
+
+def build_feed_forward(part: spec.FeedForward, hidden_size: int, place: Place) -> nn.Module:
+    """The module of a feed-forward network."""
+    match part:
+        case spec.Dense():
+            return DenseFeedForward(part, hidden_size, place)
+        case spec.Gated():
+            return GatedFeedForward(part, hidden_size, place)
+        case spec.Experts():
+            return ExpertsFeedForward(part, hidden_size, place)
+
+
+def build_block(
+    block: spec.Block, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place
+) -> nn.Module:
+    """The module of one layer.
+
+    Args:
+        memory_size: features of the encoder's hidden states, for a block that attends to them.
+    """
+    kind = ParallelBlock if isinstance(block.placement, spec.Parallel) else SequentialBlock
+    return kind(block, hidden_size, memory_size, backend, place)
