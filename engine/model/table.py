@@ -50,6 +50,17 @@ class Transposed:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """A vector stored as a matrix of one row."""
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size((1, *target))]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        target.copy_(source[0])
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     """Several tensors, one after the other along the first axis, of these lengths."""
 
@@ -111,12 +122,14 @@ class Entry:
         transform: how they lie in the parameter.
         shard_axis: axis of the parameter (of each part, if joined) that tensor parallelism would divide;
             None to repeat it everywhere.
+        default: value of all elements where the checkpoint has none of the sources; None if it must have them.
     """
 
     target: str
     sources: tuple[str, ...]
     transform: Transform = Same()
     shard_axis: int | None = None
+    default: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,30 @@
+"""Marian: the original Transformer, post-norm with sinusoidal positions (arXiv:1706.03762, arXiv:1804.00344)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model.families import encoder_decoder
+from engine.model.positions import Sinusoidal
+from engine.model.spec import ModelSpec
+from engine.model.table import Family
+
+
+def spec(config: Any) -> ModelSpec:
+    return encoder_decoder.spec(
+        config,
+        Sinusoidal(config.max_position_embeddings),
+        pre=False,
+        embedding_norm=False,
+        decoder_vocab=None if config.share_encoder_decoder_embeddings else config.decoder_vocab_size,
+    )
+
+
+FAMILY = Family(
+    name="Marian",
+    architectures=("MarianMTModel", "MarianModel"),
+    headless=("MarianModel",),
+    brings="the original Transformer: encoder and decoder, norms after the residual, sinusoidal positions",
+    spec=spec,
+    weights=encoder_decoder.weights,
+)
