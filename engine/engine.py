@@ -116,6 +116,7 @@ class Engine:
             full_requests=limits.fitting(max_model_len, num_blocks),
             max_num_seqs=config.most_seqs,
             max_num_beams=config.max_num_beams,
+            max_encoder_len=model.max_encoder_len,
             default_max_new_tokens=self.defaults.values.get("max_new_tokens"),
             default_max_length=self.defaults.values.get("max_length"),
         )
@@ -154,7 +155,7 @@ class Engine:
                 f"{self.config.model} generates text and serves no {type(params).__name__}.", param="params"
             )
         _check_terms(request_id, priority, cache_salt, deadline)
-        prompt = self._prompt_ids(input)
+        encoder_input, prompt = self._prompt_ids(input)
         decoding = resolve(
             params,
             self.defaults,
@@ -177,12 +178,14 @@ class Engine:
             cache_salt=cache_salt,
             deadline=deadline,
             arrival_time=time.monotonic(),
+            encoder_token_ids=encoder_input,
         )
         self.scheduler.add(request)
         self._outputs[request_id] = RequestOutput(
             request_id=request_id,
             prompt=input.text if isinstance(input, TokenInput) else None,
             prompt_token_ids=list(prompt),
+            encoder_token_ids=list(encoder_input) if encoder_input else None,
             outputs=[CompletionOutput(index=i) for i in range(decoding.n)],
             finished=False,
         )
@@ -279,22 +282,44 @@ class Engine:
             return deltas
         return deltas + self.scheduler.update(self.scheduler.remainder(), join(list(results.values())))
 
-    def _prompt_ids(self, input: EngineInput) -> tuple[int, ...]:
-        if isinstance(input, (Seq2SeqInput, PixelInput)):
+    def _prompt_ids(self, input: EngineInput) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The encoder's input, () for a decoder-only model, and the beginning of the decoder's tokens."""
+        if isinstance(input, PixelInput) or (isinstance(input, Seq2SeqInput) and self.info.max_encoder_len is None):
+            kind = "an encoder-decoder" if self.info.max_encoder_len else "a decoder-only"
             raise InvalidRequestError(
-                f"{self.config.model} is a decoder-only model and takes token ids, not a {type(input).__name__}.",
+                f"{self.config.model} is {kind} model and takes token ids, not a {type(input).__name__}.",
                 param="prompt",
             )
-        ids: Sequence[Any] = input.token_ids if isinstance(input, TokenInput) else input
-        listed = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
-        if not listed or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        if self.info.max_encoder_len is None:
+            assert not isinstance(input, Seq2SeqInput)
+            ids = input.token_ids if isinstance(input, TokenInput) else input
+            return (), _checked("prompt", ids, self.info.vocab_size)
+        begin: Sequence[int] = ()
+        if isinstance(input, Seq2SeqInput):
+            ids, begin = input.encoder_token_ids, input.decoder_token_ids or ()
+        else:
+            ids = input.token_ids if isinstance(input, TokenInput) else input
+        encoder_input = _checked("prompt", ids, self.runner.model.spec.encoder_vocab_size)
+        if len(encoder_input) > self.info.max_encoder_len:
             raise InvalidRequestError(
-                "the engine takes a list of token ids (integers); use LLM.generate for text.", param="prompt"
+                f"the prompt is too long: it has {len(encoder_input)} tokens, and the encoder's maximum context length "
+                f"is {self.info.max_encoder_len} tokens (max_model_len). Shorten the prompt or raise --max-model-len.",
+                param="prompt",
+                code="context_length_exceeded",
             )
-        if not ids:
-            raise InvalidRequestError("the prompt is empty; it must hold at least one token.", param="prompt")
-        check_ids("prompt", ids, self.info.vocab_size)
-        return tuple(ids)
+        return encoder_input, self._decoder_begin(begin)
+
+    def _decoder_begin(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The decoder's first tokens: the model's start token, unless the request brings it itself."""
+        start = self.defaults.decoder_start_token_id
+        begin = _checked("decoder_prompt", ids, self.info.vocab_size) if ids else ()
+        if start is None and not begin:
+            raise InvalidRequestError(
+                f"{self.config.model} does not say what its decoder begins with (decoder_start_token_id). Send "
+                "decoder_prompt, or add it to generation_config.json.",
+                param="decoder_prompt",
+            )
+        return begin if start is None or begin[:1] == (start,) else (start, *begin)
 
     def _log_start(self, seconds: float) -> None:
         info = self.info
@@ -311,6 +336,23 @@ class Engine:
             info.max_model_len,
             info.max_num_seqs,
         )
+
+
+def _checked(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
+    """Token ids as they may be.
+
+    Raises:
+        InvalidRequestError: no list of ids, none at all, or one outside the vocabulary.
+    """
+    listed = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
+    if not listed or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise InvalidRequestError(
+            "the engine takes a list of token ids (integers); use LLM.generate for text.", param=name
+        )
+    if not ids:
+        raise InvalidRequestError(f"the {name} is empty; it must hold at least one token.", param=name)
+    check_ids(name, ids, vocab_size)
+    return tuple(ids)
 
 
 def _check_terms(request_id: Any, priority: Any, cache_salt: Any, deadline: Any) -> None:

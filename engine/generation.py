@@ -74,11 +74,13 @@ class GenerationDefaults:
         values: the honoured fields of `generation_config.json` that are set.
         eos_ids: ids that end a sequence.
         ignored: fields that would change the answer and are not implemented.
+        decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     eos_ids: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = ()
+    decoder_start_token_id: int | None = None
 
 
 def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool = True) -> GenerationDefaults:
@@ -105,8 +107,15 @@ def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool =
     if eos is None:
         eos = getattr(hf_config, "eos_token_id", None)
     eos_ids = frozenset(_known_ids("eos_token_id", _ids(eos), vocab_size))
+    starts = [
+        stored.get("decoder_start_token_id"),
+        getattr(hf_config, "decoder_start_token_id", None),
+        stored.get("bos_token_id"),
+        getattr(hf_config, "bos_token_id", None),
+    ]
+    start = next((i for i in starts if isinstance(i, int) and 0 <= i < vocab_size), None)
     if not honour:
-        return GenerationDefaults(eos_ids=eos_ids)
+        return GenerationDefaults(eos_ids=eos_ids, decoder_start_token_id=start)
     ignored = [
         name
         for name, neutral in _NOT_IMPLEMENTED.items()
@@ -127,7 +136,7 @@ def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool =
             known = _known_ids(name, _ids(values.pop(name)), vocab_size)
             if known:
                 values[name] = known[0] if name == "forced_bos_token_id" else known
-    return GenerationDefaults(values=values, eos_ids=eos_ids, ignored=tuple(ignored))
+    return GenerationDefaults(values=values, eos_ids=eos_ids, ignored=tuple(ignored), decoder_start_token_id=start)
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:

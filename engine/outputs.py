@@ -94,7 +94,10 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request's answers so far; `finished` when they are complete."""
+    """A request's answers so far; `finished` when they are complete.
+
+    Of an encoder-decoder model, `prompt_token_ids` are the decoder's first tokens.
+    """
 
     request_id: str
     prompt: str | None
@@ -103,6 +106,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    encoder_token_ids: list[int] | None = None
 
     def accumulate(self, delta: RequestDelta) -> None:
         """Take in what a step brought."""
@@ -136,6 +140,7 @@ class EngineStats:
     """Counters since start and gauges of this moment. Pages: free + held + cached == total.
 
     `prefix_hits` counts what requests that were preempted found again, `prompt_tokens_cached` does not.
+    `num_encoder_hits` counts how often a request found its encoder input encoded already.
     """
 
     num_running: int = 0
@@ -155,6 +160,8 @@ class EngineStats:
     prefix_hits: int = 0
     num_preemptions: int = 0
     num_page_copies: int = 0
+    num_encoder_runs: int = 0
+    num_encoder_hits: int = 0
     num_finished: int = 0
     num_aborted: int = 0
     peak_pages_held: int = 0
@@ -167,6 +174,7 @@ class EngineInfo:
     Attributes:
         dtype, kv_cache_dtype: of weights and activations, and of the pages.
         full_requests: how many requests of max_model_len tokens the pages hold at a time.
+        max_encoder_len: most tokens of an encoder's input; None for a model without an encoder.
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.
     """
@@ -183,5 +191,6 @@ class EngineInfo:
     full_requests: float
     max_num_seqs: int
     max_num_beams: int
+    max_encoder_len: int | None = None
     default_max_new_tokens: int | None = None
     default_max_length: int | None = None

@@ -347,7 +347,8 @@ class Request:
 
     Attributes:
         request_id: the caller's name for it, unique among unfinished requests.
-        prompt_token_ids: the prompt.
+        prompt_token_ids: the prompt; of an encoder-decoder model the beginning of the decoder's tokens.
+        encoder_token_ids: the encoder's input, for an encoder-decoder model.
         decoding: how to decode, all defaults filled in.
         priority: lower runs earlier (vLLM's sense); ties by arrival.
         cache_salt: requests share cached pages only with requests of the same salt.
@@ -362,3 +363,4 @@ class Request:
     cache_salt: str | None = None
     deadline: float | None = None
     arrival_time: float = field(default=0.0)
+    encoder_token_ids: tuple[int, ...] = ()

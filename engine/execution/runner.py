@@ -11,8 +11,9 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata
 from engine.execution.kv_cache import KVCache
 from engine.execution.sampler import sample, score_prompt
+from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
-from engine.scheduling.plan import Int32, StepPlan, StepResult
+from engine.scheduling.plan import EncoderBatch, Int32, StepPlan, StepResult
 
 
 class _Buffer:
@@ -52,11 +53,14 @@ class ModelRunner:
         self._positions = _Buffer(size, torch.int64, device)
         self._slots = _Buffer(size, torch.int64, device)
         self._tables = _Buffer(1024, torch.int32, device)
+        self._cross_tables = _Buffer(1024, torch.int32, device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step."""
         self.cache.copy_pages(plan.copies)
+        if plan.encoder is not None:
+            self._encode(plan.encoder)
         hidden = self._forward(plan)
         if plan.sampling is not None:
             result = sample(self._logits(hidden[_index(plan.sampling.rows, hidden)]), plan.sampling)
@@ -75,12 +79,38 @@ class ModelRunner:
             result = replace(result, prompt_logprobs=score_prompt(self._logits, wanted, plan.prompt_logprobs))
         return result
 
+    def _encode(self, batch: EncoderBatch) -> None:
+        """Run the encoder, and store what the decoder reads of it in pages."""
+        lengths = np.diff(batch.starts)
+        padded = max(len(batch.token_ids), self.min_rows)
+        positions = np.arange(len(batch.token_ids), dtype=np.int32) - np.repeat(batch.starts[:-1], lengths)
+        self.model.encode(
+            self._token_ids.fill(batch.token_ids, padded),
+            self._positions.fill(positions, padded),
+            self.cache.paged(self._tables.fill(batch.starts[:0]).view(0, 0)),
+            self._slots.fill(batch.slots),
+            AttentionMetadata.build(lengths.tolist(), lengths.tolist(), self.model.device),
+            self.min_rows,
+        )
+
+    def _cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
+        """Where the plan's rows find what the encoder left; rows of a trial step find nothing."""
+        if self.model.encoder is None:
+            return None
+        if plan.cross_tables is None or plan.cross_lens is None:
+            tables, lengths = np.zeros((plan.num_rows, 1), dtype=np.int32), [0] * plan.num_rows
+        else:
+            tables, lengths = plan.cross_tables, plan.cross_lens.tolist()
+        return CrossPages(
+            self._cross_tables.fill(tables.reshape(-1)).view(tables.shape),
+            AttentionMetadata.build(query_lens, lengths, self.model.device),
+        )
+
     def _forward(self, plan: StepPlan) -> Tensor:
         padded = max(plan.num_tokens, self.min_rows)
         tables = self._tables.fill(plan.block_tables.reshape(-1)).view(plan.block_tables.shape)
-        metadata = AttentionMetadata.build(
-            np.diff(plan.query_start).tolist(), plan.context_lens.tolist(), self.model.device
-        )
+        query_lens = np.diff(plan.query_start).tolist()
+        metadata = AttentionMetadata.build(query_lens, plan.context_lens.tolist(), self.model.device)
         hidden: Tensor = self.model(
             self._token_ids.fill(plan.token_ids, padded),
             self._positions.fill(plan.positions, padded),
@@ -88,6 +118,7 @@ class ModelRunner:
             self._slots.fill(plan.slots),
             metadata,
             self.min_rows,
+            self._cross(plan, query_lens),
         )
         return hidden
 

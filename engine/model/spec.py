@@ -329,6 +329,11 @@ class ModelSpec:
         return max((w.left + 1 for w in windows), default=None) if len(windows) == len(parts) else None
 
     @property
+    def encoder_vocab_size(self) -> int:
+        """Rows of the encoder's token table, 0 where there is none."""
+        return self.encoder.embedding.vocab_size if self.encoder and isinstance(self.encoder.embedding, Tokens) else 0
+
+    @property
     def max_positions(self) -> int | None:
         """Most tokens a sequence can have because a position table ends there; None without a table."""
         sizes = [

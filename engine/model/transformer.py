@@ -209,6 +209,11 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         return self.decoder.embedding.tokens.device
 
+    @property
+    def max_encoder_len(self) -> int | None:
+        """Most tokens of an encoder's input; None for a model without an encoder."""
+        return None if self.encoder is None else self.max_model_len
+
     def kv_shapes(self) -> list[tuple[int, int]]:
         """(kv_heads, head_dim) of each decoder layer's cache."""
         assert self.spec.decoder is not None

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.scheduling.encoding import Memory
 from engine.scheduling.philox import uniforms
-from engine.scheduling.plan import Int32, PromptLogprobRows, SamplingBatch, StepPlan
+from engine.scheduling.plan import EncoderBatch, Int32, PromptLogprobRows, SamplingBatch, StepPlan
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
 
@@ -27,8 +28,8 @@ def _int32(values: Seq[int]) -> Int32:
     return np.array(values, dtype=np.int32)
 
 
-def build_plan(rows: Seq[Row], copies: Seq[tuple[int, int]], block_size: int) -> StepPlan:
-    """The step plan of these rows, in their order."""
+def build_plan(rows: Seq[Row], copies: Seq[tuple[int, int]], block_size: int, memories: Seq[Memory] = ()) -> StepPlan:
+    """The step plan of these rows, in their order; the encoder runs over `memories` first."""
     counts = _int32([row.count for row in rows])
     starts = _int32([row.start for row in rows])
     query_start = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -51,7 +52,32 @@ def build_plan(rows: Seq[Row], copies: Seq[tuple[int, int]], block_size: int) ->
         copies=_int32([page for pair in copies for page in pair]).reshape(-1, 2),
         sampling=_sampling([rows[i] for i in sampled], query_start[1:][sampled] - 1) if sampled else None,
         prompt_logprobs=_prompt_logprobs(rows, query_start),
+        encoder=_encoder(memories, block_size) if memories else None,
+        **_cross(rows),
     )
+
+
+def _encoder(memories: Seq[Memory], block_size: int) -> EncoderBatch:
+    slots = []
+    for memory in memories:
+        places = np.arange(len(memory.tokens), dtype=np.int32)
+        slots.append(_int32(memory.pages)[places // block_size] * block_size + places % block_size)
+    starts = np.zeros(len(memories) + 1, dtype=np.int32)
+    np.cumsum([len(memory.tokens) for memory in memories], out=starts[1:])
+    return EncoderBatch(
+        token_ids=np.concatenate([memory.tokens for memory in memories]), starts=starts, slots=np.concatenate(slots)
+    )
+
+
+def _cross(rows: Seq[Row]) -> dict[str, Int32]:
+    memories = [row.group.memory for row in rows]
+    if not any(memories):
+        return {}
+    tables = np.zeros((len(rows), max(len(memory.pages) for memory in memories if memory)), dtype=np.int32)
+    for i, memory in enumerate(memories):
+        if memory is not None:
+            tables[i, : len(memory.pages)] = memory.pages
+    return {"cross_tables": tables, "cross_lens": _int32([len(m.tokens) if m else 0 for m in memories])}
 
 
 def _sampling(rows: Seq[Row], token_rows: Int32) -> SamplingBatch:

@@ -131,10 +131,18 @@ class BlockPool:
     def publish(self, page: int, page_hash: PageHash) -> None:
         """Let later prompts find a full, written page. A page whose content is known already keeps
         only its holders."""
-        if not self.enable_prefix_caching or page_hash in self._page_of or self._hash_of[page] is not None:
+        if page_hash in self._page_of or self._hash_of[page] is not None:
             return
         self._page_of[page_hash] = page
         self._hash_of[page] = page_hash
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let nobody find these pages any more; those that nobody holds are free at once."""
+        for page in filter(None, pages):
+            self._forget(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
 
     def match(self, hashes: Sequence[PageHash], seen: int | None = None) -> list[int]:
         """The longest beginning whose pages are known; takes no reference (see `adopt`).
@@ -144,7 +152,7 @@ class BlockPool:
             seen: only the last so many pages of a beginning must be known, and those before them are given as 0;
                 None: all.
         """
-        end = len(hashes) if self.enable_prefix_caching else 0
+        end = len(hashes)
         while True:
             first = 0 if seen is None else max(end - seen, 0)
             # The page that ends this run is missing to all shorter beginnings that reach beyond it, too.

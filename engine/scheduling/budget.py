@@ -114,10 +114,16 @@ class StepWork:
         """What a plan holds."""
         counts = np.diff(plan.query_start).astype(np.int64)
         pairs = counts * (plan.context_lens - counts) + counts * (counts + 1) // 2
+        if plan.cross_lens is not None:
+            pairs += counts * plan.cross_lens
+        encoded = np.diff(plan.encoder.starts).astype(np.int64) if plan.encoder is not None else counts[:0]
         sampled = () if plan.sampling is None else plan.sampling.rows
         prompts = counts[(counts > 1) | ~np.isin(plan.query_start[1:] - 1, sampled)]
         scores = len(sampled) + (0 if plan.prompt_logprobs is None else len(plan.prompt_logprobs.rows))
-        return cls(plan.num_tokens, int(prompts.sum()), int(pairs.sum()), scores)
+        whole = int(encoded.sum())
+        return cls(
+            plan.num_tokens + whole, int(prompts.sum()) + whole, int(pairs.sum()) + int((encoded**2).sum()), scores
+        )
 
     def total(self, costs: Costs) -> float:
         """The work in tokens."""

@@ -66,12 +66,23 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> N
             f"(max_num_seqs). Ask for fewer, or raise --max-num-seqs.",
             param=name,
         )
+    if len(request.encoder_token_ids) > config.max_num_batched_tokens:
+        raise InvalidRequestError(
+            f"the encoder's input has {len(request.encoder_token_ids)} tokens, but a step holds at most "
+            f"{config.max_num_batched_tokens} (max_num_batched_tokens), and an input is encoded whole. Shorten it, or "
+            "raise --max-num-batched-tokens.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
     prompt = len(request.prompt_token_ids)
     whole = worst_case_pages(prompt, decoding.max_tokens, decoding.width, size)
-    pages = min(whole, config.most_pages(decoding.width))
+    encoded = pages_needed(len(request.encoder_token_ids), size)
+    pages = encoded + min(whole, config.most_pages(decoding.width))
     if pages > total_pages:
         figures = f"{prompt} prompt tokens, max_tokens {decoding.max_tokens}, {decoding.width} sequences"
         setting = "or raise --kv-cache-memory"
+        if encoded:
+            figures = f"{len(request.encoder_token_ids)} encoder tokens, {figures}"
         if pages < whole:
             figures += f"; windows of {config.window} and steps of up to {config.max_num_batched_tokens} tokens"
             setting = "raise --kv-cache-memory, or lower --max-num-batched-tokens"

@@ -76,6 +76,21 @@ class PromptLogprobRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderBatch:
+    """E tokens of N whole encoder inputs, laid end to end.
+
+    Attributes:
+        token_ids: [E].
+        starts: [N + 1] first flat token of each input.
+        slots: [E] where each token's K and V for the decoder's layers go.
+    """
+
+    token_ids: Int32
+    starts: Int32
+    slots: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one forward pass computes.
 
@@ -90,6 +105,10 @@ class StepPlan:
             read before any destination is written.
         sampling: the sampled tokens, or None if no row is complete.
         prompt_logprobs: prompt positions to score, or None.
+        encoder: inputs to encode before anything else is computed, or None.
+        cross_tables: [R, max blocks] pages of what each row's encoder input left, as block_tables; None if no
+            row has one.
+        cross_lens: [R] tokens of those inputs.
     """
 
     token_ids: Int32
@@ -101,6 +120,9 @@ class StepPlan:
     copies: Int32
     sampling: SamplingBatch | None
     prompt_logprobs: PromptLogprobRows | None
+    encoder: EncoderBatch | None = None
+    cross_tables: Int32 | None = None
+    cross_lens: Int32 | None = None
 
     @property
     def num_tokens(self) -> int:

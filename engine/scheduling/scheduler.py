@@ -20,6 +20,7 @@ from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
 from engine.scheduling.limits import SchedulerConfig, check_fits
+from engine.scheduling.memories import Memories
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import Sequence, SequenceGroup, Status, pages_needed
 from engine.scheduling.step import Step
@@ -45,6 +46,7 @@ class Scheduler:
         self._copies: dict[SequenceGroup, list[tuple[int, int]]] = {}
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
+        self._memories = Memories(pool, self._hasher, config.block_size, self.stats)
 
     # ---------------------------------------------------------------- requests in and out
 
@@ -63,7 +65,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that `check_fits` accepts."""
         self.check_fits(request)
-        group = SequenceGroup(request, self._arrivals, self._hasher.root(request.cache_salt))
+        memory = self._memories.of(request, self._arrivals)
+        root = self._hasher.root(request.cache_salt) if memory is None else memory.key
+        group = SequenceGroup(request, self._arrivals, root, memory)
         self._arrivals += 1
         self._groups[request.request_id] = group
         if request.deadline is not None:
@@ -135,7 +139,7 @@ class Scheduler:
             return None
         self.stats.num_page_copies += len(copies)
         self._step = rows
-        return build_plan(rows, copies, self.config.block_size)
+        return build_plan(rows, copies, self.config.block_size, self._memories.begin(step))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
         """Apply a step's answer: progress, published pages, continuations, finished requests."""
@@ -144,6 +148,7 @@ class Scheduler:
         rows, self._step = self._step, None
         self.stats.num_steps += 1
         self.stats.computed_tokens += plan.num_tokens
+        self._memories.publish()
         for row in rows:
             row.sequence.num_computed += row.count
             self._publish(row.group, row.sequence)
@@ -173,8 +178,11 @@ class Scheduler:
         rows: dict[SequenceGroup, list[Row]] = {}
         for row in self._step or []:
             rows.setdefault(row.group, []).append(row)
-        size = self.config.block_size
-        return {g.request.request_id: build_plan(own, self._copies.get(g, []), size) for g, own in rows.items()}
+        size, encoded = self.config.block_size, self._memories.encoded
+        return {
+            group.request.request_id: build_plan(own, self._copies.get(group, []), size, encoded(group))
+            for group, own in rows.items()
+        }
 
     def remainder(self) -> StepPlan:
         """What is planned still, after `fail` has ended some of it; without its copies."""
@@ -255,15 +263,18 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Take waiting groups in, in order, as long as rows, budget and pages last."""
         while step.is_open and (group := self._next_waiting()) is not None:
-            while not self._can_admit(group):
+            if not self._memories.may_start(step, group):
+                return
+            while not self._can_admit(step, group):
                 lowest = self._running[-1] if self._running else None
                 if lowest is None or lowest.request.priority <= group.request.priority:
                     return
                 self._preempt(step, lowest)
+            self._memories.take(step, group)
             self._start(group)
             self._plan_group(step, group)
 
-    def _can_admit(self, group: SequenceGroup) -> bool:
+    def _can_admit(self, step: Step, group: SequenceGroup) -> bool:
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
             return False
         size = self.config.block_size
@@ -272,7 +283,8 @@ class Scheduler:
         shared = 0 if group.fork_point is None else group.fork_point // size
         pages = shared + sum(pages_needed(s.num_tokens, size) - shared for s in group.sequences) - len(hits)
         most = self.config.most_pages(len(group.sequences))  # those of hits included
-        return min(pages + self.pool.count_cached(hits), most) <= self.pool.num_available
+        needed = min(pages + self.pool.count_cached(hits), most) + self._memories.pages_needed(step, group)
+        return needed <= self.pool.num_available
 
     def _match(self, group: SequenceGroup) -> list[int]:
         if group.request.decoding.prompt_logprobs is not None and not group.started:
@@ -314,6 +326,7 @@ class Scheduler:
             self._release(sequence)
         for source, _ in step.drop(group):
             self.pool.unpin(source)
+        self._memories.release(group)
         group.fork_point = group.common_prefix() if len(group.sequences) > 1 else None
         self._enqueue(group)
 
@@ -381,6 +394,7 @@ class Scheduler:
                 self._release(sequence)
         elif group.status is Status.WAITING:
             self._num_waiting -= 1
+        self._memories.finish(group)
         group.status = Status.FINISHED
         group.sequences = []
         del self._groups[group.request.request_id]
@@ -420,4 +434,6 @@ class Scheduler:
             table, first = sequence.table.view(), self.config.first_page(sequence.num_computed)
             if table[:first].any() or not table[first:].all():
                 raise AssertionError(f"of a table, pages from {first} on are needed, but it is {table.tolist()}")
-        self.pool.check_integrity(list(s.table) for g in self._groups.values() for s in g.sequences)
+        tables = [list(s.table) for g in self._groups.values() for s in g.sequences]
+        tables += [g.memory.pages for g in self._groups.values() if g.memory is not None]
+        self.pool.check_integrity(tables)

@@ -13,6 +13,7 @@ import numpy as np
 from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.scheduling.block_pool import PageHash, PageHasher
+from engine.scheduling.encoding import Memory
 from engine.scheduling.plan import Int32
 from engine.scheduling.search import BeamSearch, Hypothesis
 
@@ -163,6 +164,7 @@ class SequenceGroup:
         request: what was asked for.
         arrival: number that orders requests of equal priority.
         root: hash before the first page: whatever changes K and V besides the tokens.
+        memory: the encoder's input and its pages, for an encoder-decoder model.
         sequences: the live ones; one until the first sample. Beams: best first.
         status: where the group is.
         started: the first token was sampled.
@@ -177,11 +179,12 @@ class SequenceGroup:
         scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
     """
 
-    def __init__(self, request: Request, arrival: int, root: PageHash):
+    def __init__(self, request: Request, arrival: int, root: PageHash, memory: Memory | None = None):
         decoding = request.decoding
         self.request = request
         self.arrival = arrival
         self.root = root
+        self.memory = memory
         with_logprobs = decoding.logprobs is not None and decoding.num_beams > 1
         self.sequences = [Sequence(0, request.prompt_token_ids, with_logprobs=with_logprobs)]
         self.status = Status.WAITING

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.scheduling.batch import Row
+from engine.scheduling.block_pool import PageHash
 from engine.scheduling.budget import UNLIMITED, StepLimit
+from engine.scheduling.encoding import Encoding, Memory
 from engine.scheduling.sequence import SequenceGroup
 
 
@@ -18,6 +20,7 @@ class Step:
         limit: how long the step may take.
         left: work (see `StepLimit`) that may still be planned.
         decoding: groups planned before prompts had their turn.
+        encodings: runs of the encoder, by the key of their input.
     """
 
     budget: int
@@ -26,6 +29,7 @@ class Step:
     decoding: int = 0
     rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
     copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
+    encodings: dict[PageHash, Encoding] = field(default_factory=dict)
     preempted: bool = False
 
     def __post_init__(self) -> None:
@@ -54,9 +58,30 @@ class Step:
         self.budget -= sum(row.count for row in rows)
         self.left -= self._work(group, rows)
 
+    def can_encode(self, memory: Memory) -> bool:
+        """An encoder input, which cannot be cut, may run now: it fits, or it is the first prompt of this step."""
+        if memory.key in self.encodings or len(self.rows) <= self.decoding:
+            return True
+        count = len(memory.tokens)
+        return count < self.budget and self.limit.costs.work(0, count) <= self.left
+
+    def encode(self, memory: Memory, group: SequenceGroup) -> None:
+        """Run the encoder over this input; another group's run over an equal one serves both."""
+        found = self.encodings.get(memory.key)
+        if found is None:
+            found = self.encodings[memory.key] = Encoding()
+            # A token is left, so that the decoder can begin in this step.
+            self.budget = max(self.budget - len(memory.tokens), 1)
+            self.left -= self.limit.costs.work(0, len(memory.tokens))
+        found.groups.append(group)
+
     def drop(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Take a group out again; the copies that are not needed any more."""
         rows = self.rows.pop(group, [])
+        for key, encoding in list(self.encodings.items()):
+            encoding.groups = [other for other in encoding.groups if other is not group]
+            if not encoding.groups:
+                del self.encodings[key]
         self.budget += sum(row.count for row in rows)
         self.left += self._work(group, rows)
         return self.copies.pop(group, [])

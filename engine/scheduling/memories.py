@@ -1,0 +1,102 @@
+"""Pages of encoder inputs: who gets them, when the encoder runs, and who may find them later."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.outputs import EngineStats
+from engine.request import Request
+from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.encoding import Encoding, Memory
+from engine.scheduling.sequence import SequenceGroup, Status
+from engine.scheduling.step import Step
+
+
+class Memories:
+    """The scheduler's bookkeeping of what encoders leave; does nothing for requests without an encoder input.
+
+    A request that gives way gives up these pages too, but they stay findable like those of a prefix: the encoder
+    runs again only if they were evicted. Without prefix caching only the request itself finds them.
+    """
+
+    def __init__(self, pool: BlockPool, hasher: PageHasher, block_size: int, stats: EngineStats):
+        self._pool = pool
+        self._hasher = hasher
+        self._block_size = block_size
+        self._stats = stats
+        self._planned: list[Encoding] = []
+
+    def of(self, request: Request, arrival: int) -> Memory | None:
+        """The encoder input of a new request."""
+        if not request.encoder_token_ids:
+            return None
+        root = self._hasher.root(request.cache_salt)
+        if not self._pool.enable_prefix_caching:
+            root = self._hasher.extend(root, np.array([arrival], dtype=np.int32))
+        return Memory(request.encoder_token_ids, root, self._hasher, self._block_size)
+
+    def may_start(self, step: Step, group: SequenceGroup) -> bool:
+        """The encoder need not run for this request, or may run in this step."""
+        memory = group.memory
+        return memory is None or self._find(step, memory) is not None or step.can_encode(memory)
+
+    def pages_needed(self, step: Step, group: SequenceGroup) -> int:
+        """Available pages that `take` uses up."""
+        if group.memory is None:
+            return 0
+        known = self._find(step, group.memory)
+        return len(group.memory.hashes) if known is None else self._pool.count_cached(known)
+
+    def take(self, step: Step, group: SequenceGroup) -> None:
+        """Give an admitted request its pages; the encoder runs where nobody has them."""
+        memory = group.memory
+        if memory is None:
+            return
+        known = self._find(step, memory)
+        pages = self._pool.reserve(len(memory.hashes)) if known is None else self._pool.adopt(known)
+        assert pages is not None  # the scheduler asked how many are needed
+        memory.pages = pages
+        if known is None or memory.key in step.encodings:
+            step.encode(memory, group)
+        else:
+            self._stats.num_encoder_hits += 1
+
+    def begin(self, step: Step) -> list[Memory]:
+        """The step is complete: what the encoder runs over."""
+        self._planned = list(step.encodings.values())
+        return [encoding.memory for encoding in self._planned]
+
+    def encoded(self, group: SequenceGroup) -> list[Memory]:
+        """What of that concerns a request."""
+        return [group.memory for encoding in self._planned if group in encoding.groups and group.memory is not None]
+
+    def publish(self) -> None:
+        """The step has succeeded: later requests may find the pages that the encoder filled."""
+        planned, self._planned = self._planned, []
+        for encoding in planned:
+            encoding.groups = [group for group in encoding.groups if group.status is Status.RUNNING]
+            if encoding.groups:
+                memory = encoding.memory
+                self._stats.num_encoder_runs += 1
+                self._stats.num_encoder_hits += len(encoding.groups) - 1
+                for page, page_hash in zip(memory.pages, memory.hashes, strict=True):
+                    self._pool.publish(page, page_hash)
+
+    def release(self, group: SequenceGroup) -> None:
+        """A request gives its pages up."""
+        if group.memory is not None:
+            self._pool.free(group.memory.pages)
+            group.memory.pages = []
+
+    def finish(self, group: SequenceGroup) -> None:
+        """A request is over."""
+        self.release(group)
+        if group.memory is not None and not self._pool.enable_prefix_caching:
+            self._pool.forget(self._pool.match(group.memory.hashes))
+
+    def _find(self, step: Step, memory: Memory) -> list[int] | None:
+        """The pages of an equal input, complete now or after this step; None if there are none."""
+        if memory.key in step.encodings:
+            return step.encodings[memory.key].memory.pages
+        pages = self._pool.match(memory.hashes)
+        return pages if len(pages) == len(memory.hashes) else None
