@@ -100,9 +100,10 @@ class Engine:
             max_num_seqs=config.most_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
             window=spec.attention_span,
         )
-        self.scheduler = Scheduler(limits, BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching))
+        self.scheduler = Scheduler(limits, BlockPool(num_blocks))
         self.info = EngineInfo(
             model=config.model,
             model_path=str(path),

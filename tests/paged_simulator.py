@@ -197,9 +197,10 @@ class Simulator:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
+            enable_prefix_caching=caching,
             window=window,
         )
-        self.pool = BlockPool(num_pages, enable_prefix_caching=caching)
+        self.pool = BlockPool(num_pages)
         self.scheduler = Scheduler(self.config, self.pool)
         self.tokens = np.full((num_pages + 1, block_size), -1, dtype=np.int64)
         self.states = np.zeros((num_pages + 1, block_size), dtype=np.uint64)

@@ -28,10 +28,9 @@ class Table:
 class PoolMachine(RuleBasedStateMachine):
     """Owners follow the discipline: shared and published pages are copied before they are written."""
 
-    @initialize(total=st.integers(2, 10), caching=st.booleans())
-    def start(self, total: int, caching: bool) -> None:
-        self.pool = BlockPool(total, enable_prefix_caching=caching)
-        self.caching = caching
+    @initialize(total=st.integers(2, 10))
+    def start(self, total: int) -> None:
+        self.pool = BlockPool(total)
         self.memory: dict[int, int] = {}
         self.tables: list[Table] = []
         self.pinned: list[tuple[int, int]] = []  # page, content
@@ -194,7 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
             if not page:
                 continue
             self.pool.publish(page, page_hash)
-            if self.caching and page_hash not in self.page_of and page not in self.hash_of:
+            if page_hash not in self.page_of and page not in self.hash_of:
                 self.page_of[page_hash] = page
                 self.hash_of[page] = page_hash
 
@@ -202,7 +201,7 @@ class PoolMachine(RuleBasedStateMachine):
     def match_and_adopt(self, content: list[int], seen: int | None) -> None:
         hashes = self.chain(content)
         expected: list[int] = []
-        for end in range(1, len(hashes) + 1) if self.caching else ():
+        for end in range(1, len(hashes) + 1):
             first = 0 if seen is None else max(0, end - seen)
             if all(page_hash in self.page_of for page_hash in hashes[first:end]):
                 expected = [0] * first + [self.page_of[page_hash] for page_hash in hashes[first:end]]
@@ -387,36 +386,21 @@ def test_page_0_in_a_table_is_nobody_s() -> None:
     pool.check_integrity([[0, 0]])
 
 
-def test_without_prefix_caching_nothing_is_kept() -> None:
-    pool, hasher = BlockPool(1, enable_prefix_caching=False), PageHasher(KEY)
-    page_hash = hasher.extend(hasher.root(None), numbers(1))
-    table = pool.reserve(1)
-    assert table is not None
-    pool.publish(table[0], page_hash)
-    pool.free(table)
-    assert (pool.num_free, pool.num_cached) == (1, 0)
-    assert pool.match([page_hash]) == []
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda pool, table: [], "reference counts"),  # a table was forgotten: its pages leaked
-        (lambda pool, table: [table, table], "reference counts"),  # nobody took the second reference
-        (lambda pool, table: (pool.pin(table[0]), [table])[1], "pinned"),
-        (lambda pool, table: (pool._free.append(table[0]), [table])[1], "add up"),
-        (lambda pool, table: (pool._free.clear(), [table])[1], "add up"),
-        (lambda pool, table: (pool._page_of.update({b"x": table[0]}), [table])[1], "hash"),
-    ],
-)
-def test_the_integrity_check_sees_what_is_wrong(spoil, message) -> None:  # type: ignore[no-untyped-def]
-    pool = BlockPool(4)
-    table = pool.reserve(2)
-    assert table is not None
-    pool.check_integrity([table])
-    tables = spoil(pool, table)
-    with pytest.raises(AssertionError, match=message):
-        pool.check_integrity(tables)
+def test_forgotten_pages_are_found_by_nobody() -> None:
+    pool, hasher = BlockPool(2), PageHasher(KEY)
+    hashes = [hasher.extend(hasher.root(None), numbers(content)) for content in (1, 2)]
+    held = pool.reserve(1) or []
+    cached = pool.reserve(1) or []
+    for page, page_hash in zip([*held, *cached], hashes, strict=True):
+        pool.publish(page, page_hash)
+    pool.free(cached)
+    assert (pool.num_free, pool.num_cached, pool.num_held) == (0, 1, 1)
+    pool.forget([0, *held, *cached])
+    assert pool.match(hashes[:1]) == pool.match(hashes[1:]) == []
+    assert (pool.num_free, pool.num_cached, pool.num_held) == (1, 0, 1)
+    pool.free(held)
+    assert pool.num_free == 2
+    pool.check_integrity([])
 
 
 def test_freeing_twice_is_refused() -> None:

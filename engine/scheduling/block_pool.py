@@ -45,10 +45,9 @@ class PageHasher:
 class BlockPool:
     """All pages and who refers to them. Only this class changes reference counts and hashes."""
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True):
+    def __init__(self, num_blocks: int):
         """A pool of num_blocks pages, numbered from 1."""
         self.total = num_blocks
-        self.enable_prefix_caching = enable_prefix_caching
         self.peak_held = 0
         self._refs = [0] * (num_blocks + 1)
         self._pins = [0] * (num_blocks + 1)

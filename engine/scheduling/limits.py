@@ -14,12 +14,14 @@ class SchedulerConfig:
     """Limits of the scheduler (see `EngineConfig`).
 
     Attributes:
+        enable_prefix_caching: later requests may find the pages of earlier ones.
         window: keys that any layer sees at most, the query's own included; None if some layer sees all.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    enable_prefix_caching: bool = True
     window: int | None = None
 
     @property

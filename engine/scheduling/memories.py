@@ -8,6 +8,7 @@ from engine.outputs import EngineStats
 from engine.request import Request
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.encoding import Encoding, Memory
+from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.sequence import SequenceGroup, Status
 from engine.scheduling.step import Step
 
@@ -19,10 +20,10 @@ class Memories:
     runs again only if they were evicted. Without prefix caching only the request itself finds them.
     """
 
-    def __init__(self, pool: BlockPool, hasher: PageHasher, block_size: int, stats: EngineStats):
+    def __init__(self, pool: BlockPool, hasher: PageHasher, config: SchedulerConfig, stats: EngineStats):
         self._pool = pool
         self._hasher = hasher
-        self._block_size = block_size
+        self._config = config
         self._stats = stats
         self._planned: list[Encoding] = []
 
@@ -31,9 +32,9 @@ class Memories:
         if not request.encoder_token_ids:
             return None
         root = self._hasher.root(request.cache_salt)
-        if not self._pool.enable_prefix_caching:
+        if not self._config.enable_prefix_caching:
             root = self._hasher.extend(root, np.array([arrival], dtype=np.int32))
-        return Memory(request.encoder_token_ids, root, self._hasher, self._block_size)
+        return Memory(request.encoder_token_ids, root, self._hasher, self._config.block_size)
 
     def may_start(self, step: Step, group: SequenceGroup) -> bool:
         """The encoder need not run for this request, or may run in this step."""
@@ -91,7 +92,7 @@ class Memories:
     def finish(self, group: SequenceGroup) -> None:
         """A request is over."""
         self.release(group)
-        if group.memory is not None and not self._pool.enable_prefix_caching:
+        if group.memory is not None and not self._config.enable_prefix_caching:
             self._pool.forget(self._pool.match(group.memory.hashes))
 
     def _find(self, step: Step, memory: Memory) -> list[int] | None:

@@ -46,7 +46,7 @@ class Scheduler:
         self._copies: dict[SequenceGroup, list[tuple[int, int]]] = {}
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
-        self._memories = Memories(pool, self._hasher, config.block_size, self.stats)
+        self._memories = Memories(pool, self._hasher, config, self.stats)
 
     # ---------------------------------------------------------------- requests in and out
 
@@ -292,7 +292,7 @@ class Scheduler:
         sequence = group.sequences[0]
         known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
         num_pages = known // self.config.block_size
-        if not self.pool.enable_prefix_caching:
+        if not self.config.enable_prefix_caching:
             return []
         hashes = sequence.extend_hashes(self._hasher, group.root, self.config.block_size, num_pages)
         return self.pool.match(hashes, self.config.seen_pages)
@@ -353,7 +353,7 @@ class Scheduler:
 
     def _publish(self, group: SequenceGroup, sequence: Sequence) -> None:
         full = sequence.num_computed // self.config.block_size
-        if full <= sequence.num_published or not self.pool.enable_prefix_caching:
+        if full <= sequence.num_published or not self.config.enable_prefix_caching:
             return
         hashes = sequence.extend_hashes(self._hasher, group.root, self.config.block_size, full)
         for page in range(sequence.num_published, full):
