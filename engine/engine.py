@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,13 +20,14 @@ from engine.execution.kv_cache import KVCache, choose_cache_dtype, count_blocks
 from engine.execution.loading import check_weights_fit, explained
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import measure, trial
-from engine.generation import GenerationDefaults, check_ids, load_defaults, resolve
+from engine.generation import GenerationDefaults, load_defaults, resolve
+from engine.inputs import check_terms, read_input
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import build_spec
 from engine.model.spec import ModelSpec
 from engine.model.weights import load_model, stored_dtype
 from engine.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
-from engine.request import EngineInput, PixelInput, PoolingParams, Request, SamplingParams, Seq2SeqInput, TokenInput
+from engine.request import EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import UNLIMITED, StepBudget, StepWork
 from engine.scheduling.limits import SchedulerConfig
@@ -155,8 +155,13 @@ class Engine:
             raise InvalidRequestError(
                 f"{self.config.model} generates text and serves no {type(params).__name__}.", param="params"
             )
-        _check_terms(request_id, priority, cache_salt, deadline)
-        encoder_input, prompt = self._prompt_ids(input)
+        check_terms(request_id, priority, cache_salt, deadline)
+        encoder_input, prompt = read_input(
+            input,
+            self.info,
+            encoder_vocab_size=self.runner.model.spec.encoder_vocab_size,
+            start=self.defaults.decoder_start_token_id,
+        )
         decoding = resolve(
             params,
             self.defaults,
@@ -283,45 +288,6 @@ class Engine:
             return deltas
         return deltas + self.scheduler.update(self.scheduler.remainder(), join(list(results.values())))
 
-    def _prompt_ids(self, input: EngineInput) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The encoder's input, () for a decoder-only model, and the beginning of the decoder's tokens."""
-        if isinstance(input, PixelInput) or (isinstance(input, Seq2SeqInput) and self.info.max_encoder_len is None):
-            kind = "an encoder-decoder" if self.info.max_encoder_len else "a decoder-only"
-            raise InvalidRequestError(
-                f"{self.config.model} is {kind} model and takes token ids, not a {type(input).__name__}.",
-                param="prompt",
-            )
-        if self.info.max_encoder_len is None:
-            assert not isinstance(input, Seq2SeqInput)
-            ids = input.token_ids if isinstance(input, TokenInput) else input
-            return (), _checked("prompt", ids, self.info.vocab_size)
-        begin: Sequence[int] = ()
-        if isinstance(input, Seq2SeqInput):
-            ids, begin = input.encoder_token_ids, input.decoder_token_ids or ()
-        else:
-            ids = input.token_ids if isinstance(input, TokenInput) else input
-        encoder_input = _checked("prompt", ids, self.runner.model.spec.encoder_vocab_size)
-        if len(encoder_input) > self.info.max_encoder_len:
-            raise InvalidRequestError(
-                f"the prompt is too long: it has {len(encoder_input)} tokens, and the encoder's maximum context length "
-                f"is {self.info.max_encoder_len} tokens (max_model_len). Shorten the prompt or raise --max-model-len.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        return encoder_input, self._decoder_begin(begin)
-
-    def _decoder_begin(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The decoder's first tokens: the model's start token, unless the request brings it itself."""
-        start = self.defaults.decoder_start_token_id
-        begin = _checked("decoder_prompt", ids, self.info.vocab_size) if ids else ()
-        if start is None and not begin:
-            raise InvalidRequestError(
-                f"{self.config.model} does not say what its decoder begins with (decoder_start_token_id). Send "
-                "decoder_prompt, or add it to generation_config.json.",
-                param="decoder_prompt",
-            )
-        return begin if start is None or begin[:1] == (start,) else (start, *begin)
-
     def _log_start(self, seconds: float) -> None:
         info = self.info
         tokens = info.num_blocks * info.block_size
@@ -337,35 +303,6 @@ class Engine:
             info.max_model_len,
             info.max_num_seqs,
         )
-
-
-def _checked(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as they may be.
-
-    Raises:
-        InvalidRequestError: no list of ids, none at all, or one outside the vocabulary.
-    """
-    listed = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
-    if not listed or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise InvalidRequestError(
-            "the engine takes a list of token ids (integers); use LLM.generate for text.", param=name
-        )
-    if not ids:
-        raise InvalidRequestError(f"the {name} is empty; it must hold at least one token.", param=name)
-    check_ids(name, ids, vocab_size)
-    return tuple(ids)
-
-
-def _check_terms(request_id: Any, priority: Any, cache_salt: Any, deadline: Any) -> None:
-    """Refuse what cannot order, salt or end a request."""
-    for name, value, kinds, wanted in (
-        ("request_id", request_id, (str,), "a string"),
-        ("priority", priority, (int,), "an integer"),
-        ("cache_salt", cache_salt, (str, type(None)), "a string or None"),
-        ("deadline", deadline, (int, float, type(None)), "seconds of time.monotonic() or None"),
-    ):
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise InvalidRequestError(f"{name} must be {wanted}, got {value!r}.", param=name, code="invalid_value")
 
 
 def choose_device(setting: str) -> torch.device:

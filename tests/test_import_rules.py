@@ -22,6 +22,7 @@ LAYERS = {
     "engine.attention": 2,
     "engine.model": 3,
     "engine.generation": 3,
+    "engine.inputs": 4,
     "engine.execution": 4,
     "engine.engine": 5,
     "engine.detokenizer": 5,

@@ -1,0 +1,88 @@
+"""A request's input and terms, checked at the border."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import InvalidRequestError
+from engine.generation import check_ids
+from engine.outputs import EngineInfo
+from engine.request import EngineInput, PixelInput, Seq2SeqInput, TokenInput
+
+
+def read_input(
+    input: EngineInput, info: EngineInfo, *, encoder_vocab_size: int, start: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The encoder's input, () for a decoder-only model, and the (first) tokens of the decoder.
+
+    Args:
+        start: what the decoder of this encoder-decoder model begins with, None if the model does not say.
+
+    Raises:
+        InvalidRequestError: not the kind of input that the model takes, empty, too long, or outside the vocabulary.
+    """
+    if info.max_encoder_len is None:
+        if isinstance(input, Seq2SeqInput | PixelInput):
+            raise _wrong_kind(input, info.model, "a decoder-only")
+        return (), _checked("prompt", input.token_ids if isinstance(input, TokenInput) else input, info.vocab_size)
+    if isinstance(input, PixelInput):
+        raise _wrong_kind(input, info.model, "an encoder-decoder")
+    begin: Sequence[int] = ()
+    ids: Any = input
+    if isinstance(input, Seq2SeqInput):
+        ids, begin = input.encoder_token_ids, input.decoder_token_ids or ()
+    elif isinstance(input, TokenInput):
+        ids = input.token_ids
+    encoder_input = _checked("prompt", ids, encoder_vocab_size)
+    if len(encoder_input) > info.max_encoder_len:
+        raise InvalidRequestError(
+            f"the prompt is too long: it has {len(encoder_input)} tokens, and the maximum context length of this "
+            f"model's encoder is {info.max_encoder_len} tokens (max_model_len). Shorten the prompt or raise "
+            "--max-model-len.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return encoder_input, _decoder_begin(begin, info, start)
+
+
+def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> tuple[int, ...]:
+    """The decoder's first tokens: the start token, unless the request brings it itself."""
+    begin = _checked("decoder_prompt", ids, info.vocab_size) if len(ids) else ()
+    if start is None and not begin:
+        raise InvalidRequestError(
+            f"{info.model} does not say what its decoder begins with (decoder_start_token_id). Send decoder_prompt, or "
+            "add it to generation_config.json.",
+            param="decoder_prompt",
+        )
+    return begin if start is None or begin[:1] == (start,) else (start, *begin)
+
+
+def _wrong_kind(input: object, model: str, kind: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{model} is {kind} model and takes token ids, not a {type(input).__name__}.", param="prompt"
+    )
+
+
+def _checked(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
+    listed = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
+    if not listed or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise InvalidRequestError(
+            "the engine takes a list of token ids (integers); use LLM.generate for text.", param=name
+        )
+    if not ids:
+        raise InvalidRequestError(f"the {name} is empty; it must hold at least one token.", param=name)
+    check_ids(name, ids, vocab_size)
+    return tuple(ids)
+
+
+def check_terms(request_id: Any, priority: Any, cache_salt: Any, deadline: Any) -> None:
+    """Refuse what cannot order, salt or end a request."""
+    for name, value, kinds, wanted in (
+        ("request_id", request_id, (str,), "a string"),
+        ("priority", priority, (int,), "an integer"),
+        ("cache_salt", cache_salt, (str, type(None)), "a string or None"),
+        ("deadline", deadline, (int, float, type(None)), "seconds of time.monotonic() or None"),
+    ):
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise InvalidRequestError(f"{name} must be {wanted}, got {value!r}.", param=name, code="invalid_value")
