@@ -51,7 +51,7 @@ def make(part: Experts, hidden: int, dtype: torch.dtype = torch.float32, *, pack
 
 def step(tokens: int, min_rows: int = 1) -> Step:
     metadata = AttentionMetadata.build([tokens], [tokens], CPU)
-    return Step(torch.arange(tokens), metadata, rotations={}, biases={}, min_rows=min_rows)
+    return Step(tokens, metadata, rotations={}, biases={}, min_rows=min_rows)
 
 
 @torch.inference_mode()

@@ -23,9 +23,9 @@ from transformers.models.auto.modeling_auto import (
 
 from engine.errors import UnsupportedModelError
 from engine.model.families import FAMILIES
+from engine.model.missing import unsupported
 from engine.model.spec import Lm, ModelSpec
 from engine.model.table import Family
-from engine.model.transformer import unsupported
 from engine.request import SamplingParams
 
 README = Path(__file__).resolve().parent.parent / "README.md"
