@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionMetadata
 from engine.execution.kv_cache import KVCache
+from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
 
 _ROWS = 32
@@ -37,6 +38,7 @@ def mean_keys(model: Transformer) -> list[Tensor]:
         cache.paged(torch.arange(1, _ROWS + 1, dtype=torch.int32, device=device).unsqueeze(1)),
         torch.arange(count, (_ROWS + 1) * count, device=device),
         AttentionMetadata.build([count] * _ROWS, [count] * _ROWS, device),
+        cross=None if model.encoder is None else CrossPages.empty([count] * _ROWS, device),
     )
     means = [keys[1:].float().mean((0, 1)) for keys, *_ in cache.layers]
     # Where random tokens lead to numbers that are not finite, keys are quantised as they are.

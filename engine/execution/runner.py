@@ -98,12 +98,10 @@ class ModelRunner:
         if self.model.encoder is None:
             return None
         if plan.cross_tables is None or plan.cross_lens is None:
-            tables, lengths = np.zeros((plan.num_rows, 1), dtype=np.int32), [0] * plan.num_rows
-        else:
-            tables, lengths = plan.cross_tables, plan.cross_lens.tolist()
+            return CrossPages.empty(query_lens, self.model.device)
         return CrossPages(
-            self._cross_tables.fill(tables.reshape(-1)).view(tables.shape),
-            AttentionMetadata.build(query_lens, lengths, self.model.device),
+            self._cross_tables.fill(plan.cross_tables.reshape(-1)).view(plan.cross_tables.shape),
+            AttentionMetadata.build(query_lens, plan.cross_lens.tolist(), self.model.device),
         )
 
     def _forward(self, plan: StepPlan) -> Tensor:

@@ -43,6 +43,13 @@ class CrossPages:
     block_tables: Tensor
     metadata: AttentionMetadata
 
+    @staticmethod
+    def empty(query_lens: list[int], device: torch.device) -> CrossPages:
+        """For rows of a trial step, which have no encoder input."""
+        rows = len(query_lens)
+        tables = torch.zeros(rows, 1, dtype=torch.int32, device=device)
+        return CrossPages(tables, AttentionMetadata.build(query_lens, [0] * rows, device))
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -302,7 +309,7 @@ class CrossAttention(nn.Module):
     def store(self, encoded: Tensor, cache: Paged, slots: Tensor) -> None:
         """Write K and V of an encoder's hidden states [Tp, memory] to slots [T], those past T being padding."""
         heads = self.kv(encoded).view(encoded.shape[0], 2, self.part.kv_heads, self.part.head_dim)[: len(slots)]
-        cache.write(slots, heads[:, 0], heads[:, 1])
+        _own(cache).write(slots, heads[:, 0], heads[:, 1])
 
     def forward(self, x: Tensor, cache: Paged, step: Step) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]."""
@@ -310,7 +317,7 @@ class CrossAttention(nn.Module):
         assert step.cross is not None
         attended = self.backend.attend(
             self.queries(x).view(total, part.heads, part.head_dim),
-            replace(cache, block_tables=step.cross.block_tables),
+            replace(_own(cache), block_tables=step.cross.block_tables),
             step.cross.metadata,
             causal=False,
             scale=part.scale,
@@ -318,6 +325,11 @@ class CrossAttention(nn.Module):
         )
         out: Tensor = self.out(attended.reshape(total, part.heads * part.head_dim))
         return out
+
+
+def _own(cache: Paged) -> Paged:
+    """The pages as cross-attention uses them: the centre of keys is that of self-attention's."""
+    return replace(cache, key_centre=None)
 
 
 class DenseFeedForward(nn.Module):
