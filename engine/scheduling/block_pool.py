@@ -135,9 +135,9 @@ class BlockPool:
         self._page_of[page_hash] = page
         self._hash_of[page] = page_hash
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Let nobody find these pages any more; those that nobody holds are free at once."""
-        for page in filter(None, pages):
+    def forget(self, hashes: Iterable[PageHash]) -> None:
+        """Let nobody find these contents any more; pages that nobody holds are free at once."""
+        for page in [self._page_of[page_hash] for page_hash in hashes if page_hash in self._page_of]:
             self._forget(page)
             if page in self._cached:
                 del self._cached[page]

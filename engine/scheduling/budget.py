@@ -51,21 +51,26 @@ class Costs:
     score: float = 0.0
     tile: int = 1
 
-    def work(self, start: int, count: int, scored: bool = False) -> float:
+    def work(self, start: int, count: int, scored: bool = False, beside: int = 0) -> float:
         """Work of a row: `count` tokens of one sequence from position `start` on.
 
         Args:
             scored: logits are wanted for each of them, not for the last alone.
+            beside: keys that each of them sees besides the sequence's own: those of an encoder input.
         """
-        return self.score + count * (1.0 + self.score * scored + self.pair * (start + (count + 1) / 2))
+        return self.score + count * (1.0 + self.score * scored + self.pair * (start + beside + (count + 1) / 2))
 
-    def fits(self, work: float, start: int, scored: bool = False) -> int:
+    def encoding(self, count: int) -> float:
+        """Work of an encoder input of `count` tokens, each of which sees all."""
+        return count * (1.0 + self.pair * count)
+
+    def fits(self, work: float, start: int, scored: bool = False, beside: int = 0) -> int:
         """Most tokens from position `start` on that take no more than `work`, ending with a tile if they pass
         one's end; 2**31 if there is no limit."""
         if work <= 0.0 or work == math.inf:
             return 0 if work <= 0.0 else 2**31
         work = max(work - self.score, 0.0)
-        linear = 1.0 + self.score * scored + self.pair * (start + 0.5)
+        linear = 1.0 + self.score * scored + self.pair * (start + beside + 0.5)
         # pair / 2 * count ** 2 + linear * count = work, solved so that pair may be 0.
         count = 2.0 * work / (linear + math.sqrt(linear**2 + 2.0 * self.pair * work))
         end = start + min(int(count), 2**31)

@@ -34,7 +34,8 @@ class Memory:
 
     def __init__(self, tokens: Sequence[int], root: PageHash, hasher: PageHasher, block_size: int):
         self.tokens: Int32 = np.array(tokens, dtype=np.int32)
-        self.key = hasher.extend(root, self.tokens)
+        # No token is -1: neither hash is one of a decoder's page.
+        self.key = hasher.extend(root, np.array([-1, *tokens], dtype=np.int32))
         count = -(-len(tokens) // block_size)
         self.hashes = [hasher.extend(self.key, np.array([-1, page], dtype=np.int32)) for page in range(count)]
         self.pages: list[int] = []

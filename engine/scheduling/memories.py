@@ -39,7 +39,9 @@ class Memories:
     def may_start(self, step: Step, group: SequenceGroup) -> bool:
         """The encoder need not run for this request, or may run in this step."""
         memory = group.memory
-        return memory is None or self._find(step, memory) is not None or step.can_encode(memory)
+        if memory is None or (memory.key not in step.encodings and self._find(step, memory) is not None):
+            return True
+        return step.can_encode(memory, group)
 
     def pages_needed(self, step: Step, group: SequenceGroup) -> int:
         """Available pages that `take` uses up."""
@@ -54,6 +56,8 @@ class Memories:
         if memory is None:
             return
         known = self._find(step, memory)
+        if known is None:
+            self._pool.forget(memory.hashes)  # what is left of them without the others is of no use
         pages = self._pool.reserve(len(memory.hashes)) if known is None else self._pool.adopt(known)
         assert pages is not None  # the scheduler asked how many are needed
         memory.pages = pages
@@ -93,7 +97,7 @@ class Memories:
         """A request is over."""
         self.release(group)
         if group.memory is not None and not self._config.enable_prefix_caching:
-            self._pool.forget(self._pool.match(group.memory.hashes))
+            self._pool.forget(group.memory.hashes)
 
     def _find(self, step: Step, memory: Memory) -> list[int] | None:
         """The pages of an equal input, complete now or after this step; None if there are none."""

@@ -24,6 +24,7 @@ from engine.scheduling.memories import Memories
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import Sequence, SequenceGroup, Status, pages_needed
 from engine.scheduling.step import Step
+from engine.scheduling.tables import Tables
 
 
 class Scheduler:
@@ -46,6 +47,7 @@ class Scheduler:
         self._copies: dict[SequenceGroup, list[tuple[int, int]]] = {}
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
+        self._tables = Tables(pool, self._hasher, config)
         self._memories = Memories(pool, self._hasher, config, self.stats)
 
     # ---------------------------------------------------------------- requests in and out
@@ -86,7 +88,7 @@ class Scheduler:
             if len(gone) < len(group.sequences):
                 group.sequences = [sequence for sequence in group.sequences if sequence.index != choice]
                 for sequence in gone:
-                    self._release(sequence)
+                    self._tables.release(sequence)
                 return bool(gone)
         self.stats.num_aborted += 1
         self._finish(group)
@@ -150,9 +152,7 @@ class Scheduler:
         self.stats.computed_tokens += plan.num_tokens
         self._memories.publish()
         for row in rows:
-            row.sequence.num_computed += row.count
-            self._publish(row.group, row.sequence)
-            self._drop_unseen(row)
+            self._tables.advance(row)
         with_prompt_logprobs = take_prompt_logprobs(rows, result)
         sampled: dict[SequenceGroup, int] = {}
         position = 0
@@ -169,8 +169,8 @@ class Scheduler:
                 if delta.choices or delta.finished or not group.started or delta.prompt_logprobs is not None:
                     deltas.append(delta)
                 self._apply(group, outcome)
-            elif group.fork_point is not None and group.sequences[0].num_computed == group.fork_point:
-                self._fork_from_first(group)
+            else:
+                self._tables.fork_from_first(group)
         return self._flush(deltas)
 
     def parts(self) -> dict[str, StepPlan]:
@@ -270,41 +270,21 @@ class Scheduler:
                 if lowest is None or lowest.request.priority <= group.request.priority:
                     return
                 self._preempt(step, lowest)
-            self._memories.take(step, group)
             self._start(group)
+            self._memories.take(step, group)
             self._plan_group(step, group)
 
     def _can_admit(self, step: Step, group: SequenceGroup) -> bool:
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
             return False
-        size = self.config.block_size
-        hits = self._match(group)
-        # Full pages before the fork point are shared; the page it lies in is one sequence's in the end.
-        shared = 0 if group.fork_point is None else group.fork_point // size
-        pages = shared + sum(pages_needed(s.num_tokens, size) - shared for s in group.sequences) - len(hits)
-        most = self.config.most_pages(len(group.sequences))  # those of hits included
-        needed = min(pages + self.pool.count_cached(hits), most) + self._memories.pages_needed(step, group)
+        needed = self._tables.pages_needed(group) + self._memories.pages_needed(step, group)
         return needed <= self.pool.num_available
-
-    def _match(self, group: SequenceGroup) -> list[int]:
-        if group.request.decoding.prompt_logprobs is not None and not group.started:
-            return []  # every prompt position must be computed to be scored
-        sequence = group.sequences[0]
-        known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
-        num_pages = known // self.config.block_size
-        if not self.config.enable_prefix_caching:
-            return []
-        hashes = sequence.extend_hashes(self._hasher, group.root, self.config.block_size, num_pages)
-        return self.pool.match(hashes, self.config.seen_pages)
 
     def _start(self, group: SequenceGroup) -> None:
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
         sequence = group.sequences[0]
-        hits = self._match(group)
-        sequence.table.extend(self.pool.adopt(hits))
-        sequence.num_published = len(hits)
-        sequence.num_computed = len(hits) * self.config.block_size
+        self._tables.adopt(group)
         self.stats.prefix_queries += sequence.num_tokens
         self.stats.prefix_hits += sequence.num_computed
         if not group.admitted:
@@ -314,8 +294,6 @@ class Scheduler:
             self.stats.prompt_tokens_cached += sequence.num_computed
         group.status = Status.RUNNING
         insort(self._running, group, key=lambda g: g.key)
-        if group.fork_point == sequence.num_computed:
-            self._fork_from_first(group)
 
     def _preempt(self, step: Step, group: SequenceGroup) -> None:
         """Take a group's pages; it starts over later, from what the prefix cache still has."""
@@ -323,7 +301,7 @@ class Scheduler:
         self.stats.num_preemptions += 1
         self._running.remove(group)
         for sequence in group.sequences:
-            self._release(sequence)
+            self._tables.release(sequence)
         for source, _ in step.drop(group):
             self.pool.unpin(source)
         self._memories.release(group)
@@ -342,38 +320,12 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
 
-    def _fork_from_first(self, group: SequenceGroup) -> None:
-        """The common prefix is computed: all other sequences go on from the first one's pages."""
-        first = group.sequences[0]
-        for sequence in group.sequences[1:]:
-            sequence.table.extend(self.pool.fork(first.table))
-            sequence.num_computed = first.num_computed
-            sequence.num_published = first.num_published
-        group.fork_point = None
-
-    def _publish(self, group: SequenceGroup, sequence: Sequence) -> None:
-        full = sequence.num_computed // self.config.block_size
-        if full <= sequence.num_published or not self.config.enable_prefix_caching:
-            return
-        hashes = sequence.extend_hashes(self._hasher, group.root, self.config.block_size, full)
-        for page in range(sequence.num_published, full):
-            self.pool.publish(sequence.table[page], hashes[page])
-        sequence.num_published = full
-
-    def _drop_unseen(self, row: Row) -> None:
-        """Give up the pages that no later query sees; page 0 takes their places, so that positions stay."""
-        start, end = self.config.first_page(row.start), self.config.first_page(row.sequence.num_computed)
-        if start < end:
-            pages = row.sequence.table.view(start, end)
-            self.pool.free(pages.tolist())
-            pages[:] = 0
-
     def _apply(self, group: SequenceGroup, outcome: Outcome) -> None:
         """Fork, drop and finish as the search decided; forks come before anything is freed."""
         for child, parent in outcome.forks:
             child.table.extend(self.pool.fork(parent.table))
         for sequence in outcome.dropped:
-            self._release(sequence)
+            self._tables.release(sequence)
         group.sequences = outcome.live
         group.started = True
         self.stats.generation_tokens += outcome.num_new_tokens
@@ -381,17 +333,11 @@ class Scheduler:
             self.stats.num_finished += 1
             self._finish(group)
 
-    def _release(self, sequence: Sequence) -> None:
-        self.pool.free(list(sequence.table))
-        sequence.table = type(sequence.table)()
-        sequence.num_computed = 0
-        sequence.num_published = 0
-
     def _finish(self, group: SequenceGroup) -> None:
         if group.status is Status.RUNNING:
             self._running.remove(group)
             for sequence in group.sequences:
-                self._release(sequence)
+                self._tables.release(sequence)
         elif group.status is Status.WAITING:
             self._num_waiting -= 1
         self._memories.finish(group)
@@ -430,10 +376,7 @@ class Scheduler:
         Raises:
             AssertionError: something leaked or is held twice, or is out of every window and held.
         """
-        for sequence in (s for g in self._groups.values() for s in g.sequences if len(s.table)):
-            table, first = sequence.table.view(), self.config.first_page(sequence.num_computed)
-            if table[:first].any() or not table[first:].all():
-                raise AssertionError(f"of a table, pages from {first} on are needed, but it is {table.tolist()}")
+        self._tables.check(self._groups.values())
         tables = [list(s.table) for g in self._groups.values() for s in g.sequences]
         tables += [g.memory.pages for g in self._groups.values() if g.memory is not None]
         self.pool.check_integrity(tables)

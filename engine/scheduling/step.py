@@ -19,14 +19,14 @@ class Step:
         budget: tokens that may still be planned.
         limit: how long the step may take.
         left: work (see `StepLimit`) that may still be planned.
-        decoding: groups planned before prompts had their turn.
+        num_prompts: groups planned since prompts have their turn; None before.
         encodings: runs of the encoder, by the key of their input.
     """
 
     budget: int
     limit: StepLimit = UNLIMITED
     left: float = field(init=False)
-    decoding: int = 0
+    num_prompts: int | None = None
     rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
     copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
     encodings: dict[PageHash, Encoding] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Step:
 
     def begin_prompts(self) -> None:
         """All decoding rows have their token: whatever they took, prompts get their least."""
-        self.decoding = len(self.rows)
+        self.num_prompts = 0
         self.left = max(self.left, self.limit.least)
         taken = sum(row.count for rows in self.rows.values() for row in rows)
         self.budget = int(min(self.budget, max(self.limit.tokens - taken, self.limit.least, 1)))
@@ -45,34 +45,41 @@ class Step:
     @property
     def is_open(self) -> bool:
         """Another prompt may have tokens; the first one always."""
-        return self.budget > 0 and (self.left >= 1.0 or len(self.rows) <= self.decoding)
+        return self.budget > 0 and (self.left >= 1.0 or not self.num_prompts)
 
     def room(self, group: SequenceGroup) -> int:
         """Tokens that a prompt may have now: at least one while the step is open."""
-        fits = self.limit.costs.fits(self.left, group.sequences[0].num_computed, _scores(group))
+        fits = self.limit.costs.fits(self.left, group.sequences[0].num_computed, _scores(group), _beside(group))
         return min(max(fits, int(self.is_open)), self.budget)
 
     def take(self, group: SequenceGroup, rows: list[Row]) -> None:
         """The group runs these rows."""
         self.rows[group] = rows
+        if self.num_prompts is not None:
+            self.num_prompts += 1
         self.budget -= sum(row.count for row in rows)
         self.left -= self._work(group, rows)
 
-    def can_encode(self, memory: Memory) -> bool:
-        """An encoder input, which cannot be cut, may run now: it fits, or it is the first prompt of this step."""
-        if memory.key in self.encodings or len(self.rows) <= self.decoding:
+    def can_encode(self, memory: Memory, group: SequenceGroup) -> bool:
+        """The group's encoder input, which cannot be cut, may run now, and the group have a row in the same step:
+        both fit, or it is the first prompt of this step."""
+        if not self.num_prompts:
             return True
-        count = len(memory.tokens)
-        return count < self.budget and self.limit.costs.work(0, count) <= self.left
+        known = memory.key in self.encodings
+        count = 0 if known else len(memory.tokens)
+        left = self.left if known else self.left - self.limit.costs.encoding(count)
+        return count + len(group.sequences) <= self.budget and left >= 1.0
 
     def encode(self, memory: Memory, group: SequenceGroup) -> None:
         """Run the encoder over this input; another group's run over an equal one serves both."""
         found = self.encodings.get(memory.key)
         if found is None:
             found = self.encodings[memory.key] = Encoding()
-            # A token is left, so that the decoder can begin in this step.
-            self.budget = max(self.budget - len(memory.tokens), 1)
-            self.left -= self.limit.costs.work(0, len(memory.tokens))
+            # However long it is, the group has a row: who has none is not among those that a failed step ends.
+            counts = [count for _, count in group.work()]
+            least = len(counts) if max(counts) == 1 else 1
+            self.budget = max(self.budget - len(memory.tokens), least)
+            self.left -= self.limit.costs.encoding(len(memory.tokens))
         found.groups.append(group)
 
     def drop(self, group: SequenceGroup) -> list[tuple[int, int]]:
@@ -87,8 +94,13 @@ class Step:
         return self.copies.pop(group, [])
 
     def _work(self, group: SequenceGroup, rows: list[Row]) -> float:
-        return sum(self.limit.costs.work(row.start, row.count, _scores(group)) for row in rows)
+        costs, scored, beside = self.limit.costs, _scores(group), _beside(group)
+        return sum(costs.work(row.start, row.count, scored, beside) for row in rows)
 
 
 def _scores(group: SequenceGroup) -> bool:
     return group.request.decoding.prompt_logprobs is not None and not group.started
+
+
+def _beside(group: SequenceGroup) -> int:
+    return 0 if group.memory is None else len(group.memory.tokens)

@@ -1,0 +1,96 @@
+"""Pages of sequences' own tokens: how many a group needs, and which of them it finds, shares, publishes and gives up.
+
+Room for a step's tokens is made by the `Scheduler`, which knows who has to give way for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.scheduling.batch import Row
+from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.sequence import Sequence, SequenceGroup, pages_needed
+
+
+class Tables:
+    """The scheduler's way with the tables of sequences: `BlockPool` knows pages, this knows which tokens they hold."""
+
+    def __init__(self, pool: BlockPool, hasher: PageHasher, config: SchedulerConfig):
+        self._pool = pool
+        self._hasher = hasher
+        self._config = config
+
+    def pages_needed(self, group: SequenceGroup) -> int:
+        """Available pages that a waiting group uses up until it samples."""
+        size = self._config.block_size
+        hits = self._match(group)
+        # Full pages before the fork point are shared; the page it lies in is one sequence's in the end.
+        shared = 0 if group.fork_point is None else group.fork_point // size
+        pages = shared + sum(pages_needed(s.num_tokens, size) - shared for s in group.sequences) - len(hits)
+        most = self._config.most_pages(len(group.sequences))  # those of hits included
+        return min(pages + self._pool.count_cached(hits), most)
+
+    def adopt(self, group: SequenceGroup) -> None:
+        """Give a group that begins the pages of the longest beginning that is known."""
+        sequence, hits = group.sequences[0], self._match(group)
+        sequence.table.extend(self._pool.adopt(hits))
+        sequence.num_published = len(hits)
+        sequence.num_computed = len(hits) * self._config.block_size
+        self.fork_from_first(group)
+
+    def fork_from_first(self, group: SequenceGroup) -> None:
+        """Where the common prefix is computed, all other sequences go on from the first one's pages."""
+        first = group.sequences[0]
+        if group.fork_point != first.num_computed:
+            return
+        for sequence in group.sequences[1:]:
+            sequence.table.extend(self._pool.fork(first.table))
+            sequence.num_computed = first.num_computed
+            sequence.num_published = first.num_published
+        group.fork_point = None
+
+    def advance(self, row: Row) -> None:
+        """A row's tokens are computed: publish what is full, give up what no later query sees."""
+        row.sequence.num_computed += row.count
+        self._publish(row.group, row.sequence)
+        # Page 0 takes the places of what is given up, so that positions stay.
+        start, end = self._config.first_page(row.start), self._config.first_page(row.sequence.num_computed)
+        if start < end:
+            pages = row.sequence.table.view(start, end)
+            self._pool.free(pages.tolist())
+            pages[:] = 0
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence gives its pages up."""
+        self._pool.free(list(sequence.table))
+        sequence.table = type(sequence.table)()
+        sequence.num_computed = 0
+        sequence.num_published = 0
+
+    def check(self, groups: Iterable[SequenceGroup]) -> None:
+        """Raise AssertionError if a table lacks a page that is seen, or holds one that is not."""
+        for sequence in (s for group in groups for s in group.sequences if len(s.table)):
+            table, first = sequence.table.view(), self._config.first_page(sequence.num_computed)
+            if table[:first].any() or not table[first:].all():
+                raise AssertionError(f"of a table, pages from {first} on are needed, but it is {table.tolist()}")
+
+    def _match(self, group: SequenceGroup) -> list[int]:
+        if group.request.decoding.prompt_logprobs is not None and not group.started:
+            return []  # every prompt position must be computed to be scored
+        if not self._config.enable_prefix_caching:
+            return []
+        sequence = group.sequences[0]
+        known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
+        num_pages = known // self._config.block_size
+        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages)
+        return self._pool.match(hashes, self._config.seen_pages)
+
+    def _publish(self, group: SequenceGroup, sequence: Sequence) -> None:
+        full = sequence.num_computed // self._config.block_size
+        if full <= sequence.num_published or not self._config.enable_prefix_caching:
+            return
+        hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, full)
+        for page in range(sequence.num_published, full):
+            self._pool.publish(sequence.table[page], hashes[page])
+        sequence.num_published = full
