@@ -79,7 +79,9 @@ class Engine:
         )
         model.pack()
         shapes = model.kv_shapes()
-        num_blocks = count_blocks(config, shapes, max_model_len, cache_dtype, device)
+        num_blocks = count_blocks(
+            config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len
+        )
         centres = mean_keys(model) if cache_dtype == torch.int8 else None
         cache = KVCache(shapes, num_blocks, config.block_size, cache_dtype, device, centres)
         self.runner = ModelRunner(
@@ -114,7 +116,7 @@ class Engine:
             vocab_size=model.vocab_size,
             block_size=config.block_size,
             num_blocks=num_blocks,
-            full_requests=limits.fitting(max_model_len, num_blocks),
+            full_requests=limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0),
             max_num_seqs=config.most_seqs,
             max_num_beams=config.max_num_beams,
             max_encoder_len=model.max_encoder_len,

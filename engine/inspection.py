@@ -106,7 +106,9 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory
     weights = sum(tensor.nbytes for tensor in model.parameters())
     shapes = model.kv_shapes()
-    num_blocks = count_blocks(config, shapes, max_model_len, cache_dtype, device, reserved=weights)
+    num_blocks = count_blocks(
+        config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len, reserved=weights
+    )
     return ModelFacts(
         path=path,
         architecture=architecture(hf_config),

@@ -173,7 +173,8 @@ class EngineInfo:
 
     Attributes:
         dtype, kv_cache_dtype: of weights and activations, and of the pages.
-        full_requests: how many requests of max_model_len tokens the pages hold at a time.
+        full_requests: how many requests of max_model_len tokens (and the longest encoder input) the pages hold at a
+            time.
         max_encoder_len: most tokens of an encoder's input; None for a model without an encoder.
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.

@@ -3,27 +3,31 @@
 `FakeModel` chooses its logits by a hash of the salt and of all tokens so far. `Simulator` keeps what a
 runner would keep in paged memory: for each slot the token and the hash up to it. It computes a new
 token's hash from what the *memory* holds before it, so a wrong page anywhere changes the answer, and it
-compares every page that a row names with the tokens that the row should see. `solve` decodes the same
-request alone, by plain loops that know nothing of pages.
+compares every page that a row names with the tokens that the row should see. An encoder's input leaves a hash per
+token, each of the whole input; every token of a decoder takes all of them in, as its row's pages have them.
+`solve` decodes the same request alone, by plain loops that know nothing of pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace, TracebackType
 from unittest import mock
 
 import numpy as np
 
+from engine.execution.isolation import join
 from engine.outputs import ChoiceDelta, RequestDelta, TokenLogprobs
 from engine.request import Decoding, Request
+from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult, TokenScores
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Status
+from engine.scheduling.sequence import SequenceGroup, Status
 
 VOCAB = 17
 _MASK = 2**64 - 1
@@ -37,6 +41,8 @@ class FakeModel:
         logits = np.random.default_rng(seed).normal(0.0, 1.7, (rows, VOCAB))
         self._rows = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
 
+        self._digests: dict[tuple[str | None, tuple[int, ...]], int] = {}
+
     def root(self, salt: str | None) -> int:
         return 1 if salt is None else self.extend(2, sum(salt.encode()))
 
@@ -44,10 +50,32 @@ class FakeModel:
         mixed = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15) & _MASK
         return mixed ^ (mixed >> 29)
 
-    def state(self, salt: str | None, tokens: Sequence[int]) -> int:
-        state = self.root(salt)
+    def encode(self, salt: str | None, tokens: Sequence[int]) -> list[int]:
+        """What an encoder leaves of each token: it depends on all of them."""
+        whole = self.extend(self.root(salt), 1000)
         for token in tokens:
-            state = self.extend(state, token)
+            whole = self.extend(whole, token)
+        return [self.extend(whole, 50 * place + token) for place, token in enumerate(tokens)]
+
+    def digest(self, encoded: Sequence[int]) -> int:
+        """All that an encoder left, in one number; 0 without an encoder."""
+        digest = 0
+        for state in encoded:
+            digest = self.extend(digest ^ state, 0)
+        return digest
+
+    def decode(self, state: int, token: int, digest: int) -> int:
+        """The state after one more token of the decoder."""
+        return self.extend(state ^ digest, token)
+
+    def state(self, request: Request, tokens: Sequence[int]) -> int:
+        state = self.root(request.cache_salt)
+        salt, encoder_input = request.cache_salt, request.encoder_token_ids
+        if (salt, encoder_input) not in self._digests:
+            self._digests[salt, encoder_input] = self.digest(self.encode(salt, encoder_input))
+        digest = self._digests[salt, encoder_input]
+        for token in tokens:
+            state = self.decode(state, token, digest)
         return state
 
     def logprobs(self, state: int) -> np.ndarray:
@@ -90,7 +118,7 @@ class Answer:
 
 
 def _processed(model: FakeModel, request: Request, output: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    raw = model.logprobs(model.state(request.cache_salt, [*request.prompt_token_ids, *output]))
+    raw = model.logprobs(model.state(request, [*request.prompt_token_ids, *output]))
     processed = raw.copy()
     if len(output) < request.decoding.min_tokens:
         processed[list(request.decoding.stop_ids)] = _LOG_ZERO
@@ -217,7 +245,16 @@ class Simulator:
             "salted_hits": 0,
             "unseen": 0,
             "late_hits": 0,
+            "encoded": 0,
+            "encoded_for_several": 0,
+            "encoded_again": 0,
+            "encoded_beside_decoding": 0,
+            "encoded_over_budget": 0,
+            "encoder_pages_shared": 0,
+            "encoder_pages_found_again": 0,
+            "apart": 0,
         }
+        self.inputs_seen: dict[str, int] = {}  # how often each request's encoder input was encoded
         self._patch = mock.patch("engine.scheduling.scheduler.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def __enter__(self) -> Simulator:
@@ -265,11 +302,46 @@ class Simulator:
         else:
             for source, target in plan.copies[: len(plan.copies) // 2]:
                 self._copy(np.array([source]), np.array([target]))
-            self.tokens.reshape(-1)[plan.slots] = -7
+            self._garble(plan, set())
             deltas = self.scheduler.fail("it broke")
         self._deliver(deltas)
         self.check()
         return deltas
+
+    def fail_apart(self, last_digits: Collection[str]) -> list[RequestDelta]:
+        """A step that breaks, and is run again request by request: those whose names end with these digits break
+        again, with garbage in the slots that nobody else has written."""
+        plan = self._schedule()
+        if plan is None:
+            deltas = self.scheduler.take_outbox()
+        else:
+            parts = self.scheduler.parts()
+            members = {name: [r for r in self._rows() if r.group.request.request_id == name] for name in parts}
+            assert [row for rows in members.values() for row in rows] == self._rows()
+            self._garble(plan, set())
+            for part in parts.values():
+                self._copy(*part.copies.T)
+            results, written = [], set[int]()
+            for name, part in parts.items():
+                if name[-1] in last_digits:
+                    self._garble(part, written)
+                    continue
+                results.append(self.execute(replace(part, copies=part.copies[:0]), members[name]))
+                written.update([] if part.encoder is None else part.encoder.slots.tolist())
+            self.events["apart"] += 0 < len(results) < len(parts)
+            deltas = self.scheduler.fail({name: "it broke" for name in parts if name[-1] in last_digits})
+            if results:
+                deltas += self.scheduler.update(self.scheduler.remainder(), join(results))
+        self._deliver(deltas)
+        self.check()
+        return deltas
+
+    def _garble(self, plan: StepPlan, spared: set[int]) -> None:
+        slots = [*plan.slots.tolist(), *([] if plan.encoder is None else plan.encoder.slots.tolist())]
+        self.tokens.reshape(-1)[[slot for slot in slots if slot not in spared]] = -7
+
+    def _rows(self) -> list[Row]:
+        return list(self.scheduler._step or [])
 
     def step_bound(self) -> int:
         """Steps after which everything must be over: in each, the first in line does something."""
@@ -337,7 +409,7 @@ class Simulator:
         for place in range(1, len(prompt)):
             entry = got[place]
             assert entry is not None
-            raw = self.model.logprobs(self.model.state(request.cache_salt, prompt[:place]))
+            raw = self.model.logprobs(self.model.state(request, prompt[:place]))
             self._compare_entry(raw, prompt[place], entry, wanted)
 
     @staticmethod
@@ -350,8 +422,14 @@ class Simulator:
     def _schedule(self) -> StepPlan | None:
         """Plan a step, in which something runs: the first in line, if it ran before."""
         running = {group for group in self.scheduler.groups() if group.status is Status.RUNNING}
+        came_before = {group for group in self.scheduler.groups() if group.admitted and group not in running}
         plan = self.scheduler.schedule()
         groups = list(self.scheduler.groups())
+        for group in groups:
+            if group.memory is not None and group.memory.pages:
+                known = self.pool.match(group.memory.hashes) == group.memory.pages
+                self.events["encoder_pages_found_again"] += known and group in came_before
+                assert known or any(row.group is group for row in self._rows()), "encoded for nobody in the step"
         if groups:
             assert plan is not None, "a step in which nothing runs"
             first = min(groups, key=lambda group: group.key)
@@ -361,13 +439,12 @@ class Simulator:
 
     # -------------------------------------------------------------- what a runner does
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run a plan on the memory, and check that it is one."""
-        rows = self.scheduler._step
-        assert rows is not None
+    def execute(self, plan: StepPlan, rows: list[Row] | None = None) -> StepResult:
+        """Run a plan on the memory, and check that it is one; `rows` are its rows if it is a part of a step."""
+        rows = self._rows() if rows is None else rows
         assert 0 < plan.num_rows == len(rows) <= self.config.max_num_seqs
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
-        self._check_groups()
+        self._check_groups(rows)
         sources, targets = plan.copies.T
         assert len(set(targets.tolist())) == len(targets)
         assert not set(targets.tolist()) & set(sources.tolist())
@@ -375,22 +452,76 @@ class Simulator:
         assert len(set(plan.slots.tolist())) == plan.num_tokens
         assert plan.query_start[0] == 0
         assert plan.query_start[-1] == plan.num_tokens
+        self._encode(plan, rows)
         for i, row in enumerate(rows):
-            self._check_memory(plan, i, row.start)
-        for i in range(len(rows)):
-            self._write(plan, i)
+            self._check_memory(plan, i, row, row.start)
+            self._check_cross(plan, i, row)
         for i, row in enumerate(rows):
-            self._check_memory(plan, i, row.start + row.count)
+            self._write(plan, i, row)
+        for i, row in enumerate(rows):
+            self._check_memory(plan, i, row, row.start + row.count)
         states = self.states.reshape(-1)[plan.slots]
-        return self._result(plan, [int(state) for state in states])
+        return self._result(plan, [int(state) for state in states], [row for row in rows if row.sampled])
+
+    def _encode(self, plan: StepPlan, rows: list[Row]) -> None:
+        """Run the encoder, over inputs of requests that have rows and into pages that are only theirs."""
+        batch = plan.encoder
+        if batch is None:
+            return
+        most = self.config.max_num_batched_tokens
+        assert 0 < len(batch.token_ids) == batch.starts[-1] <= most
+        assert len({*batch.slots.tolist(), *plan.slots.tolist()}) == len(batch.slots) + plan.num_tokens
+        groups = {row.group for row in rows}
+        decoding = sum(group.started and group.fork_point is None for group in groups)
+        self.events["encoded_beside_decoding"] += decoding > 0
+        if len(batch.token_ids) + plan.num_tokens > most:
+            # Only the first prompt of a step may, and it is the last one then.
+            self.events["encoded_over_budget"] += 1
+            assert len(batch.starts) == 2
+            chunks = {row.group for row in rows if row.count > 1 or not row.sampled}
+            owners = [group for group in groups if group.memory and group.memory.pages[0] * self.size == batch.slots[0]]
+            assert chunks <= set(owners)
+            assert len(owners) == 1
+        for first, last in itertools.pairwise(batch.starts.tolist()):
+            tokens, slots = batch.token_ids[first:last].tolist(), batch.slots[first:last]
+            pages = dict.fromkeys((slots // self.size).tolist())
+            in_order = [page * self.size + place for page in pages for place in range(self.size)]
+            assert slots.tolist() == in_order[: last - first]
+            assert not any(is_published(self.pool, page) for page in pages), "a published page is written"
+            holders = [group for group in groups if group.memory and group.memory.pages == list(pages)]
+            assert {group.request.encoder_token_ids for group in holders} == {tuple(tokens)}
+            assert len({group.request.cache_salt for group in holders}) == 1
+            assert [self.pool.references(page) for page in pages] == [
+                sum(g.memory is not None and g.memory.pages == list(pages) for g in self.scheduler._running)
+            ] * len(pages)
+            self.events["encoded"] += 1
+            self.events["encoded_for_several"] += len(holders) > 1
+            self.tokens.reshape(-1)[slots] = tokens
+            self.states.reshape(-1)[slots] = self.model.encode(holders[0].request.cache_salt, tokens)
+            for group in holders:
+                name = group.request.request_id
+                self.inputs_seen[name] = self.inputs_seen.get(name, 0) + 1
+                self.events["encoded_again"] += self.inputs_seen[name] > 1
+
+    def _cross_slots(self, plan: StepPlan, i: int) -> np.ndarray:
+        if plan.cross_tables is None or plan.cross_lens is None:
+            return np.zeros(0, dtype=np.int64)
+        positions = np.arange(plan.cross_lens[i])
+        return plan.cross_tables[i][positions // self.size] * self.size + positions % self.size
+
+    def _check_cross(self, plan: StepPlan, i: int, row: Row) -> None:
+        """The pages that row i names for its encoder's input hold exactly that."""
+        slots, expected = self._cross_slots(plan, i), list(row.group.request.encoder_token_ids)
+        assert self.tokens.reshape(-1)[slots].tolist() == expected
+        if plan.cross_tables is not None:
+            assert not plan.cross_tables[i][-(-len(expected) // self.size) :].any()
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         self.tokens[targets] = self.tokens[sources]
         self.states[targets] = self.states[sources]
 
-    def _check_groups(self) -> None:
+    def _check_groups(self, rows: list[Row]) -> None:
         """Groups sample whole or not at all; running ones fit into the rows."""
-        rows = self.scheduler._step or []
         sampled: dict[str, set[bool]] = {}
         for row in rows:
             sampled.setdefault(row.group.request.request_id, set()).add(row.sampled)
@@ -413,10 +544,9 @@ class Simulator:
         """The first token that a query at `position` sees."""
         return 0 if self.config.window is None else max(0, position + 1 - self.config.window)
 
-    def _check_memory(self, plan: StepPlan, i: int, end: int) -> None:
+    def _check_memory(self, plan: StepPlan, i: int, row: Row, end: int) -> None:
         """The pages that row i names hold exactly its sequence's tokens up to end - 1, from the first one on that
         any of its queries sees; pages before that one are not named."""
-        row = (self.scheduler._step or [])[i]
         expected = row.sequence.tokens.view(0, end).tolist()
         slots = self._slots(plan, i, end)
         first = self._first_seen(row.start)
@@ -424,11 +554,10 @@ class Simulator:
         assert self.tokens.reshape(-1)[slots[first:]].tolist() == expected[first:]
         assert not plan.block_tables[i][: first // self.size].any(), "a page that no query sees is named"
         if end:
-            state = self.model.state(row.group.request.cache_salt, expected)
+            state = self.model.state(row.group.request, expected)
             assert int(self.states.reshape(-1)[slots[-1]]) == state
 
-    def _write(self, plan: StepPlan, i: int) -> None:
-        row = (self.scheduler._step or [])[i]
+    def _write(self, plan: StepPlan, i: int, row: Row) -> None:
         first, last = plan.query_start[i], plan.query_start[i + 1]
         start, end = int(plan.context_lens[i] - (last - first)), int(plan.context_lens[i])
         assert (start, end) == (row.start, row.start + row.count)
@@ -441,14 +570,14 @@ class Simulator:
             assert not is_published(self.pool, page), "a published page is written"
         salt = row.group.request.cache_salt
         state = int(self.states.reshape(-1)[slots[start - 1]]) if start else self.model.root(salt)
+        digest = self.model.digest(self.states.reshape(-1)[self._cross_slots(plan, i)].tolist())
         for slot, token in zip(slots[start:].tolist(), plan.token_ids[first:last].tolist(), strict=True):
-            state = self.model.extend(state, token)
+            state = self.model.decode(state, token, digest)
             self.tokens.reshape(-1)[slot] = token
             self.states.reshape(-1)[slot] = state
 
-    def _result(self, plan: StepPlan, states: list[int]) -> StepResult:
+    def _result(self, plan: StepPlan, states: list[int], rows: list[Row]) -> StepResult:
         batch = plan.sampling
-        rows = [row for row in self.scheduler._step or [] if row.sampled]
         assert len(rows) == (0 if batch is None else len(batch.rows))
         width = 1 if batch is None else int(max(batch.num_draws.max(), min(batch.beam_width.max(), VOCAB), 1))
         number = 0 if batch is None else max(int(batch.num_logprobs.max()), 0)
@@ -507,7 +636,7 @@ class Simulator:
         """Nothing is lost, nothing is shared across salts; freed pages are poisoned."""
         self.scheduler.check_integrity()
         assert self.pool.num_free + self.pool.num_held + self.pool.num_cached == self.pool.total
-        owners: dict[int, str | None] = {}
+        owners: dict[int, object] = {}
         waiting = 0
         for group in self.scheduler.groups():
             assert group.status is not Status.FINISHED
@@ -521,13 +650,31 @@ class Simulator:
                 assert [place for place, page in enumerate(sequence.table) if not page] == list(range(unseen))
                 self.events["unseen"] += unseen
                 for page in filter(None, sequence.table):
-                    salt = group.request.cache_salt
-                    assert owners.setdefault(page, salt) == salt, "a page is shared across salts"
+                    root = (group.request.cache_salt, group.request.encoder_token_ids)
+                    assert owners.setdefault(page, root) == root, "a page is shared across salts or encoder inputs"
+            self._check_encoder_pages(group, owners)
         assert self.scheduler.snapshot().num_waiting == waiting
         for page in range(1, self.pool.total + 1):
             if not self.pool.references(page) and not is_published(self.pool, page):
                 self.tokens[page] = -1
                 self.states[page] = 0
+
+    def _check_encoder_pages(self, group: SequenceGroup, owners: dict[int, object]) -> None:
+        """A running request holds its input's pages, all findable; nobody else has one of them for another use."""
+        memory, request = group.memory, group.request
+        assert (memory is None) == (not request.encoder_token_ids)
+        if memory is None:
+            return
+        running = group.status is Status.RUNNING
+        assert len(memory.pages) == (-(-len(memory.tokens) // self.size) if running else 0)
+        who = "encoder", request.cache_salt, request.encoder_token_ids
+        who += () if self.config.enable_prefix_caching else (request.request_id,)
+        for page in memory.pages:
+            self.events["encoder_pages_shared"] += page in owners
+            assert owners.setdefault(page, who) == who, "an encoder input's page is somebody else's"
+        if running:
+            assert self.pool.match(memory.hashes) == memory.pages
+            assert self.inputs_seen.get(request.request_id) or self.config.enable_prefix_caching
 
     def _deliver(self, deltas: Sequence[RequestDelta]) -> None:
         for delta in deltas:
@@ -562,7 +709,8 @@ class Simulator:
 
 def make_request(request_id: str, prompt: Sequence[int], **decoding: object) -> Request:
     """A request; keywords of `Request` and of `Decoding` together."""
-    outer = {name: decoding.pop(name) for name in ("priority", "cache_salt", "deadline") if name in decoding}
+    names = ("priority", "cache_salt", "deadline", "encoder_token_ids")
+    outer = {name: decoding.pop(name) for name in names if name in decoding}
     decoding.setdefault("max_tokens", 4)
     decoding.setdefault("temperature", 0.0)
     return Request(

@@ -19,6 +19,8 @@ MODEL = FakeModel()
 EOS, STOP = 0, 1
 # Prompts are cut from these, so that they share beginnings.
 TEXTS = [[2 + (seed * 7 + i * i * 3 + i) % (VOCAB - 2) for i in range(40)] for seed in (1, 2)]
+# Encoder inputs: equal ones meet, and one may be the beginning of another.
+INPUTS = [tuple(text[:length]) for text, length in ((TEXTS[0], 1), (TEXTS[0], 5), (TEXTS[0], 12), (TEXTS[1], 8))]
 
 
 def may_fit(request: Request, simulator: Simulator) -> bool:
@@ -34,7 +36,9 @@ def may_fit(request: Request, simulator: Simulator) -> bool:
         # One token of a window in its first page, one of a step's in its last page, all others between.
         slots = width * (size + simulator.config.window - 2 + size - 1) + simulator.config.max_num_batched_tokens
         pages = min(pages, slots // size)
-    return pages <= simulator.pool.total
+    encoder_input = len(request.encoder_token_ids)
+    fits = encoder_input <= simulator.config.max_num_batched_tokens
+    return fits and pages + len(range(0, encoder_input, size)) <= simulator.pool.total
 
 
 @st.composite
@@ -70,6 +74,7 @@ def requests(draw: st.DrawFn) -> Request:
         priority=draw(st.sampled_from([0, 0, 0, -1, 1])),
         cache_salt=draw(st.sampled_from([None, None, "a"])),
         deadline=draw(st.sampled_from([None, None, None, None, 3.0, 10.0])),
+        encoder_token_ids=draw(st.sampled_from([(), (), (), *INPUTS])),
         **how,
     )
 
@@ -134,7 +139,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def trouble(self, kind: str, data: st.DataObject) -> None:
         alive = self.alive()
         if kind == "fail":
-            self.sim.fail()
+            if at_fault := data.draw(st.sets(st.sampled_from("0123456789"), max_size=9)):
+                self.sim.fail_apart(at_fault)
+            else:
+                self.sim.fail()
         elif kind == "time":
             self.sim.now += 2.0
         elif alive:
@@ -173,7 +181,7 @@ TestSchedulerMachine.settings = settings(
 )
 
 
-def random_request(rng: random.Random, name: str, longest: int) -> Request:
+def random_request(rng: random.Random, name: str, longest: int, encoder_input: tuple[int, ...] = ()) -> Request:
     """Like `requests`, for runs longer than hypothesis makes them."""
     kind = rng.choice(["greedy", "sample", "beam"])
     how: dict[str, object] = {}
@@ -197,16 +205,22 @@ def random_request(rng: random.Random, name: str, longest: int) -> Request:
         prompt_logprobs=rng.choice([None, None, None, 1]),
         priority=rng.choice([0, 0, 0, 0, -1, 1]),
         cache_salt=rng.choice([None, None, "a", "b"]),
+        encoder_token_ids=encoder_input,
         **how,
     )
 
 
-@pytest.mark.parametrize("windows", [[None], [3, 6, 12]])
-def test_crowds_get_the_answers_they_get_alone(windows: list[int | None]) -> None:
+@pytest.mark.parametrize(
+    ("windows", "inputs", "seeds"),
+    [([None], [()], 40), ([3, 6, 12], [()], 24), ([None], [(), *INPUTS, tuple(TEXTS[1][:18])], 24)],
+)
+def test_crowds_get_the_answers_they_get_alone(
+    windows: list[int | None], inputs: list[tuple[int, ...]], seeds: int
+) -> None:
     """Thousands of steps over small pools; everything that can happen to a request did happen."""
     events: Counter[str] = Counter()
-    for seed in range(40 if windows == [None] else 24):
-        rng = random.Random(seed)
+    for seed in range(seeds):
+        rng, chooser = random.Random(seed), random.Random(-seed)
         simulator = Simulator(
             num_pages=rng.randint(13, 22),
             block_size=rng.randint(2, 4),
@@ -218,7 +232,10 @@ def test_crowds_get_the_answers_they_get_alone(windows: list[int | None]) -> Non
         )
         with simulator as sim:
             for number in range(40):
-                request = random_request(rng, f"r{number}", 20 if windows == [None] else 40)
+                longest = 20 if windows == [None] else 40
+                if number == 0 or chooser.random() < 0.5:
+                    encoder_input = chooser.choice(inputs)
+                request = random_request(rng, f"r{number}", longest, encoder_input)
                 if may_fit(request, sim):
                     sim.add(request)
                 for _ in range(rng.choice([0, 0, 1, 2, 8])):
@@ -229,12 +246,15 @@ def test_crowds_get_the_answers_they_get_alone(windows: list[int | None]) -> Non
                     sim.abort(request_id, rng.choice([None, 0]))
                 if rng.random() < 0.02:
                     sim.fail()
+                if inputs != [()] and chooser.random() < 0.15:
+                    sim.fail_apart(chooser.sample("0123456789", 3))
             sim.drain()
             sim.compare()
         stats = sim.scheduler.stats
         events.update(sim.events)
         events.update(preemptions=stats.num_preemptions, copies=stats.num_page_copies, hits=stats.prefix_hits)
         events.update(finished=stats.num_finished, aborted=stats.num_aborted, steps=stats.num_steps)
+        events.update(encoder_runs=stats.num_encoder_runs, encoder_hits=stats.num_encoder_hits)
     least = {
         "preemptions": 200,
         "copies": 600,
@@ -247,6 +267,19 @@ def test_crowds_get_the_answers_they_get_alone(windows: list[int | None]) -> Non
         "aborted": 30,
         "steps": 1500,
     }
+    if inputs != [()]:
+        encoder = {
+            "encoder_runs": 300,
+            "encoder_hits": 100,
+            "encoded_beside_decoding": 100,
+            "encoded_for_several": 5,
+            "encoded_again": 10,
+            "encoded_over_budget": 2,
+            "encoder_pages_shared": 100,
+            "encoder_pages_found_again": 50,
+            "apart": 12,
+        }
+        least = {name: count // 3 for name, count in least.items()} | encoder
     if windows != [None]:
         least = {name: count // 3 for name, count in least.items()} | {"unseen": 10_000, "late_hits": 30}
     assert all(events[name] >= count for name, count in least.items()), events

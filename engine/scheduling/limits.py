@@ -40,13 +40,15 @@ class SchedulerConfig:
             return 2**31
         return (width * self._kept_slots(self.window) + self.max_num_batched_tokens) // self.block_size
 
-    def fitting(self, length: int, total_pages: int) -> float:
-        """How many requests of `length` tokens that many pages hold at a time."""
-        whole = total_pages / pages_needed(length, self.block_size)
+    def fitting(self, length: int, total_pages: int, encoder_length: int = 0) -> float:
+        """How many requests of `length` tokens, and an encoder's input of `encoder_length`, that many pages hold at a
+        time."""
+        encoded = pages_needed(encoder_length, self.block_size)
+        whole = total_pages / (pages_needed(length, self.block_size) + encoded)
         if self.window is None:
             return whole
         room = total_pages * self.block_size - self.max_num_batched_tokens
-        return max(whole, room / max(self._kept_slots(self.window), 1))
+        return max(whole, room / max(self._kept_slots(self.window) + encoded * self.block_size, 1))
 
     def _kept_slots(self, window: int) -> int:
         """Most slots that a sequence's pages have besides those of a step's tokens: of the keys that the first of
