@@ -101,6 +101,8 @@ class TestHowMany:
     def test_never_more_than_the_longest_requests_can_use(self) -> None:
         assert self.count(kv_cache_memory="1GiB") == 8 * 10
         assert self.count(max_model_len=101, kv_cache_memory="1GiB") == 8 * 11
+        config = EngineConfig(model="m", block_size=10, max_num_seqs=8, kv_cache_memory="1GiB")
+        assert count_blocks(config, SHAPES, 100, torch.float32, CPU, max_encoder_len=41) == 8 * (10 + 5)
 
     def test_a_number_of_pages_goes_before_everything(self) -> None:
         assert self.count(num_gpu_blocks_override=3, kv_cache_memory="1GiB") == 3

@@ -38,7 +38,7 @@ class Watched(Simulator):
     def steps(self) -> list[tuple[int, int]]:
         """Tokens of encoder and decoder of each step until nothing is left."""
         sizes = []
-        while self.scheduler.has_unfinished():
+        for _ in range(self.step_bound()):
             self.step()
             if self.plan is not None:
                 sizes.append((sum(self.encoded), self.plan.num_tokens))
@@ -207,6 +207,13 @@ class TestShared:
             add(sim, "d", words(8), 9)
             sim.drain()
             assert sim.cached_tokens == {"d": 8}
+            add(sim, "e", words(4), 9)
+            sim.add(make_request("f", words(5)))
+            sim.drain()
+            sim.add(make_request("g", [*words(4), *words(9)]))
+            sim.drain()
+            sim.compare()
+            assert sim.cached_tokens == {"d": 8, "f": 4, "g": 4}
 
     def test_a_scored_decoder_prompt_is_computed_but_its_input_is_not(self) -> None:
         with simulator() as sim:

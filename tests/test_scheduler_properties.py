@@ -177,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=90, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=75, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
 
 
