@@ -434,23 +434,24 @@ def planned(query_lens: list[int], context_lens: list[int], window: Window | Non
 
 
 def test_short_contexts_do_not_pay_for_long_ones() -> None:
-    (group,) = planned([1] * 5, [20, 700, 130, 128, 1])
-    assert [step.tiles for step in group.steps] == [5, 2, 1, 1, 1, 1]
+    short, middle, long = planned([1] * 6, [20, 700, 130, 128, 1, 64])
+    assert [step.tiles for step in long.steps] == [3, 2, 1, 1, 1, 1]
+    assert [(group.keys, [step.tiles for step in group.steps]) for group in (short, middle)] == [(32, [2]), (64, [1])]
 
 
 def test_windows_skip_the_chunks_that_they_do_not_touch() -> None:
-    (group,) = planned([1, 1, 1], [2000, 30, 1025], Window(100))
+    (group,) = planned([1, 1, 1], [2000, 80, 1025], Window(100))
     assert [step.tiles for step in group.steps] == [3, 2]
     (group,) = planned([200], [2000], Window(100))
     assert [step.tiles for step in group.steps] == [7, 7]
 
 
 def test_tiles_are_cut_at_absolute_positions() -> None:
-    (group,) = planned([60], [100])
-    positions = group.queries.view(group.tiles, group.width) + 40
-    spans = sorted((tile.min().item(), tile.max().item()) for tile in positions)
+    first, second = planned([60], [100])
+    positions = torch.cat([group.queries.view(group.tiles, group.width) for group in (first, second)]) + 40
+    spans = [(tile.min().item(), tile.max().item()) for tile in positions]
     assert spans == [(40, 63), (64, 95), (96, 99)]
-    assert sorted(group.tokens.tolist()) == list(range(60))
+    assert sorted(torch.cat((first.tokens, second.tokens)).tolist()) == list(range(60))
 
 
 # --- what is refused -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from engine.attention.base import (
     Window,
 )
 from engine.attention.formats import FORMATS, dequantise
-from engine.attention.tiles import CHUNK, Group, Shape, Step, plan
+from engine.attention.tiles import Group, Shape, Step, plan
 
 # MKL multiplies rows four at a time, and a remainder by kernels whose sums differ in the last bits. Tiles
 # of one query are padded to whole fours, so that they too get the bits that a larger tile gives.
@@ -34,8 +34,9 @@ class TorchReference(AttentionBackend):
 
     A query's result is the same to the bit whoever else is in the batch and however its prompt was
     chunked, on a CPU (cuBLAS makes no such promise). The one exception: a row with a single query is a tile
-    of its own, which gives the bits of a larger tile where the CPU's matrix product sums whole fours of rows
-    alike (MKL with AVX-512 does), and may differ from them in the last bits elsewhere.
+    of its own, as are the few queries of a short row without positions. That gives the bits of a larger tile where
+    the CPU's matrix product sums whole fours of rows alike (MKL with AVX-512 does), and may differ from them in the
+    last bits elsewhere.
 
     Positions that a query does not see are never read from outside its own row, so NaN or inf left in a
     page by another sequence cannot reach it.
@@ -123,11 +124,11 @@ class _Vectors:
     scales: Tensor | None = None
     centre: Tensor | None = None
 
-    def chunk(self, rows: Tensor) -> Tensor:
-        """float32 [len(rows) / CHUNK, CHUNK, head_dim] of rows laid out by tile, head, key."""
+    def chunks(self, rows: Tensor, size: int) -> Tensor:
+        """float32 [len(rows) / size, size, head_dim] of rows laid out by tile, head, key."""
         found = self.stored.index_select(0, rows)
         found = found.float() if self.scales is None else dequantise(found, self.scales.view(-1).index_select(0, rows))
-        found = found.view(-1, CHUNK, found.shape[-1])
+        found = found.view(-1, size, found.shape[-1])
         if self.centre is not None:
             found.view(-1, len(self.centre), *found.shape[1:]).add_(self.centre.unsqueeze(1))
         return found
@@ -158,12 +159,12 @@ def _attend_group(
     acc = torch.zeros_like(folded)
     for step in group.steps:
         n = step.tiles * kv_heads
-        scores = torch.bmm(folded[:n], keys.chunk(step.rows).transpose(1, 2))
+        scores = torch.bmm(folded[:n], keys.chunks(step.rows, group.keys).transpose(1, 2))
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
-        tiled = scores.view(step.tiles, *shape[1:], CHUNK)
+        tiled = scores.view(step.tiles, *shape[1:], group.keys)
         if bias is not None:
-            tiled[:, :, :fold].add_(_bias(bias, step, kv_heads, group.width))
+            tiled[:, :, :fold].add_(_bias(bias, step, kv_heads, group))
         if step.mask is not None:
             tiled[step.masked :].add_(step.mask)
         # The running maximum starts finite, so that a query whose keys are all masked so far sums to 0.
@@ -171,20 +172,20 @@ def _attend_group(
         weights = scores.sub_(peak).exp_()
         decay = best[:n].sub_(peak).exp_()
         total[:n].mul_(decay).add_(weights.sum(-1, keepdim=True))
-        acc[:n].mul_(decay).baddbmm_(weights, values.chunk(step.rows))
+        acc[:n].mul_(decay).baddbmm_(weights, values.chunks(step.rows, group.keys))
         best[:n] = peak
     acc.div_(total.clamp_min_(torch.finfo(torch.float32).tiny))
     result = acc.view(*shape, head_dim)[:, :, :fold].permute(0, 3, 1, 2, 4)
     return result.reshape(group.tiles * group.width, heads, head_dim)
 
 
-def _bias(bias: DistanceBias | PositionBias, step: Step, kv_heads: int, width: int) -> Tensor:
-    """[tiles, kv_heads, fold, width or 1, CHUNK]; by distance, a strided view of one line per tile."""
+def _bias(bias: DistanceBias | PositionBias, step: Step, kv_heads: int, group: Group) -> Tensor:
+    """[tiles, kv_heads, fold, width or 1, keys]; by distance, a strided view of one line per tile."""
     heads, columns = bias.table.shape
     if isinstance(bias, DistanceBias):
-        line = step.distance + torch.arange(width + CHUNK - 1, device=bias.table.device) + bias.zero
+        line = step.distance + torch.arange(group.width + group.keys - 1, device=bias.table.device) + bias.zero
     else:
-        line = step.first + torch.arange(CHUNK, device=bias.table.device)
+        line = step.first + torch.arange(group.keys, device=bias.table.device)
     lines = bias.table.index_select(1, line.clamp_(0, columns - 1).view(-1))
     lines = lines.view(kv_heads, heads // kv_heads, *line.shape).permute(2, 0, 1, 3)
-    return lines.unfold(3, CHUNK, 1)
+    return lines.unfold(3, group.keys, 1)

@@ -2,8 +2,12 @@
 
 A tile is up to `width` consecutive queries of one row: 1 for rows that decode, 32 otherwise, cut at
 multiples of 32 of the absolute position. Each tile walks the chunks of 128 keys, cut at multiples of
-128 of the absolute position, that its queries see. Both cuts depend on positions alone, so a query meets
-the same keys in the same order whoever else is in the batch and however its prompt was chunked.
+128 of the absolute position, that its queries see; where all of those lie below position 32 or 64, its one
+chunk ends there. These cuts depend on positions alone, so a query meets the same keys in the same order
+whoever else is in the batch and however its prompt was chunked.
+
+Where queries have no position among the keys (encoders, cross-attention), short rows have tiles of 4, 8 or 16:
+the beams of a request, which read the same pages, are one row of a few queries.
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ from engine.attention.base import AttentionMetadata, Paged, Ragged, Window
 
 TILE = 32
 CHUNK = 128
+# Keys a chunk has where a tile sees none beyond them.
+SIZES = (32, 64, CHUNK)
+# Queries a tile has where they have no position, whole fours as matrix products want them.
+WIDTHS = (4, 8, 16, TILE)
 # Bytes of keys, values and scores that one group of tiles works on at a time: small enough to stay in
 # the last level of cache on a CPU, large enough to hide the cost of calling the operations.
 GROUP_BYTES = 16 << 20
@@ -43,11 +51,11 @@ class Step:
 
     Attributes:
         tiles: tiles that still have a chunk; a prefix, because tiles are sorted by number of chunks.
-        rows: [tiles * kv_heads * CHUNK] rows of the keys seen as [slots * kv_heads, head_dim], laid out
+        rows: [tiles * kv_heads * keys] rows of the keys seen as [slots * kv_heads, head_dim], laid out
             by tile, head, key. Keys that no query of the tile sees point at one that some query sees, so
             nothing outside the row is ever read.
         masked: tiles from here on have keys that not all queries see.
-        mask: [tiles - masked, 1, 1, width, CHUNK] float32, 0 or -inf, None where masked == tiles.
+        mask: [tiles - masked, 1, 1, width, keys] float32, 0 or -inf, None where masked == tiles.
         first: [tiles, 1] int64 position of the chunk's first key.
         distance: [tiles, 1] int64 that position - position of the tile's last query.
     """
@@ -62,10 +70,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tiles of one width that are computed together.
+    """Tiles of one width and one size of chunks that are computed together.
 
     Attributes:
         tiles: number of tiles.
+        keys: per chunk.
         width: queries per tile. They are laid out from the last position to the first: then the distance
             to key j of query i is i + j + constant, which torch can express as a strided view.
         queries: [tiles * width] int64 token of each query; places without a query repeat another's.
@@ -75,6 +84,7 @@ class Group:
     """
 
     tiles: int
+    keys: int
     width: int
     queries: Tensor
     tokens: Tensor
@@ -104,16 +114,25 @@ def plan(metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple
             )
     start = np.cumsum(lens) - lens
     groups: list[Group] = []
-    for width, chosen in ((1, lens == 1), (TILE, lens > 1)):
-        if chosen.any():
-            rows = np.flatnonzero(chosen)
-            tiles = _cut(rows, lens[rows], context[rows], start[rows], width, shape)
-            groups += [_group(part, kv, shape) for part in tiles.parts(_tile_bytes(width, shape))]
+    widths = _widths(lens, shape.causal)
+    for width in np.unique(widths[lens > 0]).tolist():
+        rows = np.flatnonzero((widths == width) & (lens > 0))
+        tiles = _cut(rows, lens[rows], context[rows], start[rows], width, shape)
+        for keys in SIZES:
+            sized = tiles.take(np.flatnonzero(tiles.keys == keys))
+            groups += [_group(part, keys, kv, shape) for part in sized.parts(_tile_bytes(width, keys, shape))]
     return tuple(groups)
 
 
-def _tile_bytes(width: int, shape: Shape) -> int:
-    return 4 * CHUNK * (2 * shape.kv_heads * shape.head_dim + (shape.heads + 3 * shape.kv_heads) * width)
+def _widths(lens: Ints, causal: bool) -> Ints:
+    """Queries per tile of rows of these lengths."""
+    sizes = np.array((TILE,) if causal else WIDTHS)
+    width: Ints = sizes[np.searchsorted(sizes, np.minimum(lens, TILE))]
+    return np.where(lens == 1, 1, width)
+
+
+def _tile_bytes(width: int, keys: int, shape: Shape) -> int:
+    return 4 * keys * (2 * shape.kv_heads * shape.head_dim + (shape.heads + 3 * shape.kv_heads) * width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +150,7 @@ class _Tiles:
     high: Ints
     all_low: Ints  # positions [all_low, all_high) are seen by all of them
     all_high: Ints
+    keys: Ints  # per chunk
     first: Ints  # first chunk
     chunks: Ints  # number of chunks
 
@@ -161,14 +181,15 @@ def _cut(rows: Ints, lens: Ints, context: Ints, start: Ints, width: int, shape: 
         high, all_high = np.minimum(high, last_query + right + 1), np.minimum(all_high, first_query + right + 1)
     first = low // CHUNK
     chunks = np.where(high > low, -(-high // CHUNK) - first, 0)
-    tiles = _Tiles(
-        width, rows[of], start[of], origin[of], lens[of], context[of], base, low, high, all_low, all_high, first, chunks
-    )
+    row = (rows[of], start[of], origin[of], lens[of], context[of])
+    sizes = np.array(SIZES)
+    keys = sizes[np.searchsorted(sizes, np.minimum(high, CHUNK))]
+    tiles = _Tiles(width, *row, base, low, high, all_low, all_high, keys, first, chunks)
     order = np.argsort(-chunks, kind="stable")
     return tiles.take(order[: np.count_nonzero(chunks)])  # a query that sees no key has no work and gives 0
 
 
-def _group(tiles: _Tiles, kv: Paged | Ragged, shape: Shape) -> Group:
+def _group(tiles: _Tiles, keys: int, kv: Paged | Ragged, shape: Shape) -> Group:
     device, width, count = kv.keys.device, tiles.width, len(tiles.row)
 
     def put(array: Ints) -> Tensor:
@@ -184,19 +205,20 @@ def _group(tiles: _Tiles, kv: Paged | Ragged, shape: Shape) -> Group:
     step = np.repeat(np.arange(len(live)), live)
     tile = np.arange(len(step)) - begin[step]
     key = (tiles.first[tile] + step) * CHUNK
-    partial = (key < tiles.all_low[tile]) | (key + CHUNK > tiles.all_high[tile])
+    partial = (key < tiles.all_low[tile]) | (key + keys > tiles.all_high[tile])
     masked = np.minimum.reduceat(np.where(partial, tile, live[step]), begin)
 
-    rows = _rows(put(key), put(tile), put(tiles.row), put(tiles.low), put(tiles.high), kv, shape.kv_heads)
+    rows = _rows(put(key), put(tile), put(tiles.row), put(tiles.low), put(tiles.high), keys, kv, shape)
     first = put(key)[:, None]
     distance = put(key - tiles.base[tile] - (width - 1))[:, None]
     select = np.flatnonzero(tile >= masked[step])
-    masks = _masks(put(key[select]), put(tiles.base[tile[select]]), put(tiles.context[tile[select]]), width, shape)
+    base, context = put(tiles.base[tile[select]]), put(tiles.context[tile[select]])
+    masks = _masks(put(key[select]), base, context, width, keys, shape)
     steps = tuple(
-        Step(n, r, m, mask.view(n - m, 1, 1, width, CHUNK) if m < n else None, f, d)
+        Step(n, r, m, mask.view(n - m, 1, 1, width, keys) if m < n else None, f, d)
         for n, r, m, mask, f, d in zip(
             live.tolist(),
-            torch.split(rows, (live * shape.kv_heads * CHUNK).tolist()),
+            torch.split(rows, (live * shape.kv_heads * keys).tolist()),
             masked.tolist(),
             torch.split(masks, (live - masked).tolist()),
             torch.split(first, live.tolist()),
@@ -206,14 +228,21 @@ def _group(tiles: _Tiles, kv: Paged | Ragged, shape: Shape) -> Group:
     )
     whole = bool(valid.all())
     tokens = put(queries[valid])
-    return Group(count, width, put(queries), tokens, None if whole else put(np.flatnonzero(valid)), steps)
+    return Group(count, keys, width, put(queries), tokens, None if whole else put(np.flatnonzero(valid)), steps)
 
 
 def _rows(
-    key: Tensor, tile: Tensor, row: Tensor, low: Tensor, high: Tensor, kv: Paged | Ragged, kv_heads: int
+    key: Tensor,
+    tile: Tensor,
+    row: Tensor,
+    low: Tensor,
+    high: Tensor,
+    keys: int,
+    kv: Paged | Ragged,
+    shape: Shape,
 ) -> Tensor:
-    """[entries * kv_heads * CHUNK] rows of the keys seen as [slots * kv_heads, head_dim]."""
-    position = key[:, None] + torch.arange(CHUNK, device=key.device)
+    """[entries * kv_heads * keys] rows of the keys seen as [slots * kv_heads, head_dim]."""
+    position = key[:, None] + torch.arange(keys, device=key.device)
     position = torch.maximum(torch.minimum(position, high[tile, None] - 1), low[tile, None])
     row = row[tile, None]
     if isinstance(kv, Paged):
@@ -223,20 +252,20 @@ def _rows(
         slot = block.to(torch.int64) * size + (position - page * size)
     else:
         slot = kv.starts[row] + position
-    heads = torch.arange(kv_heads, device=key.device)
-    rows = (slot[:, None, :] * kv_heads + heads[:, None]).reshape(-1)
+    heads = torch.arange(shape.kv_heads, device=key.device)
+    rows = (slot[:, None, :] * shape.kv_heads + heads[:, None]).reshape(-1)
     # Half the index is half the memory that every layer reads again.
     return rows.to(torch.int32) if kv.keys.numel() // kv.keys.shape[-1] < 2**31 else rows
 
 
-def _masks(key: Tensor, base: Tensor, context: Tensor, width: int, shape: Shape) -> Tensor:
-    """[entries, width, CHUNK] float32: 0 where the query sees the key, -inf elsewhere."""
-    keys = (key[:, None] + torch.arange(CHUNK, device=key.device))[:, None, :]
+def _masks(key: Tensor, base: Tensor, context: Tensor, width: int, keys: int, shape: Shape) -> Tensor:
+    """[entries, width, keys] float32: 0 where the query sees the key, -inf elsewhere."""
+    places = (key[:, None] + torch.arange(keys, device=key.device))[:, None, :]
     queries = (base[:, None] + torch.arange(width - 1, -1, -1, device=key.device))[:, :, None]
-    seen = (keys < context[:, None, None]).expand(-1, width, -1)
+    seen = (places < context[:, None, None]).expand(-1, width, -1)
     if shape.causal:
-        seen = seen & (keys <= queries)
+        seen = seen & (places <= queries)
     if shape.window is not None:
-        seen = seen & (keys >= queries - shape.window.left) & (keys <= queries + shape.window.right)
+        seen = seen & (places >= queries - shape.window.left) & (places <= queries + shape.window.right)
     zero = torch.zeros((), device=key.device)
     return torch.where(seen, zero, zero - torch.inf)

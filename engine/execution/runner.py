@@ -94,14 +94,19 @@ class ModelRunner:
         )
 
     def _cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
-        """Where the plan's rows find what the encoder left; rows of a trial step find nothing."""
+        """Where the plan's rows find what the encoder left, the rows of a request joined to one; rows of a trial
+        step find nothing."""
         if self.model.encoder is None:
             return None
-        if plan.cross_tables is None or plan.cross_lens is None:
+        if plan.cross_tables is None or plan.cross_lens is None or plan.cross_owners is None:
             return CrossPages.empty(query_lens, self.model.device)
+        first = np.flatnonzero(np.diff(plan.cross_owners, prepend=-1))
+        tables = plan.cross_tables[first]
         return CrossPages(
-            self._cross_tables.fill(plan.cross_tables.reshape(-1)).view(plan.cross_tables.shape),
-            AttentionMetadata.build(query_lens, plan.cross_lens.tolist(), self.model.device),
+            self._cross_tables.fill(tables.reshape(-1)).view(tables.shape),
+            AttentionMetadata.build(
+                np.add.reduceat(query_lens, first).tolist(), plan.cross_lens[first].tolist(), self.model.device
+            ),
         )
 
     def _forward(self, plan: StepPlan) -> Tensor:

@@ -29,11 +29,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     processed = _process(logits, own, batch, beams)
     drawing = np.flatnonzero((batch.beam_width == 0) & (batch.temperature >= _GREEDY_TEMPERATURE))
     width = int(max(batch.num_draws.max(), min(int(batch.beam_width.max()), vocabulary), 1))
-    tokens = processed.argmax(dim=-1, keepdim=True).repeat(1, width)
     scores = torch.full((len(logits), width), _NEGATIVE_INFINITY, dtype=torch.float32, device=logits.device)
+    if len(beams) < len(logits):
+        tokens = processed.argmax(dim=-1, keepdim=True).repeat(1, width)
+    else:
+        tokens = torch.zeros_like(scores, dtype=torch.int64)
     if len(beams):
         index = _index(beams, logits)
-        best, values = _top(processed[index], batch.beam_width[beams])
+        best, values = _top(_rows(processed, index), batch.beam_width[beams])
         columns = torch.arange(best.shape[1], device=logits.device)
         tokens[index[:, None], columns] = best
         scores[index[:, None], columns] = values
@@ -81,12 +84,15 @@ def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRo
 
 
 def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarray) -> Tensor:
-    """Logits after penalties, bans and forced tokens; the input itself where there is nothing to do."""
+    """Logits (beams: log-probabilities) after penalties, bans and forced tokens; the input itself where there is
+    nothing to do."""
     touched = (batch.bias_row, batch.history_row, batch.ban_row, batch.force_row)
-    if not len(beams) and not any(len(rows) for rows in touched):
-        return logits
-    processed = logits.clone()
-    if len(beams):
+    alike = len(beams) in (0, len(logits))
+    start = own if alike and len(beams) else logits
+    if alike and not any(len(rows) for rows in touched):
+        return start
+    processed = start.clone()
+    if not alike:
         index = _index(beams, logits)
         processed[index] = own[index]
     if len(batch.bias_row):
@@ -207,10 +213,15 @@ def _top(values: Tensor, counts: Int32, width: int = 0) -> tuple[Tensor, Tensor]
     best = torch.full((len(values), width), _NEGATIVE_INFINITY, dtype=values.dtype, device=values.device)
     for count in np.unique(counts):
         rows = _index(np.flatnonzero(counts == count), values)
-        top = (values if len(rows) == len(values) else values[rows]).topk(min(int(count), vocabulary), dim=-1)
+        top = _rows(values, rows).topk(min(int(count), vocabulary), dim=-1)
         columns[rows, : top.indices.shape[1]] = top.indices
         best[rows, : top.values.shape[1]] = top.values
     return columns, best
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """Some rows, in ascending order; no copy where that is all of them."""
+    return values if len(index) == len(values) else values[index]
 
 
 def _index(values: np.ndarray, like: Tensor) -> Tensor:

@@ -33,10 +33,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class CrossPages:
-    """The pages of the encoder's K and V, which the rows of a step read and never write.
+    """The pages of the encoder's K and V, which a step reads and never writes.
+
+    Rows of the step that read the same may be one row here: their queries have no order among the keys.
 
     Attributes:
-        block_tables: [R, max blocks] int32.
+        block_tables: [rows, max blocks] int32.
         metadata: the rows' queries, and as contexts the lengths of their encoder inputs.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -77,7 +78,9 @@ def _cross(rows: Seq[Row]) -> dict[str, Int32]:
     for i, memory in enumerate(memories):
         if memory is not None:
             tables[i, : len(memory.pages)] = memory.pages
-    return {"cross_tables": tables, "cross_lens": _int32([len(m.tokens) if m else 0 for m in memories])}
+    owners = np.cumsum([0, *(a.group is not b.group for a, b in pairwise(rows))], dtype=np.int32)
+    lengths = _int32([len(memory.tokens) if memory else 0 for memory in memories])
+    return {"cross_tables": tables, "cross_lens": lengths, "cross_owners": owners}
 
 
 def _sampling(rows: Seq[Row], token_rows: Int32) -> SamplingBatch:

@@ -109,6 +109,8 @@ class StepPlan:
         cross_tables: [R, max blocks] pages of what each row's encoder input left, as block_tables; None if no
             row has one.
         cross_lens: [R] tokens of those inputs.
+        cross_owners: [R] rows of one request, which follow each other, have the same number: what they read is the
+            same, so that it can be read once for all of them.
     """
 
     token_ids: Int32
@@ -123,6 +125,7 @@ class StepPlan:
     encoder: EncoderBatch | None = None
     cross_tables: Int32 | None = None
     cross_lens: Int32 | None = None
+    cross_owners: Int32 | None = None
 
     @property
     def num_tokens(self) -> int:
