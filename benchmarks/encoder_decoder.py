@@ -136,17 +136,20 @@ class Contestant:
 
 
 def octavo(folder: Path, dtype: str) -> dict[str, Callable[[Job], Run]]:
-    """Its one setting: the defaults, and T5-small's published length."""
-    llm = LLM(
-        str(folder),
-        dtype=dtype,
-        max_model_len=512,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        show_progress=False,
-    )
+    """The defaults with T5-small's published length, with and without a limit on how long a step may take."""
 
-    def run(job: Job) -> Run:
+    def load(limit: float | None) -> LLM:
+        return LLM(
+            str(folder),
+            dtype=dtype,
+            max_model_len=512,
+            max_step_time=limit,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            show_progress=False,
+        )
+
+    def run(job: Job, llm: LLM) -> Run:
         params = SamplingParams(
             temperature=0.0, max_tokens=job.answer, min_tokens=job.answer, num_beams=job.beams, length_penalty=1.0
         )
@@ -154,7 +157,8 @@ def octavo(folder: Path, dtype: str) -> dict[str, Callable[[Job], Run]]:
         outputs = llm.generate(job.inputs, params, use_tqdm=False)
         return Run(time.perf_counter() - started, [list(output.outputs[0].token_ids) for output in outputs])
 
-    return {"defaults": run}
+    engines = {"defaults": load(None), "max_step_time 0": load(0)}
+    return {name: (lambda job, llm=llm: run(job, llm)) for name, llm in engines.items()}
 
 
 # -------------------------------------------------------------------- transformers

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.attention import select
 from engine.attention.base import AttentionMetadata, DistanceBias, Paged, PositionBias, Ragged, Window
 from engine.attention.reference import TorchReference
-from engine.attention.tiles import Group, Shape, plan
+from engine.attention.tiles import SIZES, Group, Shape, plan
 from engine.errors import ConfigError
 
 BACKEND = TorchReference()
@@ -300,7 +300,7 @@ def test_chunked_prompt_equals_whole_prompt_to_the_bit(
 def fours_of_rows_sum_alike(fold: int, head_dim: int) -> bool:
     """Whether this machine's matrix product gives a row the same bits among few rows and among many."""
     few, many = -(-fold // 4) * 4, fold * 32
-    for inner, columns in ((head_dim, 128), (128, head_dim)):
+    for inner, columns in (shape for keys in SIZES for shape in ((head_dim, keys), (keys, head_dim))):
         a, b = torch.randn(1, many, inner), torch.randn(1, columns, inner)
         for right in (b.transpose(1, 2), b.transpose(1, 2).contiguous()):
             if not torch.equal(torch.bmm(a[:, :few].contiguous(), right), torch.bmm(a, right)[:, :few]):
@@ -320,6 +320,16 @@ def test_decoded_token_equals_the_same_token_of_a_prompt(heads: int, kv_heads: i
 
 
 # --- what must not leak ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", [20, 50, 300])
+def test_beams_that_read_as_one_row_equal_beams_apart(context: int) -> None:
+    if not fours_of_rows_sum_alike(1, 64):
+        pytest.skip("this CPU sums few rows in another order")
+    row = make_row(0, context, 3, 3, 64, torch.float32)
+    (together,) = run([row], [5], causal=False)
+    alone = [run([Row(row.q[i : i + 1], row.k, row.v)], [1], causal=False)[0] for i in range(5)]
+    assert torch.equal(together, torch.cat(alone))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 3e38])
@@ -444,6 +454,14 @@ def test_windows_skip_the_chunks_that_they_do_not_touch() -> None:
     assert [step.tiles for step in group.steps] == [3, 2]
     (group,) = planned([200], [2000], Window(100))
     assert [step.tiles for step in group.steps] == [7, 7]
+
+
+def test_short_rows_without_positions_have_small_tiles() -> None:
+    lens = [1, 2, 4, 5, 16, 17, 70]
+    rows = [make_row(i, 10, 1, 1, 2, torch.float32) for i in range(len(lens))]
+    metadata = AttentionMetadata.build(lens, [10] * len(lens), CPU)
+    groups = plan(metadata, paged(rows), Shape(1, 1, 2, False, None))
+    assert [(group.width, group.tiles) for group in groups] == [(1, 1), (4, 2), (8, 1), (16, 1), (32, 4)]
 
 
 def test_tiles_are_cut_at_absolute_positions() -> None:

@@ -128,13 +128,14 @@ class RecordingModel:
     """Stands in for the transformer: remembers how many rows each product had."""
 
     device = torch.device("cpu")
+    encoder = None
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.rows: list[int] = []
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, caches: Any, slots: Tensor, metadata: Any, min_rows: int
+        self, token_ids: Tensor, positions: Tensor, caches: Any, slots: Tensor, metadata: Any, min_rows: int, cross: Any
     ) -> Tensor:
         assert len(token_ids) == len(positions) >= len(slots) == sum(metadata.query_lens)
         assert len(token_ids) >= min_rows
