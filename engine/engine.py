@@ -120,6 +120,9 @@ class Engine:
             max_num_seqs=config.most_seqs,
             max_num_beams=config.max_num_beams,
             max_encoder_len=model.max_encoder_len,
+            encoder_vocab_size=None if spec.encoder is None else spec.encoder_vocab_size,
+            decoder_start_token_id=None if spec.encoder is None else self.defaults.decoder_start_token_id,
+            default_forced_bos_token_id=self.defaults.values.get("forced_bos_token_id"),
             default_max_new_tokens=self.defaults.values.get("max_new_tokens"),
             default_max_length=self.defaults.values.get("max_length"),
         )

@@ -55,7 +55,13 @@ def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> t
             "add it to generation_config.json.",
             param="decoder_prompt",
         )
-    return begin if start is None or begin[:1] == (start,) else (start, *begin)
+    return decoder_tokens(begin, start)
+
+
+def decoder_tokens(begin: Sequence[int], start: int | None) -> tuple[int, ...]:
+    """A decoder's first tokens: the start token, if the model has one, and what the request brings of the answer; it
+    may bring the start token, too."""
+    return tuple(begin) if start is None or tuple(begin[:1]) == (start,) else (start, *begin)
 
 
 def _wrong_kind(input: object, model: str, kind: str) -> InvalidRequestError:

@@ -49,7 +49,8 @@ class ModelFacts:
         num_blocks: pages that the settings and the free memory allow now.
         pages: size of these pages.
         block_size: tokens a page holds.
-        max_model_len: longest prompt plus answer, in tokens.
+        max_model_len: longest prompt plus answer, in tokens; of an encoder-decoder model the longest answer.
+        max_encoder_len: longest prompt of an encoder-decoder model, None for others.
         free: memory of the device that this process can still take.
     """
 
@@ -64,6 +65,7 @@ class ModelFacts:
     pages: int
     block_size: int
     max_model_len: int
+    max_encoder_len: int | None
     free: int
 
 
@@ -121,6 +123,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         pages=(num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype),
         block_size=config.block_size,
         max_model_len=max_model_len,
+        max_encoder_len=model.max_encoder_len,
         free=available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
     )
 

@@ -11,11 +11,12 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
+from engine.inputs import decoder_tokens
 from engine.outputs import EngineStats, RequestOutput
-from engine.request import SamplingParams, TokenInput
+from engine.request import SamplingParams, Seq2SeqInput, TokenInput
 from engine.text import OutputProcessor, Tokenizer, load_tokenizer
 
-Prompt = str | Sequence[int] | TokenInput
+Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput
 
 # Shorter lists are done before a bar would tell anything.
 _PROGRESS_FROM = 32
@@ -54,7 +55,8 @@ class LLM:
         """Answers to all prompts, in their order; all run together.
 
         Args:
-            prompts: text, token ids, or a list of either.
+            prompts: text, token ids, or a list of either. Of an encoder-decoder model they are the encoder's inputs; a
+                `Seq2SeqInput` holds one, and the beginning of the decoder's answer.
             params: for all prompts, or one per prompt; None takes the model's defaults.
             use_tqdm: progress bar; None shows one for long lists.
 
@@ -70,14 +72,8 @@ class LLM:
         try:
             for request_id, input, chosen in zip(ids, inputs, each, strict=True):
                 self.engine.add_request(request_id, input, chosen)
-                processors[request_id] = OutputProcessor(self.tokenizer, input.token_ids, chosen)
-                results[request_id] = RequestOutput(
-                    request_id=request_id,
-                    prompt=input.text,
-                    prompt_token_ids=list(input.token_ids),
-                    outputs=[],
-                    finished=False,
-                )
+                result = results[request_id] = self._unanswered(request_id, input)
+                processors[request_id] = OutputProcessor(self.tokenizer, result.prompt_token_ids, chosen)
             show = len(inputs) >= _PROGRESS_FROM if use_tqdm is None else use_tqdm
             with tqdm(total=len(inputs), desc="generating", unit="prompt", disable=not show) as bar:
                 self._run(processors, results, bar)
@@ -115,15 +111,31 @@ class LLM:
                     bar.update()
 
     def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-        if isinstance(prompts, (str, TokenInput)):
+        if isinstance(prompts, (str, TokenInput, Seq2SeqInput)):
             return [prompts]
         items = list(prompts)
         if items and isinstance(items[0], int):
             return [items]
         return items
 
-    def _input(self, prompt: Any) -> TokenInput:
-        if isinstance(prompt, TokenInput):
+    def _unanswered(self, request_id: str, input: TokenInput | Seq2SeqInput) -> RequestOutput:
+        info = self.engine.info
+        whole = input if isinstance(input, TokenInput) else TokenInput(input.encoder_token_ids)
+        prompt, encoded = whole.token_ids, None
+        if info.max_encoder_len is not None:
+            begin = input.decoder_token_ids if isinstance(input, Seq2SeqInput) else None
+            prompt, encoded = decoder_tokens(begin or (), info.decoder_start_token_id), list(whole.token_ids)
+        return RequestOutput(
+            request_id=request_id,
+            prompt=whole.text,
+            prompt_token_ids=list(prompt),
+            outputs=[],
+            finished=False,
+            encoder_token_ids=encoded,
+        )
+
+    def _input(self, prompt: Any) -> TokenInput | Seq2SeqInput:
+        if isinstance(prompt, (TokenInput, Seq2SeqInput)):
             return prompt
         if isinstance(prompt, str):
             if self.tokenizer is None:

@@ -149,6 +149,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent to the engine")
 
 
+# Fields of inputs, as the engine calls them.
+_PARAMS = {"token_ids": "prompt", "encoder_token_ids": "prompt", "decoder_token_ids": "decoder_prompt"}
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _commands: msgspec.msgpack.Decoder[Add | Abort] = msgspec.msgpack.Decoder(Add | Abort)
 _any = msgspec.msgpack.Decoder()
@@ -198,7 +200,7 @@ def decode_command(data: bytes) -> Add | Abort | tuple[str, InvalidRequestError]
         raw = _any.decode(data)
         reason, _, path = str(error).partition(" - at ")
         param = path.strip("`").removeprefix("$.").partition("[")[0].rpartition(".")[2] or None
-        param = "prompt" if param == "token_ids" else param  # as the engine calls it
+        param = _PARAMS.get(param or "", param)
         problem = InvalidRequestError(f"{param or 'the request'}: {reason}.", param=param, code="invalid_value")
         return str(raw.get("request_id")), problem
 

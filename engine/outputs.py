@@ -60,7 +60,8 @@ class RequestDelta:
         choices: answers with something new.
         finished: no further delta will come.
         prompt_logprobs: one entry per prompt token (the first is None), once, when all are known.
-        num_cached_tokens: prompt tokens taken from the prefix cache when first admitted.
+        num_cached_tokens: prompt tokens taken from the prefix cache when first admitted, and those of an encoder's
+            input that was encoded already.
         error: why the request failed, if it did.
         scheduled_time: `time.monotonic()` seconds, which all processes of a machine share, at which a step
             first had room for the request; in the delta of its first sample, and where it failed.
@@ -139,6 +140,7 @@ class RequestOutput:
 class EngineStats:
     """Counters since start and gauges of this moment. Pages: free + held + cached == total.
 
+    `prompt_tokens` and `prompt_tokens_cached` count encoder inputs, too.
     `prefix_hits` counts what requests that were preempted found again, `prompt_tokens_cached` does not.
     `num_encoder_hits` counts how often a request found its encoder input encoded already.
     """
@@ -176,6 +178,9 @@ class EngineInfo:
         full_requests: how many requests of max_model_len tokens (and the longest encoder input) the pages hold at a
             time.
         max_encoder_len: most tokens of an encoder's input; None for a model without an encoder.
+        encoder_vocab_size: its ids are below this; None for a model without an encoder.
+        decoder_start_token_id: what its decoder begins with, None if the model does not say.
+        default_forced_bos_token_id: the first token of its answers by the model's own `generation_config.json`.
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.
     """
@@ -193,5 +198,8 @@ class EngineInfo:
     max_num_seqs: int
     max_num_beams: int
     max_encoder_len: int | None = None
+    encoder_vocab_size: int | None = None
+    decoder_start_token_id: int | None = None
+    default_forced_bos_token_id: int | None = None
     default_max_new_tokens: int | None = None
     default_max_length: int | None = None

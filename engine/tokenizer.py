@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from engine.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer
 from engine.errors import InvalidRequestError, ModelLoadError
+from engine.languages import Languages
 from engine.outputs import Logprob, TokenLogprobs
 
 # What a folder that has a tokenizer holds at least one of.
@@ -50,6 +52,7 @@ class Tokenizer:
         eos_token_id: the tokenizer's own end-of-sequence id, or None.
         bos_token_id: the tokenizer's own beginning-of-sequence id, or None.
         vocab_size: number of ids, added tokens included.
+        languages: those that it knows by tokens of their own.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -66,7 +69,11 @@ class Tokenizer:
             self._special = frozenset(hf.all_special_ids)
         self.eos_token_id: int | None = hf.eos_token_id
         self.bos_token_id: int | None = hf.bos_token_id
-        self.vocab_size: int = len(hf)
+        # Marian's two sides may have a vocabulary each.
+        self.vocab_size: int = max(len(hf), len(getattr(hf, "target_encoder", ())))
+        special = {text: hf.convert_tokens_to_ids(text) for text in hf.all_special_tokens}
+        self.languages = Languages.among(special, self.encode(""))
+        self._answers: Any = None  # what encodes the beginning of an answer, where that is another tokenizer
         self._known: dict[int, bool] = {}
         self._texts: dict[int, str] = {}
         self._anchor: tuple[int, str] | None = None
@@ -79,26 +86,47 @@ class Tokenizer:
             template = template.get("default")
         return template if isinstance(template, str) else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, src_lang: str | None = None) -> list[int]:
         """Text to ids.
 
+        Args:
+            src_lang: the text's language, for tokenizers that mark it by a special token; None takes their default.
+
         Raises:
-            InvalidRequestError: the text is not valid Unicode (unpaired surrogates).
+            InvalidRequestError: the text is not valid Unicode (unpaired surrogates), or the language has no token.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"The text is not valid Unicode: character {error.start} is the unpaired surrogate "
-                f"{text[error.start]!a}. Send it as UTF-8.",
-                param="prompt",
-                code="invalid_value",
-            ) from error
+        source = None if src_lang is None or not add_special_tokens else self.languages.id(src_lang, "src_lang")
+        _check_unicode(text)
         if self._fast is not None:
             # Not `encode`: that holds Python's lock meanwhile, and with it whatever else the process does.
             ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-            return ids
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        else:
+            ids = list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        return ids if source is None else self.languages.marked(ids, source)
+
+    def encode_answer(self, text: str) -> list[int]:
+        """The beginning of an encoder-decoder model's answer to ids, without special tokens.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode.
+        """
+        if self._fast is not None:
+            return self.encode(text, add_special_tokens=False)
+        _check_unicode(text)
+        if self._answers is None:
+            # A copy stays in that mode: the switch would reach other threads.
+            answers = copy.copy(self._hf)
+            answers._switch_to_target_mode()
+            self._answers = answers
+        return list(self._answers.encode(text, add_special_tokens=False, verbose=False))
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written so in the vocabulary; None if there is none."""
+        if self._fast is not None:
+            found: int | None = self._fast.token_to_id(text)
+            return found
+        token: int = self._hf.convert_tokens_to_ids(text)
+        return token if self._hf.convert_ids_to_tokens(token) == text else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids to text, all at once; ids that the tokenizer does not know have no text."""
@@ -238,6 +266,18 @@ class Tokenizer:
             if text.strip() == text != "" and REPLACEMENT not in text:
                 return token, text
         return 0, ""
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"The text is not valid Unicode: character {error.start} is the unpaired surrogate "
+            f"{text[error.start]!a}. Send it as UTF-8.",
+            param="prompt",
+            code="invalid_value",
+        ) from error
 
 
 def load_tokenizer(

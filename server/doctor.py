@@ -162,14 +162,17 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
         yield Finding("model", "FAIL", *_split(problem, "Name another model, or correct its folder."))
         return
     files = "1 file" if facts.weight_files == 1 else f"{facts.weight_files} files"
-    found = f"{facts.path}: {facts.architecture}, {files} of weights, context {facts.max_model_len} tokens"
+    room = f"context {facts.max_model_len} tokens"
+    if facts.max_encoder_len is not None:
+        room = f"encoder-decoder, prompts of {facts.max_encoder_len} tokens, answers of {facts.max_model_len}"
+    found = f"{facts.path}: {facts.architecture}, {files} of weights, {room}"
     yield Finding("model", "ok", found)
     if memory:
         yield check_memory(facts)
     if config.skip_tokenizer_init:
         yield Finding("tokenizer", "ok", "none is wanted: token ids in and out")
     else:
-        yield from check_tokenizer(config, facts.path)
+        yield from check_tokenizer(config, facts.path, chats=facts.max_encoder_len is None)
 
 
 def check_memory(facts: ModelFacts) -> Finding:
@@ -201,8 +204,8 @@ def _split(message: object, fix: str = "") -> tuple[str, str]:
     return found.rstrip("."), advice or fix
 
 
-def check_tokenizer(config: EngineConfig, path: Path) -> Iterator[Finding]:
-    """There is a tokenizer, and a chat template."""
+def check_tokenizer(config: EngineConfig, path: Path, *, chats: bool = True) -> Iterator[Finding]:
+    """There is a tokenizer, and, for a model that chats, a template."""
     source = config.tokenizer or str(path)
     if not Path(source).is_dir():
         fix = f"The start downloads it; or do so now: hf download {source}"
@@ -217,8 +220,11 @@ def check_tokenizer(config: EngineConfig, path: Path) -> Iterator[Finding]:
         fix = "Add tokenizer.json, or name another folder with --tokenizer. Token ids can be sent without one."
         yield Finding("tokenizer", "warn", f"{source} holds none: prompts must be token ids, texts are empty", fix)
         return
-    yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens")
-    if tokenizer.chat_template is None:
+    languages = len(tokenizer.languages.ids)
+    yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens" + f", {languages} languages" * bool(languages))
+    if not chats:
+        yield Finding("chat", "ok", "none: /v1/chat/completions answers 400, /v1/completions takes the encoder's input")
+    elif tokenizer.chat_template is None:
         fix = "Use /v1/completions, or add the chat_template.jinja of the model's chat variant to its folder."
         yield Finding("chat template", "warn", "none: /v1/chat/completions answers 400", fix)
     else:

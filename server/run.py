@@ -178,14 +178,16 @@ def _load(config: EngineConfig, policy: RestartPolicy, log_format: LogFormat) ->
 
 def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str) -> None:
     info = client.info
-    logger.info(
-        "Model %s from %s: %s on %s, prompt and answer of up to %d tokens together.",
-        model_id, info.model_path, info.dtype, info.device, info.max_model_len,
-    )  # fmt: skip
-    tokens = info.num_blocks * info.block_size
-    lengths = [info.max_model_len] + [1024] * (info.max_model_len > 1024)
     # Of shorter ones at least as many as of the longest, whose pages outside a sliding window are free again.
-    fit = ", or ".join(f"{max(tokens / length, info.full_requests):.1f} of {length} tokens" for length in lengths)
+    longest, least = info.max_model_len, info.full_requests
+    room = f"prompt and answer of up to {longest} tokens together"
+    if info.max_encoder_len is not None:  # its tokens have pages, too
+        room = f"encoder-decoder, prompts of up to {info.max_encoder_len} tokens, answers of up to {longest}"
+        longest, least = longest + info.max_encoder_len, 0.0
+    logger.info("Model %s from %s: %s on %s, %s.", model_id, info.model_path, info.dtype, info.device, room)
+    tokens = info.num_blocks * info.block_size
+    lengths = [longest] + [1024] * (longest > 1024)
+    fit = ", or ".join(f"{max(tokens / length, least):.1f} of {length} tokens" for length in lengths)
     logger.info(
         "KV cache: %d pages of %d tokens hold %d tokens in %s; requests that fit at a time: %s; at most %d run in one "
         "step.",

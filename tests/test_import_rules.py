@@ -23,6 +23,7 @@ LAYERS = {
     "engine.model": 3,
     "engine.generation": 3,
     "engine.inputs": 4,
+    "engine.languages": 4,
     "engine.execution": 4,
     "engine.engine": 5,
     "engine.detokenizer": 5,

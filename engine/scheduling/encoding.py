@@ -28,9 +28,10 @@ class Memory:
         key: hash of the whole input and what its root covers.
         hashes: one per page.
         pages: where K and V are, or will be after this step; empty while the request waits.
+        num_cached: tokens that were encoded already when the request was first admitted; None before.
     """
 
-    __slots__ = ("hashes", "key", "pages", "tokens")
+    __slots__ = ("hashes", "key", "num_cached", "pages", "tokens")
 
     def __init__(self, tokens: Sequence[int], root: PageHash, hasher: PageHasher, block_size: int):
         self.tokens: Int32 = np.array(tokens, dtype=np.int32)
@@ -39,6 +40,7 @@ class Memory:
         count = -(-len(tokens) // block_size)
         self.hashes = [hasher.extend(self.key, np.array([-1, page], dtype=np.int32)) for page in range(count)]
         self.pages: list[int] = []
+        self.num_cached: int | None = None
 
 
 @dataclass(slots=True)

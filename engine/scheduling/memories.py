@@ -61,10 +61,16 @@ class Memories:
         pages = self._pool.reserve(len(memory.hashes)) if known is None else self._pool.adopt(known)
         assert pages is not None  # the scheduler asked how many are needed
         memory.pages = pages
-        if known is None or memory.key in step.encodings:
-            step.encode(memory, group)
-        else:
+        encoded = known is not None and memory.key not in step.encodings
+        if encoded:
             self._stats.num_encoder_hits += 1
+        else:
+            step.encode(memory, group)
+        if memory.num_cached is None:
+            memory.num_cached = len(memory.tokens) if encoded else 0
+            group.num_cached_tokens += memory.num_cached
+            self._stats.prompt_tokens += len(memory.tokens)
+            self._stats.prompt_tokens_cached += memory.num_cached
 
     def begin(self, step: Step) -> list[Memory]:
         """The step is complete: what the encoder runs over."""

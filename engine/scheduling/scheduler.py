@@ -289,7 +289,7 @@ class Scheduler:
         self.stats.prefix_hits += sequence.num_computed
         if not group.admitted:
             group.admitted, group.scheduled_time = True, time.monotonic()
-            group.num_cached_tokens = sequence.num_computed
+            group.num_cached_tokens += sequence.num_computed
             self.stats.prompt_tokens += sequence.num_prompt
             self.stats.prompt_tokens_cached += sequence.num_computed
         group.status = Status.RUNNING

@@ -174,7 +174,8 @@ class SequenceGroup:
         kept: finished beams, best first.
         settled: tokens of each answer already sent (beams).
         prompt_logprobs: as far as known; the first entry is None.
-        num_cached_tokens: prompt tokens found in the cache at first admission.
+        num_cached_tokens: prompt tokens found in the cache at first admission, and the encoder's input if it was
+            encoded already.
         admitted: it has run before.
         scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -19,41 +20,49 @@ from server.admission import Ticket, estimate_tokens
 from server.answering.generation import Generation
 from server.answering.observation import RequestRecord
 from server.answering.pieces import Choice, Piece, PieceMaker, Shape, keep_best
-from server.answering.prompt import Prompt, check_length, encode_fitting
+from server.answering.prompt import Prompt, Room, check_length, check_token_ids, encode_fitting
 from server.answering.streaming import COMMENT, ClientGoneError, EventStream, KeepAlive, Wanted, sse
 from server.api.fields import ignored_header
 from server.api.schemas import GenerationBody, Usage
 from server.context import Service
-from server.errors import ApiError, shown
+from server.errors import ApiError
 
 
 async def encode_prompts(
-    service: Service, given: Sequence[str | list[int]], param: str = "prompt", *, add_special_tokens: bool = True
+    service: Service,
+    given: Sequence[str | list[int]],
+    param: str = "prompt",
+    *,
+    add_special_tokens: bool = True,
+    src_lang: str | None = None,
 ) -> list[Prompt]:
     """Prompts as token ids; texts are tokenised in a thread.
+
+    Args:
+        src_lang: the texts' language, where the tokenizer marks it.
 
     Raises:
         ApiError: a text where there is no tokenizer, or that is far too long, or ids outside the vocabulary.
     """
-    tokenizer, vocab_size = service.tokenizer, service.client.info.vocab_size
-    longest = service.client.info.max_model_len
+    tokenizer, info = service.tokenizer, service.client.info
+    vocab_size = info.vocab_size if info.encoder_vocab_size is None else info.encoder_vocab_size
+    room = Room.of_prompt(info, param)
     for prompt in given:
         if isinstance(prompt, str):
             if tokenizer is None:
                 message = f"{service.model_id} has no tokenizer: send the prompt as token ids."
                 raise ApiError(400, message, param=param, code="no_tokenizer")
         else:
-            check_length(len(prompt), longest, param)
+            check_length(len(prompt), room)
             check_token_ids(prompt, vocab_size, param)
     ids = [prompt for prompt in given if not isinstance(prompt, str)]
     if tokenizer is None or len(ids) == len(given):
         return [Prompt(prompt) for prompt in ids]
 
+    to_ids = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens, src_lang=src_lang)
+
     def encode(prompt: str | list[int]) -> Prompt:
-        if isinstance(prompt, str):
-            ids = encode_fitting(tokenizer, prompt, longest, param, add_special_tokens=add_special_tokens)
-            return Prompt(ids, prompt)
-        return Prompt(prompt)
+        return Prompt(encode_fitting(to_ids, prompt, room), prompt) if isinstance(prompt, str) else Prompt(prompt)
 
     return await asyncio.to_thread(lambda: [encode(prompt) for prompt in given])
 
@@ -63,18 +72,6 @@ def estimate_size(given: Sequence[str | list[int]], longest: int) -> int:
     not be meanwhile."""
     sizes = (estimate_tokens(item) if isinstance(item, str) else len(item) for item in given)
     return sum(min(size, longest) for size in sizes)
-
-
-def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Refuse ids outside the vocabulary.
-
-    Raises:
-        ApiError: names the range and a wrong id.
-    """
-    if not 0 <= min(ids) <= max(ids) < vocab_size:
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {shown(wrong)}."
-        raise ApiError(400, message, param=param, code="invalid_value")
 
 
 @dataclass(slots=True)
@@ -224,8 +221,9 @@ class Run(ABC, Generic[Piece, Choice]):
 
     async def _prompts(self, ticket: Ticket) -> list[Prompt]:
         prompts = await self.prompts()
-        longest = self.service.client.info.max_model_len  # of what is longer the engine will say so
-        ticket.measure([min(len(prompt.token_ids), longest) for prompt in prompts])
+        info = self.service.client.info
+        longest = info.max_model_len + (info.max_encoder_len or 0)  # of what is longer the engine will say so
+        ticket.measure([min(prompt.num_tokens, longest) for prompt in prompts])
         return prompts
 
     def _generation(self, prompts: list[Prompt], ticket: Ticket) -> Generation:

@@ -14,7 +14,6 @@ from engine import (
     RequestDelta,
     RequestFailedError,
     SamplingParams,
-    TokenInput,
     TokenLogprobs,
 )
 from engine.text import ChoiceText, OutputProcessor
@@ -80,7 +79,7 @@ class Generation:
                 request_id=f"{request_id}-{index}",
                 prompt=prompt,
                 times=record.prompt(prompt, params.n),
-                processor=OutputProcessor(service.tokenizer, prompt.token_ids, params),
+                processor=OutputProcessor(service.tokenizer, prompt.continued, params),
                 unfinished=set(range(params.n)),
             )
             for index, prompt in enumerate(prompts)
@@ -95,8 +94,8 @@ class Generation:
         try:
             for run in self._runs:
                 self._metrics.watch(run.request_id, run.times)
-                source = TokenInput(run.prompt.token_ids, run.prompt.text)
-                self._client.submit(run.request_id, source, self._params, functools.partial(self._deliver, run))
+                deliver = functools.partial(self._deliver, run)
+                self._client.submit(run.request_id, run.prompt.source, self._params, deliver)
                 run.submitted = True
         except BaseException:
             self._close()

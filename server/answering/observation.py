@@ -66,7 +66,7 @@ class RequestRecord:
 
     def prompt(self, prompt: Prompt, num_answers: int) -> PromptTimes:
         """A prompt of the request goes to the engine; what is to be filled as it is answered."""
-        times = PromptTimes(self.arrival, len(prompt.token_ids), num_answers)
+        times = PromptTimes(self.arrival, prompt.num_tokens, num_answers)
         self._times.append(times)
         if self.log_prompts:
             self._prompts.append(prompt)

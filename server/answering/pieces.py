@@ -70,7 +70,7 @@ class PieceMaker(ABC, Generic[Piece]):
 
     def usage(self) -> Usage:
         """The tokens so far."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        prompt_tokens = sum(prompt.num_tokens for prompt in self.prompts)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,

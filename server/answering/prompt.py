@@ -2,58 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.text import Tokenizer
-from server.errors import ApiError
+from engine import EngineInfo, Seq2SeqInput, TokenInput
+from server.errors import ApiError, shown
 
 _LIKELY_CHARACTERS = 16  # per token: hardly a text of so many for each token of the context has room there
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt ready for the engine; `text` is None where it came as token ids."""
+    """A prompt ready for the engine.
+
+    Attributes:
+        token_ids: for an encoder-decoder model the encoder's input.
+        text: None where it came as token ids.
+        decoder_ids: for an encoder-decoder model what the request brings of the answer; None for a decoder-only one.
+    """
 
     token_ids: list[int]
     text: str | None = None
+    decoder_ids: list[int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens that the request brings."""
+        return len(self.token_ids) + len(self.decoder_ids or ())
+
+    @property
+    def continued(self) -> list[int]:
+        """The tokens that the answer goes on from."""
+        return self.token_ids if self.decoder_ids is None else self.decoder_ids
+
+    @property
+    def source(self) -> TokenInput | Seq2SeqInput:
+        """What the engine takes."""
+        if self.decoder_ids:
+            return Seq2SeqInput(self.token_ids, self.decoder_ids)
+        return TokenInput(self.token_ids, self.text)
 
 
-def check_length(count: int, longest: int, param: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How long a prompt may be, and the refusal of a longer one, in the engine's words.
+
+    Attributes:
+        tokens: most tokens, the answer included where that goes on from the prompt.
+        param: the field that the prompt comes in.
+        encoder: the prompt is an encoder's input.
+    """
+
+    tokens: int
+    param: str = "prompt"
+    encoder: bool = False
+
+    @classmethod
+    def of_prompt(cls, info: EngineInfo, param: str = "prompt") -> Room:
+        """The room for prompts of this model."""
+        if info.max_encoder_len is not None:
+            return cls(info.max_encoder_len, param, encoder=True)
+        return cls(info.max_model_len, param)
+
+    def refusal(self, length: str) -> ApiError:
+        """The answer to a prompt of that length."""
+        name = "decoder_prompt" if self.param == "decoder_prompt" else "prompt"
+        limit = f"this model's maximum context length is {self.tokens} tokens, answer included"
+        if self.encoder:
+            limit = f"the maximum context length of this model's encoder is {self.tokens} tokens"
+        message = (
+            f"the {name} is too long: {length} tokens, and {limit} (max_model_len). Shorten the {name} or raise "
+            "--max-model-len."
+        )
+        return ApiError(400, message, param=self.param, code="context_length_exceeded")
+
+
+def check_length(count: int, room: Room) -> None:
     """Refuse token ids that are far too many before they are sent to the engine, which would only say the same.
 
     Raises:
-        ApiError: there are more than twice as many as `longest`. What is only a little too long is left to the engine.
+        ApiError: there are more than twice as many as there is room for. What is only a little too long is left to the
+            engine.
     """
-    if count > 2 * longest:
-        message = (
-            f"the prompt is too long: it has {count} tokens, and this model's maximum context length is {longest} "
-            "tokens, answer included (max_model_len). Shorten the prompt or raise --max-model-len."
-        )
-        raise ApiError(400, message, param=param, code="context_length_exceeded")
+    if count > 2 * room.tokens:
+        raise room.refusal(f"it has {count}")
 
 
-def encode_fitting(
-    tokenizer: Tokenizer, text: str, longest: int, param: str, *, add_special_tokens: bool = True
-) -> list[int]:
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises:
+        ApiError: names the range and a wrong id.
+    """
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {shown(wrong)}."
+        raise ApiError(400, message, param=param, code="invalid_value")
+
+
+def encode_fitting(encode: Callable[[str], Sequence[int]], text: str, room: Room) -> list[int]:
     """A text's token ids. Of a text that is far too long only a beginning is tokenised, since the whole may take
     minutes.
 
     Args:
-        longest: tokens that prompt and answer may have together.
-        param: the field that the text came in.
+        encode: text to ids.
 
     Raises:
         ApiError: the text is far too long. What is only a little too long is left to the engine, which counts.
     """
-    size = _LIKELY_CHARACTERS * longest
+    size = _LIKELY_CHARACTERS * room.tokens
     while size < len(text):
-        count = len(tokenizer.encode(text[:size], add_special_tokens=False))
-        if count > 2 * longest:  # no way of going on makes that fit
-            message = (
-                f"the prompt is too long: the first {size} of its {len(text)} characters have {count} tokens, and this "
-                f"model's maximum context length is {longest} tokens, answer included (max_model_len). Shorten the "
-                "prompt or raise --max-model-len."
-            )
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        count = len(encode(text[:size]))
+        if count > 2 * room.tokens:  # no way of going on makes that fit
+            raise room.refusal(f"the first {size} of its {len(text)} characters have {count}")
         size *= 4
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return list(encode(text))

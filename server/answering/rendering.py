@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import logging
 import re
 import threading
@@ -18,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from engine.text import Tokenizer
-from server.answering.prompt import Prompt, encode_fitting
+from server.answering.prompt import Prompt, Room, encode_fitting
 from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
@@ -75,12 +76,11 @@ class ChatRenderer:
                 logger.warning("The chat template was stopped after %g seconds.", self._time_limit)
                 message = f"The model's chat template took more than {self._time_limit:g} seconds for these messages."
                 raise ApiError(400, message, param="messages", code="chat_template_timeout") from None
+        encode = functools.partial(tokenizer.encode, add_special_tokens=False)
         if longest is None:
-            ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+            ids = await asyncio.to_thread(encode, text)
         else:
-            ids = await asyncio.to_thread(
-                encode_fitting, tokenizer, text, longest, "messages", add_special_tokens=False
-            )
+            ids = await asyncio.to_thread(encode_fitting, encode, text, Room(longest, "messages"))
         return Prompt(ids, text)
 
 

@@ -92,6 +92,17 @@ _PROMPT_SCHEMA = {
 Prompts = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 
 
+def _check_decoder_prompt(value: Any) -> str | list[int]:
+    if isinstance(value, str) or _is_ids(value):
+        return value
+    raise PydanticCustomError("decoder_prompt", "must be a string or a list of token ids that is not empty")
+
+
+DecoderPrompt = Annotated[
+    Any, PlainValidator(_check_decoder_prompt), WithJsonSchema({"anyOf": [{"type": "string"}, _IDS_SCHEMA]})
+]
+
+
 class _Body(BaseModel):
     # Strict: "16" is no integer and 1 is no boolean. Unknown fields are kept, to be reported.
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -148,7 +159,9 @@ class GenerationBody(_SamplingBody):
 class CompletionRequest(GenerationBody):
     """Body of POST /v1/completions. Null means the default, for every field but the prompt."""
 
-    prompt: Prompts = Field(description="One prompt or several, as text or as token ids.")
+    prompt: Prompts = Field(
+        description="One prompt or several, as text or as token ids. Encoder-decoder models: the encoder's input."
+    )
     echo: bool | None = Field(
         None,
         description="Begin each answer with its prompt. With max_tokens 0 there is nothing after it: with logprobs, "
@@ -156,8 +169,16 @@ class CompletionRequest(GenerationBody):
     )
     suffix: str | None = Field(None, description="Not supported.")
     add_special_tokens: bool | None = Field(
-        None, description="Open each text with the special tokens that the tokenizer puts there (true)."
+        None, description="Add the special tokens to each text that the tokenizer puts there (true)."
     )
+    decoder_prompt: DecoderPrompt | None = Field(
+        None, description="Encoder-decoder models: the beginning of the answer, which goes on from there."
+    )
+    forced_bos_token: str | int | None = Field(
+        None, description="Encoder-decoder models: the answer's first token, as the vocabulary writes it, or its id."
+    )
+    src_lang: str | None = Field(None, description="Models with tokens for languages: the prompt's, such as en_XX.")
+    tgt_lang: str | None = Field(None, description="Models with tokens for languages: the answer's, such as de_DE.")
 
 
 class PromptTokensDetails(BaseModel):
@@ -218,6 +239,7 @@ class TokenizeRequest(_Body):
     messages: list[Any] | None = Field(None, description="Messages, as for /v1/chat/completions.")
     add_special_tokens: bool | None = Field(None, description="With prompt: add those that open a text (true).")
     add_generation_prompt: bool | None = Field(None, description="With messages: open the assistant's answer (true).")
+    src_lang: str | None = Field(None, description="With prompt: its language, as for /v1/completions.")
 
 
 class TokenizeResponse(BaseModel):
@@ -248,7 +270,7 @@ class VersionResponse(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """One served model."""
+    """One served model. Of an encoder-decoder model max_model_len bounds the answer, decoder_prompt included."""
 
     id: str
     object: str = "model"
@@ -256,6 +278,7 @@ class ModelCard(BaseModel):
     owned_by: str = "octavo"
     root: str
     max_model_len: int
+    max_encoder_len: int | None = Field(None, description="Most tokens of a prompt, for an encoder-decoder model.")
 
 
 class ModelList(BaseModel):

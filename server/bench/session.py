@@ -38,6 +38,21 @@ class _Server:
     model: str
     version: str | None
     max_model_len: int | None
+    max_encoder_len: int | None = None
+
+    def holds(self, prompt: int, answer: int) -> bool:
+        """The model has room for these tokens, as far as is known; an encoder's do not take the answer's."""
+        if self.max_model_len is None:
+            return True
+        if self.max_encoder_len is None:
+            return prompt + answer <= self.max_model_len
+        return prompt <= self.max_encoder_len and answer < self.max_model_len  # which begins with a start token
+
+    @property
+    def room(self) -> str:
+        """What it has room for."""
+        context = f"the server's context of {self.max_model_len} tokens (max_model_len)"
+        return context if self.max_encoder_len is None else f"{context}, or its encoder's of {self.max_encoder_len}"
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -133,7 +148,13 @@ async def _ask(client: Client, args: argparse.Namespace) -> _Server:
     length = card.get("max_model_len") if card else None
     status, answer = await client.json("GET", "/version")
     version = answer.get("version") if status == 200 and isinstance(answer, dict) else None
-    return _Server(model, version, length if isinstance(length, int) else None)
+    encoder = card.get("max_encoder_len") if card else None
+    return _Server(
+        model,
+        version,
+        length if isinstance(length, int) else None,
+        encoder if isinstance(encoder, int) else None,
+    )
 
 
 async def _workload(
@@ -186,31 +207,24 @@ def _count(args: argparse.Namespace, trace: list[TraceRow] | None) -> int | None
 
 def _check_context(args: argparse.Namespace, workload: Workload, server: _Server, count: int | None) -> None:
     """Refuse requests of which the server will refuse the first or many, where that is known."""
-    limit = server.max_model_len
-    if limit is None or args.prompts != "ids":
+    if args.prompts != "ids":
         return
     if workload.trace is not None:
         lengths = list(workload.lengths(count))
-        beyond = sum(sum(pair) > limit for pair in lengths)
-        longest = max((sum(pair) for pair in lengths), default=0)
+        beyond = [sum(pair) for pair in lengths if not server.holds(*pair)]
         if beyond:
             raise BenchError(
-                f"{beyond} of {len(lengths)} requests of the trace are longer than the server's context of {limit} "
-                f"tokens (max_model_len), the longest has {longest}. Use --trace-scale, --max-input-len and "
-                "--max-output-len."
+                f"{len(beyond)} of {len(lengths)} requests of the trace are longer than {server.room}, the "
+                f"longest has {max(beyond)}. Use --trace-scale, --max-input-len and --max-output-len."
             )
         return
-    highest = [
-        _least(workload.input_len, args.max_input_len),
-        _least(workload.output_len, args.max_output_len),
-    ]
-    if None not in highest:
-        total = args.prefix_len + sum(length for length in highest if length is not None)
-        if total > limit:
-            raise BenchError(
-                f"prefix, input and output are up to {total} tokens, but the server's context is {limit} "
-                "(max_model_len). Lower --prefix-len, --input-len or --output-len."
-            )
+    prompt = _least(workload.input_len, args.max_input_len)
+    answer = _least(workload.output_len, args.max_output_len)
+    if prompt is not None and answer is not None and not server.holds(args.prefix_len + prompt, answer):
+        raise BenchError(
+            f"prefix, input and output are up to {args.prefix_len + prompt + answer} tokens, more than {server.room}. "
+            "Lower --prefix-len, --input-len or --output-len."
+        )
 
 
 def _least(lengths: Lengths, limit: int | None) -> int | None:

@@ -21,6 +21,8 @@ _COUNTERS = (
     ("num_preemptions", "Requests put back to waiting for lack of pages.", "num_preemptions"),
     ("prefix_cache_queries", "Tokens looked up in the prefix cache, also when a request resumes.", "prefix_queries"),
     ("prefix_cache_hits", "Tokens found in the prefix cache, also when a request resumes.", "prefix_hits"),
+    ("encoder_runs", "Encoder inputs that went through an encoder.", "num_encoder_runs"),
+    ("encoder_hits", "Requests whose encoder input was encoded already, also when they resume.", "num_encoder_hits"),
     ("page_copies", "Pages copied because a sequence was about to write a shared one.", "num_page_copies"),
     ("steps", "Engine steps.", "num_steps"),
 )

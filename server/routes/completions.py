@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
 from server.answering.answer import Run, encode_prompts, estimate_size
 from server.answering.completion import CompletionPieces, join
-from server.answering.prompt import Prompt
+from server.answering.prompt import Prompt, Room
+from server.answering.seq2seq import Decoder, read_decoder, refuse_echo
 from server.api import examples
 from server.api.parameters import shape_of
 from server.api.schemas import CompletionChoice, CompletionRequest, CompletionResponse, StrictJsonRoute, Usage
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
+
+_DECODER = {
+    "decoder_prompt", "forced_bos_token", "forced_bos_token_id", "src_lang", "tgt_lang", "add_special_tokens",
+}  # fmt: skip
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -36,21 +41,37 @@ async def create_completion(
     service.check_model(body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported; leave it out.", param="suffix", code="unsupported_parameter")
+    if body.echo:
+        refuse_echo(service)
     shape = shape_of(body, service, echo=bool(body.echo))
-    return await _CompletionRun(service, body, shape, arrival).respond(request)
+    decoder = read_decoder(body.model_dump(exclude_none=True, include=_DECODER), body.prompt, service)
+    if decoder is not None:
+        shape = replace(shape, params=decoder.force(shape.params))
+    return await _CompletionRun(service, body, shape, arrival, decoder=decoder).respond(request)
 
 
 @dataclass(slots=True)
 class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     id_prefix = "cmpl"
     body: CompletionRequest
+    decoder: Decoder | None = field(kw_only=True)
 
     def size(self) -> tuple[int, int]:
-        return len(self.body.prompt), estimate_size(self.body.prompt, self.service.client.info.max_model_len)
+        given, info = self.body.prompt, self.service.client.info
+        tokens = estimate_size(given, Room.of_prompt(info).tokens)
+        if self.decoder is not None and self.decoder.prompt is not None:
+            tokens += len(given) * estimate_size([self.decoder.prompt], info.max_model_len)
+        return len(given), tokens
 
     async def prompts(self) -> list[Prompt]:
         special = self.body.add_special_tokens is not False
-        return await encode_prompts(self.service, self.body.prompt, add_special_tokens=special)
+        decoder = self.decoder
+        source = None if decoder is None else decoder.src_lang
+        prompts = await encode_prompts(self.service, self.body.prompt, add_special_tokens=special, src_lang=source)
+        if decoder is None:
+            return prompts
+        begin = await decoder.tokens(self.service, self.shape.params)
+        return [replace(prompt, decoder_ids=begin) for prompt in prompts]
 
     def maker(self, prompts: list[Prompt]) -> CompletionPieces:
         return CompletionPieces(prompts, self.shape, self.service.tokenizer)

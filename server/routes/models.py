@@ -14,18 +14,27 @@ router = APIRouter()
 def _card(service: Service) -> ModelCard:
     info = service.client.info
     return ModelCard(
-        id=service.model_id, created=service.created, root=service.model_id, max_model_len=info.max_model_len
+        id=service.model_id,
+        created=service.created,
+        root=service.model_id,
+        max_model_len=info.max_model_len,
+        max_encoder_len=info.max_encoder_len,
     )
 
 
-@router.get("/v1/models", responses=ERROR_RESPONSES, summary="List the served models")
+@router.get("/v1/models", responses=ERROR_RESPONSES, response_model_exclude_none=True, summary="List the served models")
 async def list_models(service: ServiceDep) -> ModelList:
     """The one model that this server serves."""
     return ModelList(data=[_card(service)])
 
 
 # A path, because hub ids hold slashes.
-@router.get("/v1/models/{model_id:path}", responses=ERROR_RESPONSES, summary="Describe a served model")
+@router.get(
+    "/v1/models/{model_id:path}",
+    responses=ERROR_RESPONSES,
+    response_model_exclude_none=True,
+    summary="Describe a served model",
+)
 async def get_model(model_id: str, service: ServiceDep) -> ModelCard:
     """The model of that id; 404 for any other than the served one."""
     service.check_model(model_id)

@@ -9,8 +9,9 @@ from fastapi import APIRouter, Body, Response
 
 from engine.text import Tokenizer
 from server.admission import estimate_tokens
-from server.answering.answer import check_token_ids
 from server.answering.chat import read_messages
+from server.answering.prompt import Room, check_token_ids
+from server.answering.seq2seq import read_decoder, refuse_chat
 from server.api import examples
 from server.api.fields import ignored_header
 from server.api.schemas import (
@@ -42,6 +43,9 @@ async def tokenize(
         if body.add_special_tokens:
             message = "add_special_tokens cannot be used with messages: the chat template writes the special tokens."
             raise ApiError(400, message, param="add_special_tokens", code="invalid_value")
+        if body.src_lang is not None:
+            raise ApiError(400, "src_lang goes with prompt, not with messages.", param="src_lang", code="invalid_value")
+        refuse_chat(service, "messages")
         opens_answer = body.add_generation_prompt is not False
         messages = read_messages(body.messages)
         with service.tokenizing.reserve(1, sum(estimate_tokens(message["content"]) for message in messages)):
@@ -51,9 +55,12 @@ async def tokenize(
         tokenizer = _tokenizer(service, "prompt")
         special = body.add_special_tokens is not False
         text = body.prompt or ""
+        asked = {"src_lang": body.src_lang, "add_special_tokens": body.add_special_tokens}
+        read_decoder(asked, [text], service)
         with service.tokenizing.reserve(1, estimate_tokens(text)):
-            tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
-    return TokenizeResponse(count=len(tokens), max_model_len=service.client.info.max_model_len, tokens=tokens)
+            tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special, src_lang=body.src_lang)
+    longest = Room.of_prompt(service.client.info).tokens
+    return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens)
 
 
 @router.post("/detokenize", responses=ERROR_RESPONSES, summary="Token ids to text")

@@ -1,0 +1,160 @@
+"""What a request may say about the decoder of an encoder-decoder model: how its answer begins, and the languages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from engine import SamplingParams
+from engine.text import Tokenizer
+from server.answering.prompt import Room, check_length, check_token_ids, encode_fitting
+from server.context import Service
+from server.errors import ApiError, shown
+
+# What each field asks of a decoder-only model, and what to do there instead.
+_ELSEWHERE = {
+    "decoder_prompt": "end the prompt with what the answer is to begin with",
+    "forced_bos_token": "leave it out",
+    "src_lang": "say in the prompt what is wanted",
+    "tgt_lang": "say in the prompt what is wanted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """How the answers of an encoder-decoder model begin.
+
+    Attributes:
+        prompt: the beginning, as text or token ids; None: the model begins itself.
+        first: the token that the request forces; where nothing is forced, None.
+        src_lang: the encoder's language, where the request names one.
+    """
+
+    prompt: str | list[int] | None = None
+    first: int | None = None
+    src_lang: str | None = None
+
+    def force(self, params: SamplingParams) -> SamplingParams:
+        """The parameters, with the first token that the request forces."""
+        return params if self.first is None else replace(params, forced_bos_token_id=self.first)
+
+    async def tokens(self, service: Service, params: SamplingParams) -> list[int]:
+        """The beginning as the decoder gets it, behind its start token.
+
+        In front of a text stands the token that is forced to be an answer's first; ids are taken as they are.
+
+        Raises:
+            ApiError: the text is far too long.
+        """
+        if not isinstance(self.prompt, str):
+            return self.prompt or []
+        tokenizer, info = service.tokenizer, service.client.info
+        assert tokenizer is not None  # `read_decoder` asks for one
+        room = Room(info.max_model_len, "decoder_prompt")
+        ids = await asyncio.to_thread(encode_fitting, tokenizer.encode_answer, self.prompt, room)
+        first = params.forced_bos_token_id
+        first = info.default_forced_bos_token_id if first is None else first
+        return ids if first is None or not ids else [first, *ids]
+
+
+def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service) -> Decoder | None:
+    """What the fields `decoder_prompt`, `forced_bos_token`, `src_lang` and `tgt_lang` ask for; None for a decoder-only
+    model.
+
+    Raises:
+        ApiError, InvalidRequestError: the model has no use for one of them, they contradict each other, or a token or a
+            language is unknown.
+    """
+    info = service.client.info
+    given = {name: fields[name] for name in _ELSEWHERE if fields.get(name) is not None}
+    if info.max_encoder_len is None:
+        for name in given:
+            message = f"{name} is for encoder-decoder models, and {service.model_id} is a decoder-only model:"
+            _fail(name, f"{message} {_ELSEWHERE[name]}.", "unsupported_parameter")
+        return None
+    prompt, source = given.get("decoder_prompt"), given.get("src_lang")
+    if isinstance(prompt, str):
+        _tokenizer(service, "decoder_prompt")
+    elif prompt is not None:
+        check_length(len(prompt), Room(info.max_model_len, "decoder_prompt"))
+        check_token_ids(prompt, info.vocab_size, "decoder_prompt")
+    if source is not None:
+        _check_source(source, fields, prompts, service)
+    names = [name for name in ("forced_bos_token", "forced_bos_token_id", "tgt_lang") if fields.get(name) is not None]
+    if len(names) > 1:
+        _fail(names[1], f"{names[0]} and {names[1]} both say what the answer's first token is; send one of them.")
+    first = None
+    if "tgt_lang" in given:
+        first = _tokenizer(service, "tgt_lang").languages.id(given["tgt_lang"], "tgt_lang")
+        if first == info.decoder_start_token_id:
+            first = None  # this model's decoder begins with it as it is
+    elif "forced_bos_token" in given:
+        first = _token(given["forced_bos_token"], service)
+    if isinstance(prompt, list) and first is not None:
+        _check_begins(prompt, first, names[0], info.decoder_start_token_id)
+    return Decoder(prompt, first, source)
+
+
+def _check_source(source: str, fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service) -> None:
+    _tokenizer(service, "src_lang").languages.id(source, "src_lang")
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        message = "src_lang says how a text is tokenised, but the prompt is token ids."
+        _fail("src_lang", f"{message} Put its language's token among them, and leave it out.")
+    if fields.get("add_special_tokens") is False:
+        _fail("src_lang", "src_lang is one of the special tokens; it cannot go with add_special_tokens false.")
+
+
+def _check_begins(prompt: Sequence[int], first: int, name: str, start: int | None) -> None:
+    rest = prompt[1:] if prompt[0] == start else prompt
+    if rest and rest[0] != first:
+        message = f"decoder_prompt is token ids, which are taken as they are, and does not begin with {name}'s {first}."
+        _fail(name, f"{message} Put it in front of them, or leave {name} out.")
+
+
+def _token(given: int | str, service: Service) -> int:
+    name, vocab_size = "forced_bos_token", service.client.info.vocab_size
+    found = _tokenizer(service, name).token_id(given) if isinstance(given, str) else given
+    if found is None:
+        _fail(name, f"{name}: the vocabulary has no token that is written {shown(given)}. Send one, or its id.")
+    check_token_ids([found], vocab_size, name)
+    return found
+
+
+def _tokenizer(service: Service, name: str) -> Tokenizer:
+    if service.tokenizer is None:
+        _fail(name, f"{service.model_id} has no tokenizer, which {name} needs; use token ids.", "no_tokenizer")
+    return service.tokenizer
+
+
+def refuse_chat(service: Service, param: str) -> None:
+    """Refuse messages to an encoder-decoder model.
+
+    Raises:
+        ApiError: says why.
+    """
+    if service.client.info.max_encoder_len is not None:
+        message = (
+            f"{service.model_id} is an encoder-decoder model: it turns one input into one output, and knows no "
+            "conversations. Send the input as prompt to /v1/completions."
+        )
+        _fail(param, message, "no_chat")
+
+
+def refuse_echo(service: Service) -> None:
+    """Refuse to begin an encoder-decoder model's answer with its prompt.
+
+    Raises:
+        ApiError: says why.
+    """
+    if service.client.info.max_encoder_len is not None:
+        message = (
+            f"echo: {service.model_id} is an encoder-decoder model, whose answer does not go on from the prompt. For "
+            "the log-probabilities of a given answer send it as decoder_prompt, with prompt_logprobs."
+        )
+        _fail("echo", message, "unsupported_parameter")
+
+
+def _fail(param: str, message: str, code: str = "invalid_value") -> NoReturn:
+    raise ApiError(400, message, param=param, code=code)
