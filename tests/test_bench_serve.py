@@ -397,7 +397,7 @@ def test_what_the_server_refuses_at_the_start(server: FakeServer, capsys: pytest
     url, few = ["--url", server.url], ["--output-len", "1", "--num-requests", "1"]
     assert "--model other: the server has fake/model" in refused(capsys, [*url, "--model", "other"])
     shown = refused(capsys, [*url, "--input-len", "4000", "--output-len", "100"])
-    assert "up to 4100 tokens, but the server's context is 4096" in shown
+    assert "up to 4100 tokens, more than the server's context of 4096" in shown
     server.other["/tokenize"] = (404, {"detail": "Not Found"})
     shown = refused(capsys, url)
     assert "404" in shown

@@ -92,7 +92,7 @@ _PROMPT_SCHEMA = {
 Prompts = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 
 
-def _check_decoder_prompt(value: Any) -> str | list[int]:
+def _check_decoder_prompt(value: Any) -> Any:
     if isinstance(value, str) or _is_ids(value):
         return value
     raise PydanticCustomError("decoder_prompt", "must be a string or a list of token ids that is not empty")
