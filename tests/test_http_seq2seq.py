@@ -74,7 +74,8 @@ class Api:
 def serving(kind: str, folder: Path, *arguments: str) -> Iterator[Api]:
     checkpoint = make_text_checkpoint(kind, folder / kind)
     log = folder / "service.log"
-    service = Service(str(checkpoint.path), "--dtype", "float32", "--block-size", str(BLOCK), *arguments, log=log)
+    settings = ("--dtype", "float32", "--block-size", str(BLOCK), "--max-model-len", str(MAX_LENGTH), *arguments)
+    service = Service(str(checkpoint.path), *settings, log=log)
     try:
         service.wait_ready()
         api = Api(service, checkpoint)
@@ -357,7 +358,7 @@ def test_doctor(t5: Api, mbart: Api) -> None:
     from server import doctor
 
     for api, languages in ((t5, ""), (mbart, ", 52 languages")):
-        config = EngineConfig(model=str(api.checkpoint.path), num_gpu_blocks_override=16)
+        config = EngineConfig(model=str(api.checkpoint.path), max_model_len=MAX_LENGTH, num_gpu_blocks_override=16)
         found = {finding.check: finding for finding in doctor.examine(config, ServerSettings(port=0))}
         assert f"encoder-decoder, prompts of {MAX_LENGTH} tokens, answers of {MAX_LENGTH}" in found["model"].found
         assert found["tokenizer"].found == f"{len(api.checkpoint.tokenizer)} tokens{languages}"

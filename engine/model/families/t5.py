@@ -16,7 +16,6 @@ def spec(config: Any) -> ModelSpec:
         encoder=_stack(config, config.num_layers, decoder=False),
         decoder=_stack(config, config.num_decoder_layers, decoder=True),
         head=Lm(tied=config.tie_word_embeddings, input_scale=config.d_model**-0.5 if scaled else 1.0),
-        context_length=getattr(config, "n_positions", None),  # of its training; buckets have no end
     )
 
 
