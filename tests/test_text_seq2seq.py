@@ -1,0 +1,150 @@
+"""Text in and out of encoder-decoder models, with tokenizers as published folders have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from support.text_seq2seq import KINDS, MAX_LENGTH, TEXTS, make_text_checkpoint, mbart50_tokenizer, mbart_tokenizer
+from test_http_api import Api, error
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers, processors
+
+from engine import LLM, InvalidRequestError, SamplingParams, Seq2SeqInput
+from engine.languages import Languages
+from engine.text import load_tokenizer
+
+LOADED = {"t5": "T5Tokenizer", "bart": "RobertaTokenizer", "mbart50": "MBart50Tokenizer", "marian": "MarianTokenizer"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_the_references(kind: str, tmp_path: Path) -> None:
+    """Special tokens of the input, text of the answer, and where a given beginning stands."""
+    one = make_text_checkpoint(kind, tmp_path)
+    assert type(one.tokenizer).__name__ == LOADED.get(kind, "PegasusTokenizer")
+    llm = LLM(
+        str(tmp_path), device="cpu", dtype="float32", show_progress=False, num_gpu_blocks_override=64,
+        max_model_len=MAX_LENGTH,
+    )  # fmt: skip
+    assert llm.tokenizer is not None
+    start = one.model.generation_config.decoder_start_token_id
+    params = [SamplingParams(temperature=0, max_tokens=10), SamplingParams(num_beams=3, max_tokens=8)]
+    for text in (TEXTS[0], TEXTS[1]):
+        encoder = one.encode(text)
+        answers = [
+            one.generate(encoder, num_beams=1, max_new_tokens=10),
+            one.generate(encoder, num_beams=3, max_new_tokens=8),
+        ]
+        for output, (answer,) in zip(llm.generate([text, encoder], params), answers, strict=True):
+            assert output.encoder_token_ids == encoder
+            assert output.prompt_token_ids == [start]
+            assert output.outputs[0].token_ids == answer
+            assert output.outputs[0].text == one.text(answer)
+    begin = llm.tokenizer.encode_answer("winter with you")
+    assert begin == one.tokenizer(text_target="winter with you", add_special_tokens=False).input_ids
+    output = llm.generate(Seq2SeqInput(encoder, begin), params[1])[0]
+    (answer,) = one.generate(encoder, [start, *begin], num_beams=3, max_new_tokens=8)
+    assert output.prompt_token_ids == [start, *begin]
+    assert output.outputs[0].text == one.text(answer, [start, *begin])
+    assert output.prompt is None
+    llm.engine.check_integrity()
+    llm.close()
+
+
+# ---------------------------------------------------------------- languages
+
+
+def nllb_tokenizer(folder: Path) -> None:
+    codes = ["deu_Latn", "eng_Latn", "fra_Latn", "zho_Hans"]
+    vocab = {token: i for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "▁", "a", "b", *codes])}
+    hf = transformers.NllbTokenizer(vocab=vocab, merges=[], extra_special_tokens=codes, src_lang="eng_Latn")
+    hf.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "codes", "count"),
+    [
+        (mbart50_tokenizer, ("ro_RO", "en_XX", "zh_CN"), 52),
+        (mbart_tokenizer, ("ro_RO", "en_XX"), 25),
+        (nllb_tokenizer, ("zho_Hans", "eng_Latn"), 4),
+    ],
+)
+def test_a_source_language_stands_where_the_tokenizer_puts_it(
+    write: Callable[[Path], None], codes: tuple[str, ...], count: int, tmp_path: Path
+) -> None:
+    write(tmp_path)
+    hf = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    mine = load_tokenizer(tmp_path)
+    assert mine is not None
+    assert len(mine.languages.ids) == count
+    for text in ("a b", "", "sea"):
+        assert mine.encode(text) == hf(text).input_ids
+        for code in codes:
+            hf.src_lang = code
+            assert mine.encode(text, src_lang=code) == hf(text).input_ids
+            assert mine.languages.id(code, "tgt_lang") == hf.convert_tokens_to_ids(code)
+        hf.src_lang = codes[1]
+    with pytest.raises(InvalidRequestError, match="does not know the language 'xx_XX'; it knows") as unknown:
+        mine.encode("a", src_lang="xx_XX")
+    assert unknown.value.param == "src_lang"
+
+
+def test_special_tokens_that_only_look_like_languages(tmp_path: Path) -> None:
+    rust = RustTokenizer(models.WordLevel({"</s>": 0, "a": 1, "en_XX": 2, "<unk>": 3}, unk_token="<unk>"))
+    rust.pre_tokenizer = pre_tokenizers.Whitespace()
+    rust.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
+    hf = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=rust, eos_token="</s>", unk_token="<unk>", extra_special_tokens=["en_XX"]
+    )
+    hf.save_pretrained(tmp_path)
+    mine = load_tokenizer(tmp_path)
+    assert mine is not None
+    assert mine.languages == Languages()
+    assert (mine.token_id("a"), mine.token_id("b")) == (1, None)
+    with pytest.raises(InvalidRequestError, match="no tokens for languages"):
+        mine.encode("a", src_lang="en_XX")
+
+
+def test_marian_has_a_vocabulary_a_side(tmp_path: Path) -> None:
+    """The two sides cut a text differently; the switch of one thread does not reach the other."""
+    one = make_text_checkpoint("marian", tmp_path)
+    mine = load_tokenizer(tmp_path)
+    assert mine is not None
+    text = "young winter wind"
+    assert mine.encode(text, add_special_tokens=False) != mine.encode_answer(text)
+    assert mine.encode(text) == one.encode(text)
+    assert mine.token_id("</s>") == 0
+    assert mine.token_id("no such piece") is None
+
+
+# ---------------------------------------------------------------- decoder-only models
+
+
+@pytest.fixture
+def plain() -> Api:
+    return Api()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"decoder_prompt": "b"}, "end the prompt with"),
+        ({"forced_bos_token": 5}, "leave it out"),
+        ({"src_lang": "en_XX"}, "say in the prompt"),
+        ({"tgt_lang": "de_DE"}, "say in the prompt"),
+    ],
+)
+def test_decoder_only_models_refuse_what_is_for_the_others(plain: Api, fields: dict[str, Any], words: str) -> None:
+    (name,) = fields
+    found = error(plain.complete(prompt="a", **fields))
+    assert (found["param"], found["code"]) == (name, "unsupported_parameter")
+    assert "decoder-only model" in found["message"]
+    assert words in found["message"]
+    assert plain.complete(prompt="a", **{name: None}).status_code == 200
+    messages = [{"role": "user", "content": "a"}]
+    refused = error(plain.request("POST", "/v1/chat/completions", json={"messages": messages, **fields}))
+    assert (refused["param"], refused["code"]) == (name, "unsupported_parameter")
+    assert len(plain.client.asked) == 1
