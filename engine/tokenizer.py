@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from engine.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.languages import Languages
 from engine.outputs import Logprob, TokenLogprobs
+
+logger = logging.getLogger("octavo.tokenizer")
 
 # What a folder that has a tokenizer holds at least one of.
 TOKENIZER_FILES = (
@@ -301,17 +304,32 @@ def load_tokenizer(
         folder = _download(str(path_or_id), revision, hf_token)
     if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
         return None
-    from transformers import AutoTokenizer  # slow to import
-
     try:
-        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        return Tokenizer(hf)
+        return Tokenizer(_load(folder))
     except Exception as error:  # tokenizers fail with bare exceptions of many kinds
         raise ModelLoadError(
-            f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {error}). A complete "
-            "tokenizer.json is enough; a tokenizer.model needs the package sentencepiece or tiktoken. To use the "
-            "model with token ids only, remove the tokenizer's files."
+            f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "
+            "complete tokenizer.json is enough; SentencePiece's files (*.model, *.spm) need the package sentencepiece "
+            "(pip install sentencepiece), or tiktoken. To use the model with token ids only, remove the tokenizer's "
+            "files."
         ) from error
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+
+    settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), **settings)
+    except Exception:
+        # Marian's class reads no tokenizer.json, and others want packages or files that one makes needless.
+        if not (folder / "tokenizer.json").is_file():
+            raise
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
+        except Exception as second:
+            logger.debug("tokenizer.json alone does not make a tokenizer either: %s", second)
+        raise
 
 
 def _download(model: str, revision: str | None, hf_token: str | None) -> Path:

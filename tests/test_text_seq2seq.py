@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from support.text_seq2seq import KINDS, MAX_LENGTH, TEXTS, make_text_checkpoint, mbart50_tokenizer, mbart_tokenizer
+from support.service import ROOT
+from support.text_seq2seq import (
+    KINDS,
+    MAX_LENGTH,
+    TEXTS,
+    make_text_checkpoint,
+    marian_tokenizer,
+    mbart50_tokenizer,
+    mbart_tokenizer,
+    t5_tokenizer,
+)
 from test_http_api import Api, error
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers, processors
@@ -148,3 +161,28 @@ def test_decoder_only_models_refuse_what_is_for_the_others(plain: Api, fields: d
     refused = error(plain.request("POST", "/v1/chat/completions", json={"messages": messages, **fields}))
     assert (refused["param"], refused["code"]) == (name, "unsupported_parameter")
     assert len(plain.client.asked) == 1
+
+
+def test_marian_with_a_tokenizer_json_alone(tmp_path: Path) -> None:
+    """Its class in the reference reads SentencePiece's files only."""
+    t5_tokenizer(tmp_path)
+    expected = load_tokenizer(tmp_path)
+    settings = {"tokenizer_class": "MarianTokenizer", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    mine = load_tokenizer(tmp_path)
+    assert mine is not None
+    assert expected is not None
+    assert mine.encode("the sea") == mine.encode_answer("the sea") + [1] == expected.encode("the sea")
+    assert mine.decode([0, *mine.encode("the sea")]) == "the sea"
+
+
+def test_a_missing_sentencepiece_is_named(tmp_path: Path) -> None:
+    marian_tokenizer(tmp_path)
+    code = (
+        "import sys; sys.modules['sentencepiece'] = None\n"
+        f"from engine.text import load_tokenizer\ntry: load_tokenizer({str(tmp_path)!r})\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("ModelLoadError")
+    assert "pip install sentencepiece" in shown
