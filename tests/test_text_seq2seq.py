@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from fake_client import VOCAB_SIZE, FakeClient, byte_tokenizer, say
+from support.asgi import Call
 from support.service import ROOT
 from support.text_seq2seq import (
     KINDS,
@@ -26,9 +30,11 @@ from test_http_api import Api, error
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
-from engine import LLM, InvalidRequestError, SamplingParams, Seq2SeqInput
+from engine import LLM, InvalidRequestError, SamplingParams, Seq2SeqInput, TokenInput
 from engine.languages import Languages
+from engine.messages import decode_command, encode_add
 from engine.text import load_tokenizer
+from server.app import create_app
 
 LOADED = {"t5": "T5Tokenizer", "bart": "RobertaTokenizer", "mbart50": "MBart50Tokenizer", "marian": "MarianTokenizer"}
 
@@ -172,7 +178,7 @@ def test_marian_with_a_tokenizer_json_alone(tmp_path: Path) -> None:
     mine = load_tokenizer(tmp_path)
     assert mine is not None
     assert expected is not None
-    assert mine.encode("the sea") == mine.encode_answer("the sea") + [1] == expected.encode("the sea")
+    assert mine.encode("the sea") == [*mine.encode_answer("the sea"), 1] == expected.encode("the sea")
     assert mine.decode([0, *mine.encode("the sea")]) == "the sea"
 
 
@@ -186,3 +192,46 @@ def test_a_missing_sentencepiece_is_named(tmp_path: Path) -> None:
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.startswith("ModelLoadError")
     assert "pip install sentencepiece" in shown
+
+
+# ---------------------------------------------------------------- admission
+
+
+def test_waiting_tokens_of_encoder_and_decoder_count() -> None:
+    """Until the first token has come; an input that is far too long counts as what the encoder takes."""
+
+    async def waiting(**body: Any) -> int:
+        begin = asyncio.Event()
+
+        def script(request_id: str, source: Any, params: SamplingParams) -> list[Any]:
+            return [begin, *say(request_id, ["ab"], params)]
+
+        client = FakeClient(script)
+        facts = {"max_encoder_len": 32, "encoder_vocab_size": VOCAB_SIZE, "decoder_start_token_id": 0}
+        client.info = replace(client.info, **facts)
+        app = create_app(client, byte_tokenizer(), "fake")
+        call = Call(app, "/v1/completions", body)
+        async with asyncio.timeout(20):
+            while not client.asked and not call.task.done():
+                await asyncio.sleep(0)
+        admission = app.state.service.admission
+        waits = admission.num_queued_tokens
+        assert all(isinstance(source, (TokenInput, Seq2SeqInput)) for source, _ in client.asked.values())
+        begin.set()
+        await call.wait_end()
+        assert admission.num_queued_tokens == admission.num_prompts == 0
+        assert call.status == 200 or not waits
+        return int(waits)
+
+    assert asyncio.run(waiting(prompt="abcde")) == 5
+    assert asyncio.run(waiting(prompt=["abcde", "fg"], decoder_prompt="xyz")) == 5 + 2 + 2 * 3
+    assert asyncio.run(waiting(prompt="abc", decoder_prompt=[1, 2], forced_bos_token=1)) == 5
+    assert asyncio.run(waiting(prompt="abc", decoder_prompt="de", forced_bos_token="x")) == 3 + 3
+    assert asyncio.run(waiting(prompt="a" * 65)) == 32
+
+
+def test_a_malformed_input_names_its_field() -> None:
+    for input, param in ((Seq2SeqInput(["a"], [1]), "prompt"), (Seq2SeqInput([1], ["a"]), "decoder_prompt")):  # type: ignore[list-item]
+        found = decode_command(encode_add("r", input, SamplingParams()))
+        assert isinstance(found, tuple)
+        assert found[1].param == param

@@ -222,8 +222,8 @@ class Run(ABC, Generic[Piece, Choice]):
     async def _prompts(self, ticket: Ticket) -> list[Prompt]:
         prompts = await self.prompts()
         info = self.service.client.info
-        longest = info.max_model_len + (info.max_encoder_len or 0)  # of what is longer the engine will say so
-        ticket.measure([min(prompt.num_tokens, longest) for prompt in prompts])
+        longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # of what is longer the engine will say so
+        ticket.measure([min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts])
         return prompts
 
     def _generation(self, prompts: list[Prompt], ticket: Ticket) -> Generation:

@@ -1,4 +1,4 @@
-"""Bodies that the API's documentation shows; each works as it stands, whatever the model."""
+"""Bodies that the API's documentation shows; each works as it stands, whatever the model (score: decoder-only)."""
 
 from __future__ import annotations
 
