@@ -174,6 +174,7 @@ class Engine:
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             random_seed=self._random.getrandbits(64),
+            prompt_name="decoder_prompt" if encoder_input else "prompt",
         )
         if decoding.num_beams > self.config.max_num_beams:
             raise InvalidRequestError(

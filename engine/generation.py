@@ -33,6 +33,10 @@ _HONOURED = (
     "max_new_tokens",
     "suppress_tokens",
     "begin_suppress_tokens",
+    "bad_words_ids",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "renormalize_logits",
     "forced_bos_token_id",
     "forced_eos_token_id",
     "do_sample",
@@ -44,10 +48,7 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
     "top_h": (),
-    "bad_words_ids": ([],),
     "sequence_bias": ({}, []),
-    "encoder_repetition_penalty": (1.0,),
-    "encoder_no_repeat_ngram_size": (0,),
     "exponential_decay_length_penalty": (),
     "guidance_scale": (1, 1.0),
     "num_beam_groups": (1,),
@@ -55,7 +56,6 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (0.0,),
     "constraints": ([],),
     "force_words_ids": ([],),
-    "renormalize_logits": (False,),
     "remove_invalid_values": (False,),
     "watermarking_config": ({},),
     "stop_strings": ([], ""),
@@ -113,7 +113,9 @@ def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool =
         stored.get("bos_token_id"),
         getattr(hf_config, "bos_token_id", None),
     ]
-    start = next((i for i in starts if isinstance(i, int) and 0 <= i < vocab_size), None)
+    # A list names the start of each input of a batch; one id alone is meant for all.
+    starts = [i[0] if isinstance(i, list) and len(i) == 1 else i for i in starts]
+    start = next((i for i in starts if type(i) is int and 0 <= i < vocab_size), None)
     if not honour:
         return GenerationDefaults(eos_ids=eos_ids, decoder_start_token_id=start)
     ignored = [
@@ -136,6 +138,9 @@ def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool =
             known = _known_ids(name, _ids(values.pop(name)), vocab_size)
             if known:
                 values[name] = known[0] if name == "forced_bos_token_id" else known
+    if "bad_words_ids" in values:
+        known_ids = set(_known_ids("bad_words_ids", {i for word in values["bad_words_ids"] for i in word}, vocab_size))
+        values["bad_words_ids"] = [word for word in values["bad_words_ids"] if known_ids.issuperset(word)]
     return GenerationDefaults(values=values, eos_ids=eos_ids, ignored=tuple(ignored), decoder_start_token_id=start)
 
 
@@ -149,6 +154,10 @@ def _check_values(values: Mapping[str, Any], source: Path) -> None:
         elif name in _ID_FIELDS:
             listed = value if isinstance(value, list) else [value]
             given = {"stop_token_ids": [i for i in listed if i != -1]}  # -1 stands for none
+        elif name == "bad_words_ids" and isinstance(value, list):
+            for word in value:  # a model's own list may be longer than a request's
+                _check_values({"bad_words_ids": (word,)}, source)
+            continue
         try:
             SamplingParams(**given)
         except InvalidRequestError as error:
@@ -187,8 +196,13 @@ def resolve(
     max_model_len: int,
     vocab_size: int,
     random_seed: int,
+    prompt_name: str = "prompt",
 ) -> Decoding:
     """Complete a request's parameters with the model's defaults and check them against its limits.
+
+    Args:
+        prompt_len: tokens before the answer; of an encoder-decoder model those of the decoder.
+        prompt_name: what a request calls them.
 
     Raises:
         InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values
@@ -199,7 +213,7 @@ def resolve(
     def pick(name: str, given: Any, otherwise: Any) -> Any:
         return given if given is not None else values.get(name, otherwise)
 
-    max_tokens = _max_tokens(params, values, prompt_len, max_model_len)
+    max_tokens = _max_tokens(params, values, prompt_len, max_model_len, prompt_name)
     num_beams = _num_beams(params, values)
     min_tokens = min(int(values.get("min_new_tokens", 0)), max_tokens)
     if params.min_tokens is not None:
@@ -216,10 +230,14 @@ def resolve(
         ("stop_token_ids", params.stop_token_ids or ()),
         ("suppress_tokens", params.suppress_tokens or ()),
         ("begin_suppress_tokens", params.begin_suppress_tokens or ()),
+        ("bad_words_ids", [i for word in params.bad_words_ids or () for i in word]),
         ("forced_bos_token_id", (params.forced_bos_token_id,)),
         ("forced_eos_token_id", (params.forced_eos_token_id,)),
     ):
         check_ids(name, [i for i in ids if i is not None], vocab_size)
+    # As in `transformers`, nobody bans what ends an answer in this way.
+    endings = set() if params.ignore_eos else {(i,) for i in defaults.eos_ids}
+    words = (tuple(word) for word in pick("bad_words_ids", params.bad_words_ids, ()))
     return Decoding(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -244,6 +262,10 @@ def resolve(
         min_length=0 if params.ignore_eos or by_output else int(pick("min_length", params.min_length, 0)),
         suppress_tokens=tuple(pick("suppress_tokens", params.suppress_tokens, ())),
         begin_suppress_tokens=tuple(pick("begin_suppress_tokens", params.begin_suppress_tokens, ())),
+        bad_words=tuple(word for word in words if word not in endings),
+        encoder_repetition_penalty=float(pick("encoder_repetition_penalty", params.encoder_repetition_penalty, 1.0)),
+        encoder_no_repeat_ngram_size=int(pick("encoder_no_repeat_ngram_size", params.encoder_no_repeat_ngram_size, 0)),
+        renormalize=bool(pick("renormalize_logits", params.renormalize_logits, False)),
         forced_bos_token_id=pick("forced_bos_token_id", params.forced_bos_token_id, None),
         forced_eos_token_ids=tuple(sorted(_ids(pick("forced_eos_token_id", params.forced_eos_token_id, None)))),
     )
@@ -264,22 +286,25 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
-def _max_tokens(params: SamplingParams, values: Mapping[str, Any], prompt_len: int, max_model_len: int) -> int:
+def _max_tokens(
+    params: SamplingParams, values: Mapping[str, Any], prompt_len: int, max_model_len: int, prompt_name: str
+) -> int:
     room = max_model_len - prompt_len
     if room < 1:
         raise InvalidRequestError(
             # Clients know the error by these words where the code does not reach them.
-            f"the prompt is too long: it has {prompt_len} tokens, and this model's maximum context length is "
-            f"{max_model_len} tokens, answer included (max_model_len). Shorten the prompt or raise --max-model-len.",
-            param="prompt",
+            f"the {prompt_name} is too long: it has {prompt_len} tokens, and this model's maximum context length is "
+            f"{max_model_len} tokens, answer included (max_model_len). Shorten the {prompt_name} or raise "
+            "--max-model-len.",
+            param=prompt_name,
             code="context_length_exceeded",
         )
     if params.max_tokens is not None:
         if params.max_tokens > room:
             raise InvalidRequestError(
-                f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}, together "
+                f"the {prompt_name} has {prompt_len} tokens and max_tokens is {params.max_tokens}, together "
                 f"{prompt_len + params.max_tokens}, but this model's maximum context length is {max_model_len} tokens "
-                "(max_model_len). Lower max_tokens, shorten the prompt or raise --max-model-len.",
+                f"(max_model_len). Lower max_tokens, shorten the {prompt_name} or raise --max-model-len.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

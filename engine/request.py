@@ -65,6 +65,8 @@ NUMBER_RANGES: Mapping[str, NumberRange] = {
     "num_beams": NumberRange(low=1, integer=True),
     "length_penalty": NumberRange(),
     "no_repeat_ngram_size": NumberRange(low=0, integer=True),
+    "encoder_repetition_penalty": NumberRange(low=0.0, open_low=True),
+    "encoder_no_repeat_ngram_size": NumberRange(low=0, integer=True),
     "min_length": NumberRange(low=0, integer=True),
     "forced_bos_token_id": NumberRange(low=0, integer=True),
     "forced_eos_token_id": NumberRange(low=0, integer=True),
@@ -153,6 +155,19 @@ def _check_ids(name: str, value: Any) -> None:
             _fail(name, f"{name} must hold token ids ({_IDS}), got {brief(token)}.")
 
 
+def _check_words(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        _fail(name, f"{name} must be a list of lists of token ids, got {brief(value)}.")
+    for word in value:
+        _check_ids(name, [] if word is None else word)
+        if not word:
+            _fail(name, f"{name} must hold lists of at least one token id, got {brief(word)}.")
+    if (total := sum(map(len, value))) > MAX_LISTED_IDS:
+        _fail(name, f"{name} may hold at most {MAX_LISTED_IDS} token ids in all, got {total}.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to decode one request.
@@ -187,6 +202,12 @@ class SamplingParams:
             where given, replaces it, as in `transformers`.
         suppress_tokens: ids that are never generated.
         begin_suppress_tokens: ids that are not generated as the first token.
+        bad_words_ids: sequences of ids that never occur in the answer; one of a single EOS id counts for nothing.
+        encoder_repetition_penalty: above 1 favours the tokens of the encoder's input, or of a decoder-only
+            model's prompt; below 1 disfavours them (1.0).
+        encoder_no_repeat_ngram_size: no n-gram of that size of the encoder's input, or of a decoder-only
+            model's prompt, is generated (0: off).
+        renormalize_logits: with beams, scores are log-probabilities again after penalties and bans (False).
         forced_bos_token_id: the second token of a sequence whose prompt is a single token.
         forced_eos_token_id: the last token when max_tokens is reached.
     """
@@ -217,6 +238,10 @@ class SamplingParams:
     min_length: int | None = None
     suppress_tokens: Sequence[int] | None = None
     begin_suppress_tokens: Sequence[int] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    encoder_repetition_penalty: float | None = None
+    encoder_no_repeat_ngram_size: int | None = None
+    renormalize_logits: bool | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
 
@@ -233,9 +258,11 @@ class SamplingParams:
         _check_ids("stop_token_ids", self.stop_token_ids)
         _check_ids("suppress_tokens", self.suppress_tokens)
         _check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                _fail(name, f"{name} must be true or false, got {brief(getattr(self, name))}.")
+        _check_words("bad_words_ids", self.bad_words_ids)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "renormalize_logits"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "renormalize_logits" and value is None):
+                _fail(name, f"{name} must be true or false, got {brief(value)}.")
         early: Any = self.early_stopping
         if not (early is None or isinstance(early, bool) or early == "never"):
             _fail("early_stopping", f'early_stopping must be true, false or "never", got {brief(early)}.')
@@ -332,6 +359,10 @@ class Decoding:
     min_length: int = 0
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    encoder_repetition_penalty: float = 1.0
+    encoder_no_repeat_ngram_size: int = 0
+    renormalize: bool = False
     forced_bos_token_id: int | None = None
     forced_eos_token_ids: tuple[int, ...] = ()
 

@@ -34,6 +34,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "suppress": ({"suppress_tokens": FAVOURITES}, {"suppress_tokens": FAVOURITES}),
     "begin_suppress": ({"begin_suppress_tokens": FAVOURITES}, {"begin_suppress_tokens": FAVOURITES}),
     "forced_eos": ({"forced_eos_token_id": 90}, {"forced_eos_token_id": 90}),
+    "bad_words": (
+        {"bad_words_ids": [[t] for t in FAVOURITES[1:]] + [[7], [4, 5]]},
+        {"bad_words_ids": [[t] for t in FAVOURITES[1:]] + [[7], [4, 5]]},
+    ),
+    "prompt_rewarded": ({"encoder_repetition_penalty": 1.6}, {"encoder_repetition_penalty": 1.6}),
+    "prompt_words": ({"encoder_no_repeat_ngram_size": 1}, {"encoder_no_repeat_ngram_size": 1}),
     "bias": (
         {"logit_bias": {5: 4.0, 90: -3.5, 11: 2.25}},
         {"sequence_bias": {(5,): 4.0, (90,): -3.5, (11,): 2.25}},
@@ -339,7 +345,7 @@ def test_fields_without_effect_are_named(
     model = checkpoint(NAME)
     eos = {"eos_token_id": list(model.eos)}
     loud = with_generation_config(
-        model, tmp_path / "loud", {**eos, "typical_p": 0.4, "bad_words_ids": [[5, 6]], "top_k": 50}
+        model, tmp_path / "loud", {**eos, "typical_p": 0.4, "diversity_penalty": 0.5, "top_k": 50}
     )
     quiet = with_generation_config(
         model, tmp_path / "quiet", {**eos, "typical_p": 1.0, "num_beam_groups": 1, "renormalize_logits": False}
@@ -350,7 +356,7 @@ def test_fields_without_effect_are_named(
         LLM(str(loud), device="cpu", show_progress=False).close()
     (message,) = [r.getMessage() for r in caplog.records if "implement" in r.getMessage()]
     assert "typical_p" in message
-    assert "bad_words_ids" in message
+    assert "diversity_penalty" in message
     assert "top_k" not in message
 
 

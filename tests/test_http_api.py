@@ -146,6 +146,8 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "skip_special_tokens": False, "logprobs": 2, "prompt_logprobs": 1, "num_beams": 1, "length_penalty": 0.8,
         "early_stopping": "never", "no_repeat_ngram_size": 2, "min_length": 1, "suppress_tokens": [1],
         "begin_suppress_tokens": [2], "forced_bos_token_id": 3, "forced_eos_token_id": 6,
+        "bad_words_ids": [[4, 5], [6]], "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3,
+        "renormalize_logits": True,
     }  # fmt: skip
     assert set(fields) == set(SamplingParams.__dataclass_fields__)
     api = Api()

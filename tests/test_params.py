@@ -79,6 +79,15 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("stop_token_ids", "12", ("a list", "'12'")),
     ("suppress_tokens", [0.5], ("token ids", "0.5")),
     ("begin_suppress_tokens", [-7], ("at least 0", "-7")),
+    ("bad_words_ids", [5], ("a list", "5")),
+    ("bad_words_ids", "12", ("a list", "'12'")),
+    ("bad_words_ids", [[1], []], ("at least one", "[]")),
+    ("bad_words_ids", [[1], None], ("at least one", "None")),
+    ("bad_words_ids", [[1, -2]], ("at least 0", "-2")),
+    ("bad_words_ids", [[1, 2]] * 513, ("1024", "1026")),
+    ("encoder_repetition_penalty", 0, ("greater than 0", "0")),
+    ("encoder_no_repeat_ngram_size", -1, ("at least 0", "-1")),
+    ("renormalize_logits", 1, ("true or false", "1")),
     ("ignore_eos", "false", ("true or false", "'false'")),
     ("include_stop_str_in_output", 1, ("true or false", "1")),
     ("skip_special_tokens", None, ("true or false", "None")),
@@ -287,10 +296,15 @@ def test_the_model_s_defaults_apply_and_the_request_overrides_them() -> None:
         "begin_suppress_tokens": [7],
         "forced_bos_token_id": 8,
         "forced_eos_token_id": [9, 2],
+        "bad_words_ids": [[2], [9], [2, 9]],
+        "encoder_repetition_penalty": 1.3,
+        "encoder_no_repeat_ngram_size": 4,
+        "renormalize_logits": True,
         "min_new_tokens": 4,
     }
     own = completed(SamplingParams(), values)
     listed = {"suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "min_length", "min_new_tokens"}
+    listed |= {"bad_words_ids", "renormalize_logits"}
     for name in values.keys() - listed:
         assert getattr(own, name) == values[name], name
     assert own.min_length == 0, "as in transformers, min_new_tokens replaces min_length"
@@ -298,6 +312,9 @@ def test_the_model_s_defaults_apply_and_the_request_overrides_them() -> None:
     assert own.suppress_tokens == (5, 6)
     assert own.begin_suppress_tokens == (7,)
     assert own.forced_eos_token_ids == (2, 9)
+    assert own.bad_words == ((9,), (2, 9)), "a word that is EOS alone is left out"
+    assert own.renormalize
+    assert completed(SamplingParams(ignore_eos=True), values).bad_words == ((2,), (9,), (2, 9))
     assert own.min_tokens == 4
     asked: dict[str, Any] = {
         "temperature": 0.0,
@@ -313,13 +330,19 @@ def test_the_model_s_defaults_apply_and_the_request_overrides_them() -> None:
         "begin_suppress_tokens": [],
         "forced_bos_token_id": 1,
         "forced_eos_token_id": 3,
+        "bad_words_ids": [],
+        "encoder_repetition_penalty": 1.0,
+        "encoder_no_repeat_ngram_size": 0,
+        "renormalize_logits": False,
         "min_tokens": 0,
         "seed": 5,
     }
     given = completed(SamplingParams(**asked), values)
-    for name in asked.keys() - {"suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"}:
+    for name in asked.keys() - listed - {"min_tokens"}:
         assert getattr(given, name) == asked[name], name
-    assert given.suppress_tokens == given.begin_suppress_tokens == ()
+    assert given.suppress_tokens == given.begin_suppress_tokens == given.bad_words == ()
+    assert not given.renormalize
+    assert given.min_length == given.min_tokens == 0
     assert given.forced_eos_token_ids == (3,)
 
 
@@ -376,6 +399,7 @@ class TestMaxTokens:
         ("stop_token_ids", [3, 100]),
         ("suppress_tokens", [100]),
         ("begin_suppress_tokens", [100]),
+        ("bad_words_ids", [[3], [5, 100]]),
         ("forced_bos_token_id", 100),
         ("forced_eos_token_id", 100),
     ],
@@ -394,12 +418,16 @@ def test_the_model_s_own_ids_outside_the_vocabulary_are_left_out(
     stored(
         tmp_path,
         '{"eos_token_id": [7, 999, -1], "suppress_tokens": [-1, 5, 100], "begin_suppress_tokens": [-1], '
-        '"forced_bos_token_id": 400, "forced_eos_token_id": [3, 100]}',
+        '"forced_bos_token_id": 400, "forced_eos_token_id": [3, 100], "bad_words_ids": [[1, 2], [5, 300], [6]]}',
     )
     with caplog.at_level(logging.WARNING, "octavo.generation"):
         defaults = load_defaults(tmp_path, NO_CONFIG, 100)
     assert defaults.eos_ids == {7}
-    assert defaults.values == {"suppress_tokens": [5], "forced_eos_token_id": [3]}
+    assert defaults.values == {
+        "suppress_tokens": [5],
+        "forced_eos_token_id": [3],
+        "bad_words_ids": [[1, 2], [6]],
+    }
     assert "[999]" in caplog.text
     assert "[400]" in caplog.text
 
@@ -409,7 +437,8 @@ def test_the_model_s_own_ids_outside_the_vocabulary_are_left_out(
     [
         ("temperature", -1), ("top_k", "x"), ("top_p", 0), ("top_p", 2), ("repetition_penalty", 0),
         ("early_stopping", "maybe"), ("max_new_tokens", 0), ("num_beams", 0), ("suppress_tokens", ["a"]),
-        ("forced_bos_token_id", "b"), ("max_length", -5), ("do_sample", 3),
+        ("forced_bos_token_id", "b"), ("max_length", -5), ("do_sample", 3), ("bad_words_ids", [3]),
+        ("bad_words_ids", [[]]), ("bad_words_ids", "x"), ("encoder_repetition_penalty", 0), ("renormalize_logits", 2),
     ],
 )  # fmt: skip
 def test_impossible_values_of_the_model_are_refused_at_load(tmp_path: Path, name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 from transformers import (
+    EncoderRepetitionPenaltyLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -49,7 +50,7 @@ def batch_of(rows: Sequence[dict[str, Any]]) -> SamplingBatch:
         for token in row.get(name, ())
     ]
     biases = [(i, token, value) for i, row in enumerate(rows) for token, value in row.get("bias", {}).items()]
-    bans, forced = pairs("ban"), pairs("force")
+    bans, forced, sources = pairs("ban"), pairs("force"), pairs("source")
     return SamplingBatch(
         rows=np.arange(len(rows), dtype=np.int32),
         temperature=column("temperature", 1.0, np.float32),
@@ -69,6 +70,10 @@ def batch_of(rows: Sequence[dict[str, Any]]) -> SamplingBatch:
         history_row=np.array([h[0] for h in history], dtype=np.int32),
         history_token=np.array([h[1] for h in history], dtype=np.int32),
         history_is_output=np.array([h[2] for h in history], dtype=np.bool_),
+        renormalize=column("renormalize", False, np.bool_),
+        source_reward=column("source_reward", 1.0, np.float32),
+        source_row=np.array([s[0] for s in sources], dtype=np.int32),
+        source_token=np.array([s[1] for s in sources], dtype=np.int32),
         ban_row=np.array([b[0] for b in bans], dtype=np.int32),
         ban_token=np.array([b[1] for b in bans], dtype=np.int32),
         force_row=np.array([f[0] for f in forced], dtype=np.int32),
@@ -238,6 +243,36 @@ def test_repetition_penalty_of_rows_that_sample_acts_on_logits() -> None:
         {"temperature": 0.0, "repetition_penalty": 1.5, "prompt": [1]},
     ]
     assert sample(logits, batch_of(rows)).tokens[:, 0].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_encoder_repetition_penalty_is_transformers(penalty: float) -> None:
+    """Tokens outside the vocabulary, those of an encoder with one of its own, count for nothing."""
+    logits = random_logits(3, seed=8, scale=3.0)
+    sources = [[1, 2, 9, 49], [3], []]
+    rows = [{"source_reward": 1 / penalty, "source": source} for source in sources]
+    rows[1]["source"] = [3, VOCAB, VOCAB + 7]
+    expected = logits.log_softmax(dim=-1)
+    for i in range(2):
+        processor = EncoderRepetitionPenaltyLogitsProcessor(penalty, torch.tensor([sources[i]]))
+        expected[i] = processor(torch.zeros(1, 1, dtype=torch.int64), expected[i : i + 1])[0]
+    torch.testing.assert_close(processed(logits, rows), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_renormalized_rows_are_log_probabilities_again() -> None:
+    """After bans and forced tokens, and without effect on the other rows."""
+    logits = random_logits(3, seed=8)
+    rows: list[dict[str, Any]] = [
+        {"ban": [1, 2]},
+        {"ban": [3], "renormalize": True},
+        {"force": [5], "renormalize": True},
+    ]
+    expected = logits.log_softmax(dim=-1)
+    expected[0, [1, 2]] = expected[1, 3] = -torch.inf
+    expected[1] = expected[1].log_softmax(dim=-1)
+    expected[2] = torch.full((VOCAB,), -torch.inf)
+    expected[2, 5] = 0.0
+    torch.testing.assert_close(processed(logits, rows), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_presence_and_frequency_penalties_are_openai_s() -> None:

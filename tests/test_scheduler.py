@@ -14,11 +14,13 @@ import pytest
 import torch
 from paged_simulator import VOCAB, Simulator, make_request, solve
 from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     LogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -634,7 +636,7 @@ class TestPlan:
         assert batch is not None
         kinds = {f.name: getattr(batch, f.name).dtype for f in dataclasses.fields(batch)}
         assert kinds.pop("uniforms") == np.float64
-        assert kinds.pop("history_is_output") == np.bool_
+        assert kinds.pop("history_is_output") == kinds.pop("renormalize") == np.bool_
         floats = {name for name, kind in kinds.items() if kind == np.float32}
         assert floats == {
             "temperature",
@@ -644,6 +646,7 @@ class TestPlan:
             "presence_penalty",
             "frequency_penalty",
             "bias_value",
+            "source_reward",
         }
         assert all(kind == np.int32 for name, kind in kinds.items() if name not in floats)
         assert all(getattr(batch, name).flags.c_contiguous for name in (*kinds, "uniforms"))
@@ -707,8 +710,8 @@ def allowed_by(processor: LogitsProcessor, tokens: list[int]) -> set[int]:
 
 
 def allowed_here(tokens: list[int], num_prompt: int, decoding: Decoding) -> set[int]:
-    group = SequenceGroup(make_request("r", tokens[:num_prompt]), 0, b"")
-    group.request = dataclasses.replace(group.request, decoding=decoding)
+    request = dataclasses.replace(make_request("r", tokens[:num_prompt]), decoding=decoding)
+    group = SequenceGroup(request, 0, b"")
     sequence = Sequence(0, tokens[:num_prompt], with_logprobs=False)
     for token in tokens[num_prompt:]:
         sequence.tokens.append(token)
@@ -744,6 +747,20 @@ class TestBans:
     def test_min_tokens(self, tokens: list[int], num_prompt: int, length: int) -> None:
         decoding = Decoding(max_tokens=20, min_tokens=length, stop_ids=frozenset({EOS, 9}))
         processor = MinNewTokensLengthLogitsProcessor(num_prompt, length, [EOS, 9])
+        assert allowed_here(tokens, num_prompt, decoding) == allowed_by(processor, tokens)
+
+    @pytest.mark.parametrize(
+        "words", [[[1]], [[5, 6], [4, 8], [8]], [[5, 6, 5], [6, 2], [6, 7, 9], [EOS]], [[9, 5, 6, 7, 8, 5, 6, 7, 5]]]
+    )
+    def test_bad_words(self, tokens: list[int], num_prompt: int, words: list[list[int]]) -> None:
+        decoding = Decoding(max_tokens=20, bad_words=tuple(tuple(word) for word in words if word != [EOS]))
+        assert allowed_here(tokens, num_prompt, decoding) == allowed_by(NoBadWordsLogitsProcessor(words, EOS), tokens)
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    def test_repeated_source_ngrams(self, tokens: list[int], num_prompt: int, size: int) -> None:
+        """Of a decoder-only model's prompt."""
+        decoding = Decoding(max_tokens=20, encoder_no_repeat_ngram_size=size)
+        processor = EncoderNoRepeatNGramLogitsProcessor(size, torch.tensor([tokens[:num_prompt]]))
         assert allowed_here(tokens, num_prompt, decoding) == allowed_by(processor, tokens)
 
     def test_suppressed(self, tokens: list[int], num_prompt: int) -> None:

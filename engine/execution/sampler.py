@@ -1,7 +1,7 @@
 """Logits to candidates, for all rows of a step together.
 
-Order of operations as in `transformers`: logit_bias, repetition penalty, OpenAI's penalties, bans,
-forced tokens; then for rows that sample temperature, top-k, top-p, min-p. Beam rows start from
+Order of operations as in `transformers`: logit_bias, the encoder's and the decoder's repetition penalty, OpenAI's
+penalties, bans, forced tokens; then for rows that sample temperature, top-k, top-p, min-p. Beam rows start from
 log-probabilities instead of logits, as there.
 """
 
@@ -86,7 +86,8 @@ def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRo
 def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarray) -> Tensor:
     """Logits (beams: log-probabilities) after penalties, bans and forced tokens; the input itself where there is
     nothing to do."""
-    touched = (batch.bias_row, batch.history_row, batch.ban_row, batch.force_row)
+    renormalized = beams[batch.renormalize[beams]]
+    touched = (batch.bias_row, batch.source_row, batch.history_row, batch.ban_row, batch.force_row, renormalized)
     alike = len(beams) in (0, len(logits))
     start = own if alike and len(beams) else logits
     if alike and not any(len(rows) for rows in touched):
@@ -98,15 +99,33 @@ def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarra
     if len(batch.bias_row):
         where = (_index(batch.bias_row, logits), _index(batch.bias_token, logits))
         processed.index_put_(where, torch.from_numpy(batch.bias_value).to(logits.device), accumulate=True)
+    if len(batch.source_row):
+        _favour(processed, batch)
     if len(batch.history_row):
         _penalize(processed, batch)
     if len(batch.ban_row):
-        processed[_index(batch.ban_row, logits), _index(batch.ban_token, logits)] = _NEGATIVE_INFINITY
+        # Tokens of an encoder with a vocabulary of its own may lie outside the decoder's.
+        known = batch.ban_token < logits.shape[1]
+        where = (_index(batch.ban_row[known], logits), _index(batch.ban_token[known], logits))
+        processed[where] = _NEGATIVE_INFINITY
     if len(batch.force_row):
         rows = _index(batch.force_row, logits)
         processed[rows] = _NEGATIVE_INFINITY
         processed[rows, _index(batch.force_token, logits)] = 0.0
+    if len(renormalized):
+        index = _index(renormalized, logits)
+        processed[index] = processed[index].log_softmax(dim=-1)
     return processed
+
+
+def _favour(processed: Tensor, batch: SamplingBatch) -> None:
+    """Repetition penalty of the encoder's tokens, which makes them more probable."""
+    known = batch.source_token < processed.shape[1]
+    row = batch.source_row[known]
+    where = (_index(row, processed), _index(batch.source_token[known], processed))
+    reward = torch.from_numpy(batch.source_reward[row]).to(processed.device)
+    score = processed[where]
+    processed[where] = torch.where(score < 0, score * reward, score / reward)
 
 
 def _penalize(processed: Tensor, batch: SamplingBatch) -> None:

@@ -90,12 +90,15 @@ def _sampling(rows: Seq[Row], token_rows: Int32) -> SamplingBatch:
     forced: list[tuple[int, int]] = []
     biases: list[tuple[int, int, float]] = []
     history: list[int] = []
+    sources: list[int] = []
     for i, row in enumerate(rows):
         bans.extend((i, token) for token in banned_tokens(row))
         forced.extend((i, token) for token in forced_tokens(row))
         biases.extend((i, token, value) for token, value in row.group.request.decoding.logit_bias)
         if row.group.has_penalties:
             history.append(i)
+        if len(row.group.favoured):
+            sources.append(i)
     lengths = [rows[i].sequence.num_tokens for i in history]
     return SamplingBatch(
         rows=token_rows.astype(np.int32, copy=False),
@@ -120,6 +123,10 @@ def _sampling(rows: Seq[Row], token_rows: Int32) -> SamplingBatch:
         )
         if history
         else np.zeros(0, dtype=np.bool_),
+        renormalize=parameters[:, 9] > 0,
+        source_reward=parameters[:, 10].astype(np.float32),
+        source_row=np.repeat(_int32(sources), [len(rows[i].group.favoured) for i in sources]),
+        source_token=np.concatenate([rows[i].group.favoured for i in sources]) if sources else _int32([]),
         ban_row=_int32([b[0] for b in bans]),
         ban_token=_int32([b[1] for b in bans]),
         force_row=_int32([f[0] for f in forced]),
@@ -163,8 +170,13 @@ def banned_tokens(row: Row) -> set[int]:
     begin = 1 if sequence.num_prompt == 1 and decoding.forced_bos_token_id is not None else 0
     if decoding.begin_suppress_tokens and sequence.num_output == begin:
         banned.update(decoding.begin_suppress_tokens)
+    tokens = sequence.tokens.view()
     if decoding.no_repeat_ngram_size:
-        banned.update(_repeated_ngram_ends(sequence, decoding.no_repeat_ngram_size))
+        banned.update(_ngram_ends(tokens, tokens, decoding.no_repeat_ngram_size))
+    if decoding.encoder_no_repeat_ngram_size:
+        banned.update(_ngram_ends(row.group.source, tokens, decoding.encoder_no_repeat_ngram_size))
+    if decoding.bad_words:
+        banned.update(_word_ends(decoding.bad_words, tokens))
     return banned
 
 
@@ -178,14 +190,18 @@ def forced_tokens(row: Row) -> tuple[int, ...]:
     return ()
 
 
-def _repeated_ngram_ends(sequence: Sequence, size: int) -> list[int]:
-    """Tokens that would complete an n-gram which already occurs."""
-    tokens = sequence.tokens.view()
-    if len(tokens) < size:
+def _word_ends(words: Seq[tuple[int, ...]], tokens: Int32) -> list[int]:
+    """Last tokens of those words whose others the tokens end with."""
+    longest = max(map(len, words)) - 1
+    tail = tuple(tokens[-longest:].tolist()) if longest else ()
+    return [word[-1] for word in words if len(word) <= len(tail) + 1 and tail[len(tail) + 1 - len(word) :] == word[:-1]]
+
+
+def _ngram_ends(source: Int32, tokens: Int32, size: int) -> list[int]:
+    """Tokens that would complete an n-gram of `source` after `tokens`."""
+    if len(source) < size or len(tokens) < size - 1:
         return []
-    if size == 1:
-        return np.unique(tokens).tolist()  # type: ignore[no-any-return]
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, size)
+    windows = np.lib.stride_tricks.sliding_window_view(source, size)
     same = (windows[:, :-1] == tokens[len(tokens) - size + 1 :]).all(axis=1)
     return windows[same, -1].tolist()  # type: ignore[no-any-return]
 

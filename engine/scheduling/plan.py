@@ -31,6 +31,9 @@ class SamplingBatch:
         num_logprobs: [S] how many most probable tokens to report, -1 for none.
         bias_row, bias_token, bias_value: added to logits first (logit_bias).
         history_row, history_token, history_is_output: tokens of the rows that have penalties.
+        renormalize: [S] a beam row's scores are log-probabilities again after all that.
+        source_reward: [S] factor by which log-probabilities or logits of the source's tokens grow (the reciprocal
+            of a penalty); source_row, source_token: these tokens, each once.
         ban_row, ban_token: set to -inf after the penalties.
         force_row, force_token: rows in which only these tokens are possible, after the bans (a row may
             have several).
@@ -54,6 +57,10 @@ class SamplingBatch:
     history_row: Int32
     history_token: Int32
     history_is_output: Bool
+    renormalize: Bool
+    source_reward: Float32
+    source_row: Int32
+    source_token: Int32
     ban_row: Int32
     ban_token: Int32
     force_row: Int32

@@ -165,6 +165,8 @@ class SequenceGroup:
         arrival: number that orders requests of equal priority.
         root: hash before the first page: whatever changes K and V besides the tokens.
         memory: the encoder's input and its pages, for an encoder-decoder model.
+        source: the encoder's input, or the prompt of a decoder-only model, where its n-grams are not to be repeated.
+        favoured: its distinct tokens, where these are favoured or disfavoured.
         sequences: the live ones; one until the first sample. Beams: best first.
         status: where the group is.
         started: the first token was sampled.
@@ -186,6 +188,11 @@ class SequenceGroup:
         self.arrival = arrival
         self.root = root
         self.memory = memory
+        source = request.encoder_token_ids or request.prompt_token_ids
+        self.source: Int32 = np.array(source if decoding.encoder_no_repeat_ngram_size else (), dtype=np.int32)
+        self.favoured: Int32 = np.unique(
+            np.array(source if decoding.encoder_repetition_penalty != 1.0 else (), dtype=np.int32)
+        )
         with_logprobs = decoding.logprobs is not None and decoding.num_beams > 1
         self.sequences = [Sequence(0, request.prompt_token_ids, with_logprobs=with_logprobs)]
         self.status = Status.WAITING
@@ -218,6 +225,8 @@ class SequenceGroup:
                 decoding.frequency_penalty,
                 0 if self.beam is None else self.beam.num_candidates,
                 -1 if decoding.logprobs is None else decoding.logprobs,
+                decoding.renormalize,
+                1.0 / decoding.encoder_repetition_penalty,
             ],
             dtype=np.float64,
         )

@@ -118,6 +118,10 @@ _JSON_TYPES: dict[str, Any] = {
     "stop_token_ids": _IDS,
     "suppress_tokens": _IDS,
     "begin_suppress_tokens": _IDS,
+    "bad_words_ids": Annotated[
+        list[list[int]],
+        WithJsonSchema({"type": "array", "maxItems": 1024, "items": {"type": "array", "minItems": 1, "items": _ID}}),
+    ],
 }
 
 
