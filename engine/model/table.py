@@ -143,6 +143,8 @@ class WeightTable:
         ignored: patterns of whole names that a checkpoint may hold and that are not needed.
         renamed: (pattern, replacement) of names that older checkpoints have, applied before all else.
         head: name under which an output matrix may be stored although it is tied to the embedding.
+        expects_head: that it is stored with values of its own is nothing to warn of.
+        copies: names under which encoder and decoder may each store a token table although they share one.
     """
 
     entries: tuple[Entry, ...]
@@ -150,6 +152,8 @@ class WeightTable:
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     head: str | None = None
+    expects_head: bool = False
+    copies: tuple[str, ...] = ()
 
     def current(self, name: str) -> str:
         """What a checkpoint tensor of this name is called today."""

@@ -65,8 +65,9 @@ def load_model(
     with Checkpoint(path) as checkpoint:
         table = family.weights(model_spec)
         checkpoint.rename(table)
-        if isinstance(model_spec.head, Lm) and model_spec.head.tied and _has_own_head(checkpoint, table):
-            model_spec = replace(model_spec, head=replace(model_spec.head, tied=False))
+        as_stored = _as_stored(checkpoint, table, model_spec)
+        if as_stored != model_spec:
+            model_spec = as_stored
             table = family.weights(model_spec)
         try:
             model = Transformer(model_spec, backend, max_model_len, device=device, dtype=dtype)
@@ -223,27 +224,43 @@ def _no_weights(path: Path) -> str:
     )
 
 
-def _has_own_head(checkpoint: Checkpoint, table: WeightTable) -> bool:
-    """Whether an output matrix is stored that differs from the embedding it is said to be tied to.
+def _as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> ModelSpec:
+    """The model, with an output matrix and token tables of their own where the checkpoint has such although they are
+    said to be one: then they are used, as in transformers.
 
-    Then it is used, as in transformers. One that equals the embedding is dropped from the checkpoint.
+    Raises:
+        UnsupportedModelError: it is not clear which table the output matrix is tied to.
     """
-    head = table.head
-    embedding = next(entry.sources[0] for entry in table.entries if entry.target == EMBEDDING)
-    if head is None or head not in checkpoint.names or embedding not in checkpoint.names:
+    embedding = next(entry.sources[0] for entry in table.chosen(checkpoint.names) if entry.target == EMBEDDING)
+    if isinstance(model.head, Lm) and model.head.tied and _differs(checkpoint, table.head, embedding):
+        level = logging.INFO if table.expects_head else logging.WARNING
+        message = "%s: tie_word_embeddings is true, but %s is stored with values of its own, which are used."
+        logger.log(level, message, checkpoint.path, table.head)
+        model = replace(model, head=replace(model.head, tied=False))
+    own = [name for name in table.copies if _differs(checkpoint, name, embedding)]
+    if not own or not model.shared_tokens:
+        return model
+    if isinstance(model.head, Lm) and model.head.tied:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: tie_word_embeddings is true, but {_some(own)} and {embedding} have different "
+            "values, so it is not clear which of them is the output matrix. Store it as a tensor of its own "
+            f"({table.head}), or drop the tables that are not used."
+        )
+    return replace(model, shared_tokens=False)
+
+
+def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
+    """Whether this tensor is stored with other values than the original; one that equals it is dropped from the
+    checkpoint."""
+    if name is None or name == original or name not in checkpoint.names or original not in checkpoint.names:
         return False
-    shape, step = checkpoint.shape(head), 8192
-    if shape == checkpoint.shape(embedding) and all(
-        torch.equal(checkpoint.rows(head, row, row + step), checkpoint.rows(embedding, row, row + step))
+    shape, step = checkpoint.shape(name), 8192
+    if shape == checkpoint.shape(original) and all(
+        torch.equal(checkpoint.rows(name, row, row + step), checkpoint.rows(original, row, row + step))
         for row in range(0, shape[0], step)
     ):
-        del checkpoint.names[head]
+        del checkpoint.names[name]
         return False
-    logger.warning(
-        "%s: tie_word_embeddings is true, but %s is stored with values of its own, which are used.",
-        checkpoint.path,
-        head,
-    )
     return True
 
 

@@ -187,6 +187,19 @@ def cross(target: str, names: tuple[str, str, str, str], part: Attention) -> lis
     ]
 
 
+def token_tables(model: ModelSpec, shared: str, encoder: str, decoder: str) -> list[Entry]:
+    """The token tables of an encoder-decoder model by these names: one for both stacks, stored under any of them, or
+    one for each, of which either may be stored as the shared one."""
+    if not model.shared_tokens:
+        stacks = {"encoder": encoder, "decoder": decoder}
+        return [
+            Entry(f"{name}.embedding.tokens", (source,), shard_axis=0)
+            for name, own in stacks.items()
+            for source in (own, shared)
+        ]
+    return [Entry("decoder.embedding.tokens", (source,), shard_axis=0) for source in (shared, decoder, encoder)]
+
+
 def linear(
     target: str, source: str, bias: bool, shard_axis: int | None, transform: Transform | None = None
 ) -> list[Entry]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, cross, head, linear, norm, qkv
-from engine.model.positions import Learned, Positions
+from engine.errors import UnsupportedModelError
+from engine.model.families.common import activation, cross, head, linear, norm, qkv, token_tables
+from engine.model.positions import Learned, Positions, Sinusoidal
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Post, Pre, Stack, Tokens
 from engine.model.table import Entry, Row, WeightTable
 
 NORM = Norm("layer", 1e-5, bias=True)
+COPIES = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 
 
 def spec(
@@ -23,6 +25,8 @@ def spec(
         embedding_norm: the embeddings are normalised.
         decoder_vocab: size of the decoder's own vocabulary, None where both stacks have one table.
     """
+
+    _check(config, positions, pre=pre, embedding_norm=embedding_norm)
 
     def stack(name: str, vocab_size: int) -> Stack:
         crosses = name == "decoder"
@@ -56,6 +60,24 @@ def spec(
     )
 
 
+def _check(config: Any, positions: Positions, *, pre: bool, embedding_norm: bool) -> None:
+    """Refuse what the architecture has no place for; settings of old configs that all relatives once shared must not
+    contradict it."""
+    fixed = {"normalize_before": pre, "add_final_layer_norm": pre, "normalize_embedding": embedding_norm}
+    if isinstance(positions, Sinusoidal):
+        fixed["static_position_embeddings"] = True
+    for name, expected in fixed.items():
+        value = getattr(config, name, None)
+        if value is not None and bool(value) != expected:
+            raise UnsupportedModelError(f"{name} must be {str(expected).lower()} for this architecture, got {value}.")
+    for name in ("encoder", "decoder"):
+        heads = getattr(config, f"{name}_attention_heads")
+        if config.d_model % heads:
+            raise UnsupportedModelError(
+                f"d_model ({config.d_model}) must be a multiple of {name}_attention_heads ({heads})."
+            )
+
+
 def learned(config: Any) -> Learned:
     """The table of a config's positions; its first two rows belong to none."""
     return Learned(config.max_position_embeddings + 2, offset=2)
@@ -78,10 +100,9 @@ def weights(model: ModelSpec) -> WeightTable:
     """Names of all tensors, as every relative has them."""
     assert model.decoder is not None
     assert model.encoder is not None
-    tables = {"decoder": "model.shared.weight"}
-    if not model.shared_tokens:
-        tables = {name: f"model.{name}.embed_tokens.weight" for name in ("encoder", "decoder")}
-    entries = [Entry(f"{name}.embedding.tokens", (source,), shard_axis=0) for name, source in tables.items()]
+    entries = token_tables(model, "model.shared.weight", *COPIES)
+    if isinstance(model.head, Lm) and model.head.tied:
+        entries.append(Entry("decoder.embedding.tokens", ("lm_head.weight",), shard_axis=0))
     # Models that were never resized may leave their bias of zeros out.
     entries += [e for e in head(model, "lm_head") if e.target != "head.bias"]
     entries.append(Entry("head.bias", ("final_logits_bias",), Row(), shard_axis=0, default=0.0))
@@ -99,9 +120,14 @@ def weights(model: ModelSpec) -> WeightTable:
     return WeightTable(
         tuple(entries),
         prefix="model.",
-        # Copies of the shared table, and sinusoids.
-        ignored=(r"model\.(encoder|decoder)\.(embed_tokens|embed_positions)\.weight",),
+        # Sinusoids, what fairseq noted, and a shared table that neither stack uses.
+        ignored=(
+            r"model\.(encoder|decoder)\.embed_positions\.weight",
+            r"model\.(encoder|decoder)\.version",
+            *(() if model.shared_tokens else (r"model\.shared\.weight",)),
+        ),
         head="lm_head.weight",
+        copies=COPIES,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.errors import UnsupportedModelError
 from engine.model.families import encoder_decoder
 from engine.model.positions import Sinusoidal
 from engine.model.spec import ModelSpec
@@ -11,6 +12,11 @@ from engine.model.table import Family
 
 
 def spec(config: Any) -> ModelSpec:
+    if config.share_encoder_decoder_embeddings and config.decoder_vocab_size != config.vocab_size:
+        raise UnsupportedModelError(
+            f"decoder_vocab_size ({config.decoder_vocab_size}) must equal vocab_size ({config.vocab_size}) where "
+            "share_encoder_decoder_embeddings is true."
+        )
     return encoder_decoder.spec(
         config,
         Sinusoidal(config.max_position_embeddings),

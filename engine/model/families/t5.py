@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, cross, head, linear, norm, qkv
+from engine.model.families.common import activation, cross, head, linear, norm, qkv, token_tables
 from engine.model.positions import RelativeBuckets
 from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Norm, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Joined, WeightTable
 
+TRAINED_LENGTH = 512
+COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
 
 def spec(config: Any) -> ModelSpec:
-    scaled = config.scale_decoder_outputs
+    # transformers has it from tie_word_embeddings of the stored config, and ties whatever that says; mT5 never scales.
+    scaled = getattr(config, "scale_decoder_outputs", False)
     return ModelSpec(
         encoder=_stack(config, config.num_layers, decoder=False),
         decoder=_stack(config, config.num_decoder_layers, decoder=True),
         head=Lm(tied=config.tie_word_embeddings, input_scale=config.d_model**-0.5 if scaled else 1.0),
+        # Distances have no end; this is what the models were trained with.
+        context_length=getattr(config, "n_positions", None) or TRAINED_LENGTH,
     )
 
 
@@ -49,10 +55,10 @@ def _attention(config: Any, *, causal: bool) -> Attention:
 def weights(model: ModelSpec) -> WeightTable:
     assert model.decoder is not None
     assert model.encoder is not None
-    entries = [
-        Entry("decoder.embedding.tokens", ("shared.weight",), shard_axis=0),
-        *head(model, "lm_head"),
-    ]
+    assert isinstance(model.head, Lm)
+    entries = [*token_tables(model, "shared.weight", *COPIES), *head(model, "lm_head")]
+    if model.head.tied:
+        entries.append(Entry("decoder.embedding.tokens", ("lm_head.weight",), shard_axis=0))
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         entries += [
@@ -63,12 +69,14 @@ def weights(model: ModelSpec) -> WeightTable:
             entries += _block(f"{name}.blocks.{i}", f"{name}.block.{i}.layer", block)
     return WeightTable(
         tuple(entries),
-        # Copies of the shared table, and a bias that old checkpoints store and nothing reads.
+        # A bias that old checkpoints store and nothing reads, and a shared table that neither stack uses.
         ignored=(
-            r"(encoder|decoder)\.embed_tokens\.weight",
             r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+            *(() if model.shared_tokens else (r"shared\.weight",)),
         ),
         head="lm_head.weight",
+        expects_head=model.head.input_scale == 1.0,  # version 1.1, FLAN and mT5
+        copies=COPIES,
     )
 
 
@@ -97,7 +105,8 @@ def _block(target: str, source: str, block: Block) -> list[Entry]:
 
 FAMILY = Family(
     name="T5",
-    architectures=("T5ForConditionalGeneration",),
+    architectures=("T5ForConditionalGeneration", "T5Model", "MT5ForConditionalGeneration", "MT5Model"),
+    headless=("T5Model", "MT5Model"),
     brings="encoder and decoder, relative buckets, gated GELU",
     spec=spec,
     weights=weights,
