@@ -153,12 +153,19 @@ def run(model: Any, prompt: Sequence[int]) -> Any:
 @torch.no_grad()
 def randomise(model: Any, shape: FamilyShape) -> None:
     """Random values for every parameter, by the kind of its module; buffers stay as they are."""
-    generator = torch.Generator().manual_seed(shape.seed)
+    fill_randomly(model, shape.seed)
+    model.get_output_embeddings().weight[list(shape.eos)] *= shape.eos_gain
+
+
+@torch.no_grad()
+def fill_randomly(model: Any, seed: int) -> None:
+    """The same without longer rows for EOS."""
+    generator = torch.Generator().manual_seed(seed)
     done: set[int] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if id(parameter) in done:
-                continue  # tied
+            if id(parameter) in done or not parameter.requires_grad:
+                continue  # tied, or a sinusoid
             done.add(id(parameter))
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
@@ -171,7 +178,6 @@ def randomise(model: Any, shape: FamilyShape) -> None:
                 inputs = parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
                 gain = 3.0 if is_router(module) else 1.2
                 parameter.copy_(noise * gain * inputs**-0.5)
-    model.get_output_embeddings().weight[list(shape.eos)] *= shape.eos_gain
 
 
 def is_router(module: nn.Module) -> bool:

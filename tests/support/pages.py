@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata, Paged
 from engine.attention.reference import TorchReference
 from engine.model import checkpoint, families, weights
+from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -32,15 +33,42 @@ def load(path: Path, dtype: torch.dtype = torch.float32, max_model_len: int = 40
 
 
 class Pages:
-    """Rows of one model in a paged cache whose untouched slots are NaN."""
+    """Rows of one model in a paged cache whose untouched slots are NaN.
 
-    def __init__(self, model: Transformer, tables: list[list[int]]):
+    Args:
+        tables: one for each row.
+        more: pages after those.
+    """
+
+    def __init__(self, model: Transformer, tables: list[list[int]], more: int = 0):
         self.model = model
         self.tables = torch.tensor(tables, dtype=torch.int32)
-        count = int(self.tables.max()) + 1
+        count = int(self.tables.max()) + 1 + more
         empty = [torch.full((count, BLOCK, h, d), torch.nan, dtype=model.dtype) for h, d in model.kv_shapes()]
         self.caches = [Paged(tensor, tensor.clone(), self.tables) for tensor in empty]
         self.lengths = [0] * len(tables)
+        self.cross_tables: Tensor | None = None
+        self.cross_lens: list[int] = []
+
+    def encode(self, inputs: list[list[int]], tables: list[list[int]], padding: int = 0) -> list[Tensor]:
+        """The encoder's hidden states of each row's input, whose K and V go into the pages of these tables."""
+        slots = [
+            table[i // BLOCK] * BLOCK + i % BLOCK
+            for table, ids in zip(tables, inputs, strict=True)
+            for i in range(len(ids))
+        ]
+        width = max(map(len, tables))
+        self.cross_tables = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+        self.cross_lens = [len(ids) for ids in inputs]
+        ids = [token for part in inputs for token in part] + [0] * padding
+        positions = [i for part in inputs for i in range(len(part))] + [0] * padding
+        metadata = AttentionMetadata.build(self.cross_lens, self.cross_lens, CPU)
+        with torch.inference_mode():
+            hidden = self.model.encode(
+                torch.tensor(ids), torch.tensor(positions), self.caches, torch.tensor(slots), metadata
+            )
+        assert hidden.shape[0] == len(ids)
+        return list(hidden[: len(slots)].split(self.cross_lens))
 
     def step(self, chunks: list[list[int]], padding: int = 0) -> list[Tensor]:
         """Hidden states of each row's next tokens."""
@@ -52,7 +80,11 @@ class Pages:
                 positions.append(position)
                 slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
                 self.lengths[row] += 1
-        metadata = AttentionMetadata.build([len(c) for c in chunks], self.lengths.copy(), CPU)
+        queries = [len(c) for c in chunks]
+        metadata = AttentionMetadata.build(queries, self.lengths.copy(), CPU)
+        cross = None
+        if self.cross_tables is not None:
+            cross = CrossPages(self.cross_tables, AttentionMetadata.build(queries, self.cross_lens, CPU))
         with torch.inference_mode():
             hidden = self.model(
                 torch.tensor(ids + [0] * padding, dtype=torch.int32),
@@ -60,9 +92,10 @@ class Pages:
                 self.caches,
                 torch.tensor(slots),
                 metadata,
+                cross=cross,
             )
         assert hidden.shape[0] == len(ids) + padding
-        return list(hidden[: len(ids)].split([len(c) for c in chunks]))
+        return list(hidden[: len(ids)].split(queries))
 
 
 def scattered_tables(lengths: list[int]) -> list[list[int]]:

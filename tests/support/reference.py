@@ -35,11 +35,19 @@ class Reference:
     margin: float
 
 
-def greedy(model: Any, prompt: Sequence[int], eos: Sequence[int] | None, max_tokens: int, **settings: Any) -> Reference:
-    """Greedy decoding by the reference."""
+def greedy(
+    model: Any,
+    prompt: Sequence[int],
+    eos: Sequence[int] | None,
+    max_tokens: int,
+    *,
+    begin: Sequence[int] | None = None,
+    **settings: Any,
+) -> Reference:
+    """Greedy decoding by the reference; `begin` are the first tokens of an encoder-decoder model's decoder."""
     watch = _Greedy()
-    output = _generate(model, prompt, eos, max_tokens, watch, num_beams=1, **settings)
-    return Reference([Answer(_trim(output.sequences[0], len(prompt), eos))], watch.margin)
+    output = _generate(model, prompt, eos, max_tokens, watch, begin, num_beams=1, **settings)
+    return Reference([Answer(_trim(output.sequences[0], len(begin or prompt), eos))], watch.margin)
 
 
 def beams(
@@ -52,16 +60,18 @@ def beams(
     n: int = 1,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
+    begin: Sequence[int] | None = None,
     **settings: Any,
 ) -> Reference:
-    """Beam search by the reference."""
-    watch = _Beams(len(prompt), num_beams, frozenset(eos or ()), max_tokens, length_penalty, early_stopping)
+    """Beam search by the reference; `begin` as for `greedy`."""
+    watch = _Beams(len(begin or prompt), num_beams, frozenset(eos or ()), max_tokens, length_penalty, early_stopping)
     output = _generate(
         model,
         prompt,
         eos,
         max_tokens,
         watch,
+        begin,
         num_beams=num_beams,
         num_return_sequences=n,
         length_penalty=length_penalty,
@@ -70,7 +80,7 @@ def beams(
         **settings,
     )
     answers = [
-        Answer(_trim(tokens, len(prompt), eos), float(score))
+        Answer(_trim(tokens, len(begin or prompt), eos), float(score))
         for tokens, score in zip(output.sequences, output.sequences_scores, strict=True)
     ]
     margin = watch.finish(n)
@@ -87,9 +97,17 @@ def logprobs(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def _generate(
-    model: Any, prompt: Sequence[int], eos: Sequence[int] | None, max_tokens: int, watch: Any, **settings: Any
+    model: Any,
+    prompt: Sequence[int],
+    eos: Sequence[int] | None,
+    max_tokens: int,
+    watch: Any,
+    begin: Sequence[int] | None,
+    **settings: Any,
 ) -> Any:
     ids = torch.tensor([list(prompt)])
+    if begin is not None:
+        settings |= {"decoder_input_ids": torch.tensor([list(begin)]), "decoder_start_token_id": begin[0]}
     processors = [*settings.pop("processors", ()), watch]
     previous = model.generation_config
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)

@@ -1,0 +1,109 @@
+"""Shapes of the encoder-decoder families, each with what tells it from the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.seq2seq import MAX_LEN, Seq2SeqShape
+
+T5: dict[str, Any] = {
+    "d_model": 32,
+    "d_kv": 6,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 12,
+    "relative_attention_max_distance": 40,
+}
+BART: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": MAX_LEN,
+}
+GATED = {"feed_forward_proj": "gated-gelu"}
+
+SHAPES = {
+    "t5": Seq2SeqShape("T5ForConditionalGeneration", T5, seeds=(0, 0, 0, 0, 0)),
+    "t5-gated": Seq2SeqShape(
+        "T5ForConditionalGeneration",
+        T5 | GATED | {"tie_word_embeddings": False},
+        own_head=True,
+        eos=(7, 40),
+        seeds=(0, 0, 0, 0, 3),
+    ),
+    "t5-gated-tied-deep-decoder": Seq2SeqShape(
+        "T5ForConditionalGeneration",
+        T5 | {"feed_forward_proj": "gated-silu", "num_layers": 1, "tie_word_embeddings": False},
+        cached=False,
+        seeds=(0, 0, 0, 0, 9),
+    ),
+    "t5-own-head-scaled": Seq2SeqShape(
+        "T5ForConditionalGeneration", T5 | {"num_heads": 3}, own_head=True, eos_gain=2.4, seeds=(0, 1, 0, 0, 0)
+    ),
+    "mt5": Seq2SeqShape("MT5ForConditionalGeneration", T5 | GATED, own_head=True, seeds=(0, 0, 0, 0, 0)),
+    "bart": Seq2SeqShape("BartForConditionalGeneration", BART, seeds=(0, 0, 1, 0, 0)),
+    "bart-scaled-other-heads": Seq2SeqShape(
+        "BartForConditionalGeneration",
+        BART
+        | {"scale_embedding": True, "encoder_attention_heads": 8, "encoder_layers": 3, "activation_function": "relu"},
+        eos=(7, 40),
+        seed=1,
+        seeds=(2, 0, 10, 0, 1),
+    ),
+    "bart-all-tables-apart": Seq2SeqShape(
+        "BartForConditionalGeneration", BART | {"tie_word_embeddings": False}, seeds=(2, 0, 0, 0, 4)
+    ),
+    "mbart": Seq2SeqShape(
+        "MBartForConditionalGeneration", BART | {"scale_embedding": True}, eos_gain=4.2, seeds=(0, 0, 0, 0, 0)
+    ),
+    "mbart-deep-decoder": Seq2SeqShape(
+        "MBartForConditionalGeneration",
+        BART | {"encoder_layers": 1, "activation_function": "relu"},
+        cached=False,
+        seed=2,
+        eos_gain=3.2,
+        seeds=(0, 0, 0, 0, 0),
+    ),
+    "marian": Seq2SeqShape(
+        "MarianMTModel",
+        BART | {"scale_embedding": True, "activation_function": "swish"},
+        seed=1,
+        eos_gain=3.2,
+        seeds=(0, 0, 0, 0, 0),
+    ),
+    "marian-two-vocabularies": Seq2SeqShape(
+        "MarianMTModel",
+        BART | {"share_encoder_decoder_embeddings": False, "encoder_layers": 3, "decoder_attention_heads": 2},
+        own_vocab=131,
+        seed=2,
+        eos_gain=1.4,
+        seeds=(1, 10, 5, 0, 4),
+    ),
+    "marian-two-vocabularies-own-head": Seq2SeqShape(
+        "MarianMTModel",
+        BART | {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False, "decoder_layers": 1},
+        own_vocab=61,
+        seed=1,
+        eos_gain=1.4,
+        seeds=(0, 0, 0, 0, 0),
+    ),
+    "pegasus": Seq2SeqShape(
+        "PegasusForConditionalGeneration",
+        BART | {"scale_embedding": True, "activation_function": "relu"},
+        seed=2,
+        seeds=(0, 0, 0, 0, 0),
+    ),
+    "pegasus-apart": Seq2SeqShape(
+        "PegasusForConditionalGeneration",
+        BART | {"encoder_layers": 3, "tie_word_embeddings": False},
+        eos=(11, 40),
+        eos_gain=2.4,
+        seeds=(0, 0, 0, 0, 0),
+    ),
+}

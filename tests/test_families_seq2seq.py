@@ -1,0 +1,571 @@
+"""T5, BART, mBART, Marian and PEGASUS: published configs to parts, settings that are refused, and checkpoints in the
+forms in which they were published."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.pages import load
+from support.seq2seq import MAX_LEN, make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES
+from torch import Tensor
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.generation import load_defaults
+from engine.model import checkpoint, families
+from engine.model.positions import Learned, RelativeBuckets, Sinusoidal
+from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Norm, Post, Pre, Stack, Tokens
+
+# config.json as published, without what only training reads.
+T5_SMALL: dict[str, Any] = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_ff": 2048,
+    "d_kv": 64,
+    "d_model": 512,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.1,
+    "eos_token_id": 1,
+    "initializer_factor": 1.0,
+    "is_encoder_decoder": True,
+    "layer_norm_epsilon": 1e-06,
+    "model_type": "t5",
+    "n_positions": 512,
+    "num_heads": 8,
+    "num_layers": 6,
+    "output_past": True,
+    "pad_token_id": 0,
+    "relative_attention_num_buckets": 32,
+    "task_specific_params": {"summarization": {"early_stopping": True, "num_beams": 4, "prefix": "summarize: "}},
+    "use_cache": True,
+    "vocab_size": 32128,
+}
+FLAN_T5_SMALL: dict[str, Any] = T5_SMALL | {
+    "d_ff": 1024,
+    "feed_forward_proj": "gated-gelu",
+    "num_decoder_layers": 8,
+    "num_heads": 6,
+    "num_layers": 8,
+    "relative_attention_max_distance": 128,
+    "tie_word_embeddings": False,
+}
+MT5_SMALL: dict[str, Any] = FLAN_T5_SMALL | {
+    "architectures": ["MT5ForConditionalGeneration"],
+    "model_type": "mt5",
+    "tokenizer_class": "T5Tokenizer",
+    "vocab_size": 250112,
+}
+BART_BASE: dict[str, Any] = {
+    "activation_dropout": 0.1,
+    "activation_function": "gelu",
+    "add_bias_logits": False,
+    "add_final_layer_norm": False,
+    "architectures": ["BartModel"],
+    "attention_dropout": 0.1,
+    "bos_token_id": 0,
+    "classif_dropout": 0.1,
+    "classifier_dropout": 0.0,
+    "d_model": 768,
+    "decoder_attention_heads": 12,
+    "decoder_ffn_dim": 3072,
+    "decoder_layerdrop": 0.0,
+    "decoder_layers": 6,
+    "decoder_start_token_id": 2,
+    "dropout": 0.1,
+    "early_stopping": True,
+    "encoder_attention_heads": 12,
+    "encoder_ffn_dim": 3072,
+    "encoder_layerdrop": 0.0,
+    "encoder_layers": 6,
+    "eos_token_id": 2,
+    "forced_bos_token_id": 0,
+    "forced_eos_token_id": 2,
+    "gradient_checkpointing": False,
+    "init_std": 0.02,
+    "is_encoder_decoder": True,
+    "max_position_embeddings": 1024,
+    "model_type": "bart",
+    "no_repeat_ngram_size": 3,
+    "normalize_before": False,
+    "normalize_embedding": True,
+    "num_beams": 4,
+    "num_hidden_layers": 6,
+    "pad_token_id": 1,
+    "scale_embedding": False,
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "vocab_size": 50265,
+}
+BART_LARGE_CNN: dict[str, Any] = BART_BASE | {
+    "_num_labels": 3,
+    "architectures": ["BartForConditionalGeneration"],
+    "d_model": 1024,
+    "decoder_attention_heads": 16,
+    "decoder_ffn_dim": 4096,
+    "decoder_layers": 12,
+    "encoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "encoder_layers": 12,
+    "force_bos_token_to_be_generated": True,
+    "length_penalty": 2.0,
+    "max_length": 142,
+    "min_length": 56,
+    "num_hidden_layers": 12,
+    "output_past": True,
+    "prefix": " ",
+    "vocab_size": 50264,
+}
+MBART_50: dict[str, Any] = BART_LARGE_CNN | {
+    "activation_function": "relu",
+    "add_final_layer_norm": True,
+    "architectures": ["MBartForConditionalGeneration"],
+    "max_length": 200,
+    "model_type": "mbart",
+    "normalize_before": True,
+    "num_beams": 5,
+    "scale_embedding": True,
+    "static_position_embeddings": False,
+    "tokenizer_class": "MBart50Tokenizer",
+    "vocab_size": 250054,
+}
+OPUS_MT_EN_DE: dict[str, Any] = {
+    "activation_dropout": 0.0,
+    "activation_function": "swish",
+    "add_bias_logits": False,
+    "add_final_layer_norm": False,
+    "architectures": ["MarianMTModel"],
+    "attention_dropout": 0.0,
+    "bad_words_ids": [[58100]],
+    "bos_token_id": 0,
+    "classif_dropout": 0.0,
+    "classifier_dropout": 0.0,
+    "d_model": 512,
+    "decoder_attention_heads": 8,
+    "decoder_ffn_dim": 2048,
+    "decoder_layerdrop": 0.0,
+    "decoder_layers": 6,
+    "decoder_start_token_id": 58100,
+    "decoder_vocab_size": 58101,
+    "dropout": 0.1,
+    "encoder_attention_heads": 8,
+    "encoder_ffn_dim": 2048,
+    "encoder_layerdrop": 0.0,
+    "encoder_layers": 6,
+    "eos_token_id": 0,
+    "forced_eos_token_id": 0,
+    "init_std": 0.02,
+    "is_encoder_decoder": True,
+    "max_length": 512,
+    "max_position_embeddings": 512,
+    "model_type": "marian",
+    "normalize_before": False,
+    "normalize_embedding": False,
+    "num_beams": 6,
+    "num_hidden_layers": 6,
+    "pad_token_id": 58100,
+    "scale_embedding": True,
+    "share_encoder_decoder_embeddings": True,
+    "static_position_embeddings": True,
+    "use_cache": True,
+    "vocab_size": 58101,
+}
+PEGASUS_XSUM: dict[str, Any] = BART_LARGE_CNN | {
+    "activation_function": "relu",
+    "add_final_layer_norm": True,
+    "architectures": ["PegasusForConditionalGeneration"],
+    "decoder_layers": 16,
+    "decoder_start_token_id": 0,
+    "encoder_layers": 16,
+    "eos_token_id": 1,
+    "extra_pos_embeddings": 1,
+    "forced_eos_token_id": 1,
+    "length_penalty": 0.6,
+    "max_length": 64,
+    "max_position_embeddings": 512,
+    "model_type": "pegasus",
+    "normalize_before": True,
+    "normalize_embedding": False,
+    "num_beams": 8,
+    "num_hidden_layers": 16,
+    "pad_token_id": 0,
+    "save_step": 58,
+    "scale_embedding": True,
+    "static_position_embeddings": True,
+    "vocab_size": 96103,
+}
+LAYER = Norm("layer", 1e-5, bias=True)
+RMS = Norm("rms", 1e-6)
+
+Read = Callable[..., ModelSpec]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """The parts of a published config, some of its settings changed."""
+
+    def parts(config: dict[str, Any], **changes: Any) -> ModelSpec:
+        (tmp_path / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+        return families.build_spec(checkpoint.read_config(tmp_path))
+
+    return parts
+
+
+def stacks(model: ModelSpec) -> tuple[Stack, Stack]:
+    assert model.encoder is not None
+    assert model.decoder is not None
+    return model.encoder, model.decoder
+
+
+def heads(number: int, head_dim: int, *, causal: bool, scale: float = 1.0, bias: bool = False) -> Attention:
+    return Attention(
+        heads=number, kv_heads=number, head_dim=head_dim, scale=scale, causal=causal, qkv_bias=bias, out_bias=bias
+    )
+
+
+def relative(
+    config: dict[str, Any], tokens: Tokens, placement: type[Pre] | type[Post], *, final: bool, activation: Any
+) -> ModelSpec:
+    """BART or a relative of it."""
+    number = config["encoder_attention_heads"]
+    head_dim = config["d_model"] // number
+    both_ways, causal = (heads(number, head_dim, causal=c, scale=head_dim**-0.5, bias=True) for c in (False, True))
+    ffn = Dense(config["encoder_ffn_dim"], activation, bias=True)
+    layers = (
+        Block(placement=placement(LAYER, LAYER), attention=both_ways, ffn=ffn),
+        Block(placement=placement(LAYER, LAYER, LAYER), attention=causal, cross=both_ways, ffn=ffn),
+    )
+    encoder, decoder = (
+        Stack(
+            hidden_size=config["d_model"],
+            embedding=tokens,
+            blocks=(layer,) * config["encoder_layers"],
+            final_norm=LAYER if final else None,
+        )
+        for layer in layers
+    )
+    return ModelSpec(encoder=encoder, decoder=decoder, head=Lm(tied=True, bias=True))
+
+
+# ------------------------------------------------------------------ published configs
+
+
+def test_t5_small(read: Read) -> None:
+    encoder, decoder = (
+        Stack(
+            hidden_size=512,
+            embedding=Tokens(vocab_size=32128, width=512),
+            blocks=(
+                Block(
+                    placement=Pre(RMS, RMS, RMS if crosses else None),
+                    attention=heads(8, 64, causal=crosses),
+                    cross=heads(8, 64, causal=False) if crosses else None,
+                    ffn=Dense(2048, "relu"),
+                ),
+            )
+            * 6,
+            final_norm=RMS,
+            shared_bias=RelativeBuckets(32, 128, bidirectional=not crosses),
+        )
+        for crosses in (False, True)
+    )
+    assert read(T5_SMALL) == ModelSpec(
+        encoder=encoder, decoder=decoder, head=Lm(tied=True, input_scale=512**-0.5), context_length=512
+    )
+
+
+@pytest.mark.parametrize("config", [FLAN_T5_SMALL, MT5_SMALL])
+def test_t5_of_version_1_1(read: Read, config: dict[str, Any]) -> None:
+    model = read(config)
+    for stack in stacks(model):
+        assert len(stack.blocks) == 8
+        assert stack.blocks[0].ffn == Gated(1024, "gelu_tanh")
+        assert (stack.blocks[0].attention.heads, stack.blocks[0].attention.head_dim) == (6, 64)
+    # That the output matrix is one of its own shows when it is stored.
+    assert model.head == Lm(tied=True)
+
+
+def test_t5_altered(read: Read) -> None:
+    model = read(
+        FLAN_T5_SMALL,
+        feed_forward_proj="gated-silu",
+        num_decoder_layers=3,
+        relative_attention_num_buckets=16,
+        relative_attention_max_distance=64,
+        n_positions=1024,
+    )
+    encoder, decoder = stacks(model)
+    assert (len(encoder.blocks), len(decoder.blocks)) == (8, 3)
+    assert decoder.blocks[0].ffn == Gated(1024, "silu")
+    assert decoder.shared_bias == RelativeBuckets(16, 64, bidirectional=False)
+    assert model.context_length == 1024
+    older = {name: value for name, value in T5_SMALL.items() if name != "n_positions"}
+    assert read(older).context_length == 512
+    stored = read(T5_SMALL, is_gated_act=True, dense_act_fn="gelu")  # as transformers saves it, and goes by
+    assert stacks(stored)[0].blocks[0].ffn == Gated(2048, "gelu")
+
+
+def test_bart_base(read: Read) -> None:
+    """Published without a head, which is the embedding's table."""
+    tokens = Tokens(vocab_size=50265, width=768, positions=Learned(1026, 2), norm=LAYER)
+    expected = relative(BART_BASE, tokens, Post, final=False, activation="gelu")
+    assert read(BART_BASE) == expected
+    assert expected.max_positions == 1024
+
+
+def test_bart_large_cnn(read: Read) -> None:
+    tokens = Tokens(vocab_size=50264, width=1024, positions=Learned(1026, 2), norm=LAYER)
+    assert read(BART_LARGE_CNN) == relative(BART_LARGE_CNN, tokens, Post, final=False, activation="gelu")
+
+
+def test_mbart_50(read: Read) -> None:
+    tokens = Tokens(vocab_size=250054, width=1024, scale=32.0, positions=Learned(1026, 2), norm=LAYER)
+    assert read(MBART_50) == relative(MBART_50, tokens, Pre, final=True, activation="relu")
+
+
+def test_opus_mt_en_de(read: Read) -> None:
+    tokens = Tokens(vocab_size=58101, width=512, scale=512**0.5, positions=Sinusoidal(512))
+    assert read(OPUS_MT_EN_DE) == relative(OPUS_MT_EN_DE, tokens, Post, final=False, activation="silu")
+
+
+def test_pegasus_xsum(read: Read) -> None:
+    tokens = Tokens(vocab_size=96103, width=1024, scale=32.0, positions=Sinusoidal(512))
+    expected = relative(PEGASUS_XSUM, tokens, Pre, final=True, activation="relu")
+    assert read(PEGASUS_XSUM) == expected
+    assert expected.max_positions == 512
+
+
+def test_relatives_altered(read: Read) -> None:
+    model = read(
+        BART_BASE | {"architectures": ["BartForConditionalGeneration"]},
+        encoder_attention_heads=4,
+        decoder_ffn_dim=100,
+        decoder_layers=2,
+        max_position_embeddings=64,
+        scale_embedding=True,
+        tie_word_embeddings=False,
+    )
+    encoder, decoder = stacks(model)
+    assert (encoder.blocks[0].attention.heads, encoder.blocks[0].attention.head_dim) == (4, 192)
+    assert decoder.blocks[0].cross == heads(12, 64, causal=False, scale=1 / 8, bias=True)
+    assert (len(decoder.blocks), decoder.blocks[0].ffn) == (2, Dense(100, "gelu", bias=True))
+    assert decoder.embedding == Tokens(
+        vocab_size=50265, width=768, scale=768**0.5, positions=Learned(66, 2), norm=LAYER
+    )
+    assert model.head == Lm(tied=False, bias=True)
+    apart = read(OPUS_MT_EN_DE, share_encoder_decoder_embeddings=False, decoder_vocab_size=40_000)
+    assert (apart.encoder_vocab_size, apart.vocab_size, apart.shared_tokens) == (58101, 40_000, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "parts"),
+    [
+        (BART_LARGE_CNN, {"normalize_before": True}, ("normalize_before must be false", "True")),
+        (BART_LARGE_CNN, {"add_final_layer_norm": True}, ("add_final_layer_norm must be false",)),
+        (BART_LARGE_CNN, {"normalize_embedding": False}, ("normalize_embedding must be true",)),
+        (MBART_50, {"normalize_before": False}, ("normalize_before must be true",)),
+        (OPUS_MT_EN_DE, {"static_position_embeddings": False}, ("static_position_embeddings must be true",)),
+        (PEGASUS_XSUM, {"normalize_embedding": True}, ("normalize_embedding must be false",)),
+        (OPUS_MT_EN_DE, {"decoder_vocab_size": 90}, ("decoder_vocab_size (90)", "58101", "share_encoder_decoder")),
+        (BART_LARGE_CNN, {"decoder_attention_heads": 7}, ("d_model (1024)", "decoder_attention_heads (7)")),
+        (PEGASUS_XSUM, {"activation_function": "laplace"}, ("'laplace'",)),
+        (T5_SMALL, {"feed_forward_proj": "gated-laplace"}, ("'laplace'",)),
+        (BART_BASE, {"tie_word_embeddings": False}, ("BartModel has no language-model head",)),
+    ],
+)
+def test_refused(read: Read, config: dict[str, Any], changes: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        read(config, **changes)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_decoding_defaults_of_published_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All that these files say is honoured; where there is no generation_config.json, config.json says it."""
+    opus = {
+        "bad_words_ids": [[58100]], "bos_token_id": 0, "decoder_start_token_id": 58100, "eos_token_id": 0,
+        "forced_eos_token_id": 0, "max_length": 512, "num_beams": 6, "pad_token_id": 58100, "renormalize_logits": True,
+    }  # fmt: skip
+    for config, own, start, eos, expected in (
+        (T5_SMALL, None, 0, 1, {}),
+        (FLAN_T5_SMALL, {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}, 0, 1, {}),
+        (BART_BASE, None, 2, 2, {"num_beams": 4, "no_repeat_ngram_size": 3, "early_stopping": True,
+                                 "forced_bos_token_id": 0, "forced_eos_token_id": [2]}),
+        (BART_LARGE_CNN, None, 2, 2, {"num_beams": 4, "no_repeat_ngram_size": 3, "early_stopping": True,
+                                      "length_penalty": 2.0, "min_length": 56, "max_length": 142,
+                                      "forced_bos_token_id": 0, "forced_eos_token_id": [2]}),
+        (OPUS_MT_EN_DE, None, 58100, 0, {"num_beams": 6, "max_length": 512, "forced_eos_token_id": [0],
+                                         "bad_words_ids": [[58100]]}),
+        (OPUS_MT_EN_DE, opus, 58100, 0, {"num_beams": 6, "max_length": 512, "forced_eos_token_id": [0],
+                                         "bad_words_ids": [[58100]], "renormalize_logits": True}),
+    ):  # fmt: skip
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if own is not None:
+            (folder / "generation_config.json").write_text(json.dumps(own), encoding="utf-8")
+        with caplog.at_level(logging.WARNING, "octavo"):
+            defaults = load_defaults(folder, checkpoint.read_config(folder), config["vocab_size"])
+        assert defaults.values == expected
+        assert (defaults.decoder_start_token_id, defaults.eos_ids, defaults.ignored) == (start, {eos}, ())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("own", "config", "start"),
+    [
+        ({"decoder_start_token_id": 5}, {"decoder_start_token_id": 6}, 5),
+        ({"decoder_start_token_id": [5]}, {}, 5),
+        ({"decoder_start_token_id": [5, 7]}, {"decoder_start_token_id": 6}, 6),
+        ({"bos_token_id": 4}, {"decoder_start_token_id": 6}, 6),
+        ({"bos_token_id": 4}, {"decoder_start_token_id": None}, 4),
+        ({"decoder_start_token_id": 60_000}, {"decoder_start_token_id": None, "bos_token_id": 3}, 3),
+        ({}, {"decoder_start_token_id": None, "bos_token_id": None}, None),
+    ],
+)
+def test_decoder_start(tmp_path: Path, own: dict[str, Any], config: dict[str, Any], start: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BART_BASE | config), encoding="utf-8")
+    (tmp_path / "generation_config.json").write_text(json.dumps(own), encoding="utf-8")
+    for honour in (True, False):
+        defaults = load_defaults(tmp_path, checkpoint.read_config(tmp_path), 50265, honour=honour)
+        assert defaults.decoder_start_token_id == start
+
+
+# ------------------------------------------------------------------ forms of checkpoints
+
+Tensors = dict[str, Tensor]
+Change = Callable[[Tensors], Any]
+SHARED = "model.shared.weight"
+COPIES = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
+
+
+def rewritten(name: str, folder: Path, change: Change, **config: Any) -> tuple[Tensors, Tensors]:
+    """The parameters of a shape as it was saved, and with its tensors changed."""
+    shape = SHAPES[name]
+    model = make_seq2seq_checkpoint(replace(shape, finish=None), folder)
+    before = dict(load(folder, max_model_len=MAX_LEN).named_parameters())
+    file = model.path / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+    changed = change(tensors)
+    save_file(tensors if changed is None else changed, file)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(settings | config), encoding="utf-8")
+    return before, dict(load(folder, max_model_len=MAX_LEN).named_parameters())
+
+
+def assert_same(before: Tensors, after: Tensors) -> None:
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+
+
+def under(*names: str) -> Change:
+    """The token table stored under these names instead of the usual one."""
+
+    def change(tensors: Tensors) -> None:
+        table = tensors.pop(next(name for name in (SHARED, "shared.weight") if name in tensors))
+        tensors.update({name: table.clone() for name in names})
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["bart", "marian", "pegasus"])
+@pytest.mark.parametrize("names", [(SHARED, *COPIES), COPIES, COPIES[:2], *((name,) for name in COPIES)], ids=len)
+def test_one_table_under_any_of_its_names(name: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """As the files of several versions of transformers have it."""
+    assert_same(*rewritten(name, tmp_path, under(*names)))
+
+
+@pytest.mark.parametrize(
+    "names", [("shared.weight", "encoder.embed_tokens.weight"), ("decoder.embed_tokens.weight",), ("lm_head.weight",)]
+)
+def test_one_table_of_t5(names: tuple[str, ...], tmp_path: Path) -> None:
+    assert_same(*rewritten("t5", tmp_path, under(*names)))
+
+
+def test_a_head_of_its_own_is_usual_in_t5_of_version_1_1(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The config says that it is tied all the same."""
+    quiet, loud = tmp_path / "quiet", tmp_path / "loud"
+    with caplog.at_level(logging.WARNING, "octavo"):
+        before, _ = rewritten("t5-gated", quiet, lambda tensors: None)
+        assert "head.weight" in before
+        assert not caplog.records
+        rewritten("t5-own-head-scaled", loud, lambda tensors: None)
+        assert "lm_head.weight is stored with values of its own" in caplog.text
+
+
+def test_what_old_t5_files_hold_besides(tmp_path: Path) -> None:
+    extra = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(12, 4)}
+    assert_same(*rewritten("t5", tmp_path, lambda tensors: tensors | extra))
+
+
+@pytest.mark.parametrize("name", ["marian", "pegasus"])
+def test_stored_sinusoids(name: str, tmp_path: Path) -> None:
+    positions = f"model.{'encoder'}.embed_positions.weight"
+    for folder, change in (
+        ("stored", lambda tensors: tensors | {positions: torch.ones(MAX_LEN, 32)}),
+        ("missing", lambda tensors: {k: v for k, v in tensors.items() if "embed_positions" not in k}),
+    ):
+        assert_same(*rewritten(name, tmp_path / folder, change))
+
+
+def test_a_bias_of_zeros_may_be_missing(tmp_path: Path) -> None:
+    before, after = rewritten(
+        "bart", tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != "final_logits_bias"}
+    )
+    assert before["head.bias"].abs().min() > 0
+    assert_same(before | {"head.bias": torch.zeros_like(before["head.bias"])}, after)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("bart", "BartModel"), ("marian", "MarianModel"), ("pegasus", "PegasusModel")]
+)
+def test_headless(name: str, architecture: str, tmp_path: Path) -> None:
+    """Without the head's bias, and without the prefix of names."""
+    before, after = rewritten(
+        name,
+        tmp_path,
+        lambda tensors: {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")},
+        architectures=[architecture],
+    )
+    assert_same(before | {"head.bias": torch.zeros_like(before["head.bias"])}, after)
+
+
+@pytest.mark.parametrize(("place", "stack"), enumerate(("encoder", "decoder")))
+def test_one_table_of_its_own(place: int, stack: str, tmp_path: Path) -> None:
+    """The other stack has the shared one; the head is stored besides."""
+    own = torch.randn(97, 32)
+    head = torch.randn(97, 32)
+    before, after = rewritten(
+        "bart",
+        tmp_path,
+        lambda tensors: tensors | {COPIES[place]: own, "lm_head.weight": head},
+        tie_word_embeddings=False,
+    )
+    shared = before.pop("decoder.embedding.tokens")
+    tables = dict.fromkeys(("encoder.embedding.tokens", "decoder.embedding.tokens"), shared)
+    assert_same(before | tables | {f"{stack}.embedding.tokens": own, "head.weight": head}, after)
+
+
+def test_an_unclear_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"decoder\.embed_tokens\.weight and model\.shared\.weight have diff"
+    ):
+        rewritten("bart", tmp_path, lambda tensors: tensors | {COPIES[1]: torch.randn(97, 32)})
+
+
+@pytest.mark.parametrize("missing", [SHARED, "model.decoder.layers.0.encoder_attn.k_proj.bias"])
+def test_missing_tensors_are_named(missing: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="lacks tensors that its config asks for: " + missing.replace(".", r"\.")):
+        rewritten("bart", tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != missing})
+
+
+def test_a_head_that_is_not_tied_must_be_stored(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"lacks tensors .*: lm_head\.weight"):
+        rewritten("bart", tmp_path, lambda tensors: None, tie_word_embeddings=False)
