@@ -169,7 +169,7 @@ def test_where_no_name_is_near_settings_are(model_type: str, architecture: str, 
     assert f"is not supported. The nearest supported one, by its settings: {expected}. Supported: " in str(caught.value)
 
 
-@pytest.mark.parametrize("model_type", ["bart", "mamba", "rwkv", "whisper"])
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
 def test_a_refusal_says_so_where_nothing_is_near(model_type: str) -> None:
     config = transformers.AutoConfig.for_model(model_type, architectures=["ZambaForCausalLM"])
     with pytest.raises(UnsupportedModelError) as caught:
