@@ -2,7 +2,7 @@
 """Sets Octavo up in .venv and runs it, with the standard library alone: a fresh machine needs only Python.
 
     python3 tools/setup.py serve [ARGS]     set up, then run `octavo serve ARGS`
-    python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`
+    python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`; without ARGS all tests, on several cores
     python3 tools/setup.py lint             set up, then run ruff and mypy
     python3 tools/setup.py docs             set up, then write README's table of families
     python3 tools/setup.py install          set up for all of these
@@ -54,6 +54,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "octavo-setup.json"
 CLIENTS = Path("tests") / "clients"  # other clients' versions, which the tests run beside those of the constraints
+# A file's tests stay together: they share what is costly to make.
+ALL_TESTS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 WINDOWS = os.name == "nt"
 EXTRAS: dict[str, frozenset[str]] = {
     "serve": frozenset(),
@@ -318,7 +320,7 @@ def main(arguments: Sequence[str]) -> int:
             become([str(program("octavo")), "serve", *extra])
         if command == "test":
             os.chdir(ROOT)
-            become([str(program("python")), "-m", "pytest", *extra])
+            become([str(program("python")), "-m", "pytest", *(extra or ALL_TESTS)])
         if command == "docs":
             become([str(program("python")), str(ROOT / "tools" / "families_table.py")])
         return lint() if command == "lint" else 0
