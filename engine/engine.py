@@ -21,7 +21,7 @@ from engine.execution.loading import check_weights_fit, explained
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import measure, trial
 from engine.generation import GenerationDefaults, load_defaults, resolve
-from engine.inputs import check_terms, read_input
+from engine.inputs import check_terms, decoder_start, read_input
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import build_spec
 from engine.model.spec import ModelSpec
@@ -165,7 +165,7 @@ class Engine:
             input,
             self.info,
             encoder_vocab_size=self.runner.model.spec.encoder_vocab_size,
-            start=self.defaults.decoder_start_token_id,
+            start=decoder_start(params, self.info),
         )
         decoding = resolve(
             params,

@@ -301,10 +301,13 @@ def _max_tokens(
         )
     if params.max_tokens is not None:
         if params.max_tokens > room:
+            parts = f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}"
+            if prompt_name != "prompt":
+                parts = f"max_tokens is {params.max_tokens}, and the decoder's beginning takes {prompt_len}"
             raise InvalidRequestError(
-                f"the {prompt_name} has {prompt_len} tokens and max_tokens is {params.max_tokens}, together "
-                f"{prompt_len + params.max_tokens}, but this model's maximum context length is {max_model_len} tokens "
-                f"(max_model_len). Lower max_tokens, shorten the {prompt_name} or raise --max-model-len.",
+                f"{parts}, together {prompt_len + params.max_tokens}, but this model's maximum context length is "
+                f"{max_model_len} tokens (max_model_len). Lower max_tokens, shorten the {prompt_name} or raise "
+                "--max-model-len.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

@@ -8,7 +8,7 @@ from typing import Any
 from engine.errors import InvalidRequestError
 from engine.generation import check_ids
 from engine.outputs import EngineInfo
-from engine.request import EngineInput, PixelInput, Seq2SeqInput, TokenInput
+from engine.request import EngineInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
 
 
 def read_input(
@@ -51,11 +51,31 @@ def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> t
     begin = _checked("decoder_prompt", ids, info.vocab_size) if len(ids) else ()
     if start is None and not begin:
         raise InvalidRequestError(
-            f"{info.model} does not say what its decoder begins with (decoder_start_token_id). Send decoder_prompt, or "
-            "add it to generation_config.json.",
+            f"{info.model} does not say what its decoder begins with (decoder_start_token_id). Send it, or "
+            "decoder_prompt, or add it to generation_config.json.",
             param="decoder_prompt",
         )
     return decoder_tokens(begin, start)
+
+
+def decoder_start(params: SamplingParams, info: EngineInfo) -> int | None:
+    """What the decoder begins with: the request's own start token, or the model's; None if neither says.
+
+    Raises:
+        InvalidRequestError: a start token for a decoder-only model, or outside the vocabulary.
+    """
+    start = params.decoder_start_token_id
+    if start is None:
+        return info.decoder_start_token_id
+    if info.max_encoder_len is None:
+        raise InvalidRequestError(
+            f"decoder_start_token_id is for encoder-decoder models, and {info.model} is a decoder-only model: put the "
+            "token in front of the prompt.",
+            param="decoder_start_token_id",
+            code="unsupported_parameter",
+        )
+    check_ids("decoder_start_token_id", (start,), info.vocab_size)
+    return start
 
 
 def decoder_tokens(begin: Sequence[int], start: int | None) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
-from engine.inputs import decoder_tokens
+from engine.inputs import decoder_start, decoder_tokens
 from engine.outputs import EngineStats, RequestOutput
 from engine.request import SamplingParams, Seq2SeqInput, TokenInput
 from engine.text import OutputProcessor, Tokenizer, load_tokenizer
@@ -72,7 +72,7 @@ class LLM:
         try:
             for request_id, input, chosen in zip(ids, inputs, each, strict=True):
                 self.engine.add_request(request_id, input, chosen)
-                result = results[request_id] = self._unanswered(request_id, input)
+                result = results[request_id] = self._unanswered(request_id, input, chosen)
                 processors[request_id] = OutputProcessor(self.tokenizer, result.prompt_token_ids, chosen)
             show = len(inputs) >= _PROGRESS_FROM if use_tqdm is None else use_tqdm
             with tqdm(total=len(inputs), desc="generating", unit="prompt", disable=not show) as bar:
@@ -118,13 +118,13 @@ class LLM:
             return [items]
         return items
 
-    def _unanswered(self, request_id: str, input: TokenInput | Seq2SeqInput) -> RequestOutput:
+    def _unanswered(self, request_id: str, input: TokenInput | Seq2SeqInput, params: SamplingParams) -> RequestOutput:
         info = self.engine.info
         whole = input if isinstance(input, TokenInput) else TokenInput(input.encoder_token_ids)
         prompt, encoded = whole.token_ids, None
         if info.max_encoder_len is not None:
             begin = input.decoder_token_ids if isinstance(input, Seq2SeqInput) else None
-            prompt, encoded = decoder_tokens(begin or (), info.decoder_start_token_id), list(whole.token_ids)
+            prompt, encoded = decoder_tokens(begin or (), decoder_start(params, info)), list(whole.token_ids)
         return RequestOutput(
             request_id=request_id,
             prompt=whole.text,

@@ -68,6 +68,7 @@ NUMBER_RANGES: Mapping[str, NumberRange] = {
     "encoder_repetition_penalty": NumberRange(low=0.0, open_low=True),
     "encoder_no_repeat_ngram_size": NumberRange(low=0, integer=True),
     "min_length": NumberRange(low=0, integer=True),
+    "decoder_start_token_id": NumberRange(low=0, integer=True),
     "forced_bos_token_id": NumberRange(low=0, integer=True),
     "forced_eos_token_id": NumberRange(low=0, integer=True),
 }
@@ -208,6 +209,7 @@ class SamplingParams:
         encoder_no_repeat_ngram_size: no n-gram of that size of the encoder's input, or of a decoder-only
             model's prompt, is generated (0: off).
         renormalize_logits: with beams, scores are log-probabilities again after penalties and bans (False).
+        decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
         forced_bos_token_id: the second token of a sequence whose prompt is a single token.
         forced_eos_token_id: the last token when max_tokens is reached.
     """
@@ -242,6 +244,7 @@ class SamplingParams:
     encoder_repetition_penalty: float | None = None
     encoder_no_repeat_ngram_size: int | None = None
     renormalize_logits: bool | None = None
+    decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
 

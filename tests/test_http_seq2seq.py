@@ -179,6 +179,26 @@ def test_a_decoder_prompt_is_where_the_answer_begins(t5: Api) -> None:
     assert t5.texts(prompt=TEXTS[2], decoder_prompt="", **asked) == t5.texts(prompt=TEXTS[2], **asked)
 
 
+def test_another_start_token(t5: Api) -> None:
+    one, runs = t5.checkpoint, t5.service.metric("octavo_encoder_runs_total")
+    encoder, how = one.encode("one warm wind"), {"num_beams": 3, "max_new_tokens": 8}
+    asked: dict[str, Any] = {"prompt": "one warm wind", "num_beams": 3, "max_tokens": 8}
+    found = []
+    for start in (0, 9, 23):
+        (answer,) = one.generate(encoder, decoder_start_token_id=start, **how)
+        found.append(one.text(answer))
+        body = t5.complete(**asked, decoder_start_token_id=start)
+        assert [choice["text"] for choice in body["choices"]] == found[-1:]
+        assert body["usage"]["prompt_tokens"] == len(encoder)
+        (answer,) = one.generate(encoder, [start, 12], decoder_start_token_id=start, **how)
+        for begin in ([12], [start, 12]):
+            assert t5.texts(**asked, decoder_start_token_id=start, decoder_prompt=begin) == [one.text(answer, begin)]
+    assert len(set(found)) > 1
+    assert t5.texts(**asked) == found[:1]
+    assert t5.service.metric("octavo_encoder_runs_total") == runs + 1
+    assert t5.refused(**asked, decoder_start_token_id=100_000)["param"] == "decoder_start_token_id"
+
+
 def test_log_probabilities_of_a_given_answer(t5: Api) -> None:
     one = t5.checkpoint
     encoder, given = one.encode(TEXTS[0]), one.tokenizer("a small white bird", add_special_tokens=False).input_ids
@@ -267,6 +287,9 @@ def test_a_decoder_prompt_stands_behind_the_language(mbart: Api) -> None:
     asked = {"prompt": TEXTS[0], "num_beams": 2, "max_tokens": 8}
     assert mbart.texts(**asked, tgt_lang="ro_RO", decoder_prompt="the tower") == [expected]
     assert mbart.texts(**asked, tgt_lang="ro_RO", decoder_prompt=begin) == [expected]
+    for text in ("ro_RO the tower", "</s>ro_RO the tower"):  # brought by the text itself, and not twice
+        assert one.tokenizer(text, add_special_tokens=False).input_ids[-len(words) - 1 :] == begin[1:]
+        assert mbart.texts(**asked, tgt_lang="ro_RO", decoder_prompt=text) == [expected]
     assert mbart.texts(**asked, decoder_prompt=[code, *words]) == [expected]
     error = mbart.refused(**asked, tgt_lang="ro_RO", decoder_prompt=words)
     assert (error["param"], error["code"]) == ("tgt_lang", "invalid_value")
@@ -306,7 +329,7 @@ def test_a_decoder_prompt_stands_behind_the_language(mbart: Api) -> None:
         ),
         ({"prompt": "night " * 5000}, "prompt", "encoder is 96 tokens"),
         ({"prompt": ""}, None, ""),
-        ({"max_tokens": 96}, "max_tokens", "97"),
+        ({"max_tokens": 96}, "max_tokens", "max_tokens is 96, and the decoder's beginning takes 1, together 97"),
         ({"echo": True}, "echo", "decoder_prompt, with prompt_logprobs"),
         ({"suffix": "x"}, "suffix", "not supported"),
     ],

@@ -55,7 +55,7 @@ EVERYTHING = SamplingParams(
     skip_special_tokens=False, logprobs=20, prompt_logprobs=0, num_beams=1, length_penalty=-0.5,
     early_stopping="never", no_repeat_ngram_size=3, min_length=4, suppress_tokens=[7], begin_suppress_tokens=[8],
     bad_words_ids=[[11], [12, 13]], encoder_repetition_penalty=1.2, encoder_no_repeat_ngram_size=4,
-    renormalize_logits=True, forced_bos_token_id=9, forced_eos_token_id=10,
+    renormalize_logits=True, decoder_start_token_id=14, forced_bos_token_id=9, forced_eos_token_id=10,
 )  # fmt: skip
 
 

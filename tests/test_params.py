@@ -102,6 +102,7 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("early_stopping", 1, ("never", "1")),
     ("no_repeat_ngram_size", -1, ("at least 0", "-1")),
     ("min_length", -1, ("at least 0", "-1")),
+    ("decoder_start_token_id", -1, ("at least 0", "-1")),
     ("forced_bos_token_id", -1, ("at least 0", "-1")),
     ("forced_eos_token_id", 1.0, ("an integer", "1.0")),
 ]

@@ -33,7 +33,7 @@ from tokenizers import models, pre_tokenizers, processors
 from engine import LLM, InvalidRequestError, SamplingParams, Seq2SeqInput, TokenInput
 from engine.languages import Languages
 from engine.messages import decode_command, encode_add
-from engine.text import load_tokenizer
+from engine.text import Tokenizer, load_tokenizer
 from server.app import create_app
 
 LOADED = {"t5": "T5Tokenizer", "bart": "RobertaTokenizer", "mbart50": "MBart50Tokenizer", "marian": "MarianTokenizer"}
@@ -64,6 +64,10 @@ def test_texts_are_the_references(kind: str, tmp_path: Path) -> None:
             assert output.outputs[0].text == one.text(answer)
     begin = llm.tokenizer.encode_answer("winter with you")
     assert begin == one.tokenizer(text_target="winter with you", add_special_tokens=False).input_ids
+    other = llm.generate(TokenInput(encoder), SamplingParams(temperature=0, max_tokens=5, decoder_start_token_id=20))
+    assert other[0].prompt_token_ids == [20]
+    expected = one.generate(encoder, num_beams=1, decoder_start_token_id=20, max_new_tokens=5)
+    assert [other[0].outputs[0].token_ids] == expected
     output = llm.generate(Seq2SeqInput(encoder, begin), params[1])[0]
     (answer,) = one.generate(encoder, [start, *begin], num_beams=3, max_new_tokens=8)
     assert output.prompt_token_ids == [start, *begin]
@@ -192,6 +196,40 @@ def test_a_missing_sentencepiece_is_named(tmp_path: Path) -> None:
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.startswith("ModelLoadError")
     assert "pip install sentencepiece" in shown
+
+
+def asked_of(tokenizer: Tokenizer, start: int, body: dict[str, Any]) -> tuple[Call, list[Any]]:
+    """The answer of an encoder-decoder model whose decoder begins with `start`, and what its engine was asked."""
+
+    async def ask() -> tuple[Call, list[Any]]:
+        client = FakeClient(lambda request_id, source, params: say(request_id, ["a"], params))
+        facts = {"max_encoder_len": 32, "encoder_vocab_size": VOCAB_SIZE, "decoder_start_token_id": start}
+        client.info = replace(client.info, **facts)
+        call = Call(create_app(client, tokenizer, "fake"), "/v1/completions", body)
+        async with asyncio.timeout(20):
+            await call.wait_end()
+        return call, list(client.asked.values())
+
+    return asyncio.run(ask())
+
+
+def test_a_language_that_the_decoder_begins_with(tmp_path: Path) -> None:
+    """mBART's first models begin with the target's language, where mBART-50 forces it behind the start token."""
+    mbart_tokenizer(tmp_path)
+    mine = load_tokenizer(tmp_path)
+    assert mine is not None
+    english, romanian = (mine.languages.id(code, "tgt_lang") for code in ("en_XX", "ro_RO"))
+    for asked, start in (("ro_RO", romanian), ("en_XX", english)):
+        call, ((_, params),) = asked_of(mine, romanian, {"prompt": "a", "tgt_lang": asked})
+        assert call.status == 200
+        assert (params.decoder_start_token_id, params.forced_bos_token_id) == (start, None)
+    call, ((_, params),) = asked_of(mine, 2, {"prompt": "a", "tgt_lang": "en_XX"})
+    assert (params.decoder_start_token_id, params.forced_bos_token_id) == (None, english)
+    body = {"prompt": "a", "tgt_lang": "en_XX", "decoder_start_token_id": 5}
+    call, asked_for = asked_of(mine, romanian, body)
+    assert (call.status, asked_for) == (400, [])
+    call, ((_, params),) = asked_of(mine, 2, body)
+    assert (params.decoder_start_token_id, params.forced_bos_token_id) == (5, english)
 
 
 # ---------------------------------------------------------------- admission

@@ -29,21 +29,25 @@ class Decoder:
     Attributes:
         prompt: the beginning, as text or token ids; None: the model begins itself.
         first: the token that the request forces; where nothing is forced, None.
+        start: what the decoder begins with, where the request says so.
         src_lang: the encoder's language, where the request names one.
     """
 
     prompt: str | list[int] | None = None
     first: int | None = None
+    start: int | None = None
     src_lang: str | None = None
 
     def force(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with the first token that the request forces."""
-        return params if self.first is None else replace(params, forced_bos_token_id=self.first)
+        """The parameters, with the tokens that the request wants at the beginning."""
+        params = params if self.first is None else replace(params, forced_bos_token_id=self.first)
+        return params if self.start is None else replace(params, decoder_start_token_id=self.start)
 
     async def tokens(self, service: Service, params: SamplingParams) -> list[int]:
         """The beginning as the decoder gets it, behind its start token.
 
-        In front of a text stands the token that is forced to be an answer's first; ids are taken as they are.
+        In front of a text stands the token that is forced to be an answer's first, unless the text brings it itself;
+        ids are taken as they are.
 
         Raises:
             ApiError: the text is far too long.
@@ -56,7 +60,9 @@ class Decoder:
         ids = await asyncio.to_thread(encode_fitting, tokenizer.encode_answer, self.prompt, room)
         first = params.forced_bos_token_id
         first = info.default_forced_bos_token_id if first is None else first
-        return ids if first is None or not ids else [first, *ids]
+        start = info.decoder_start_token_id if params.decoder_start_token_id is None else params.decoder_start_token_id
+        brought = first in ids[1:2] if ids[:1] == [start] else first in ids[:1]
+        return ids if first is None or not ids or brought else [first, *ids]
 
 
 def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service) -> Decoder | None:
@@ -85,16 +91,19 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
     names = [name for name in ("forced_bos_token", "forced_bos_token_id", "tgt_lang") if fields.get(name) is not None]
     if len(names) > 1:
         _fail(names[1], f"{names[0]} and {names[1]} both say what the answer's first token is; send one of them.")
-    first = None
+    first, start = None, fields.get("decoder_start_token_id")
     if "tgt_lang" in given:
-        first = _tokenizer(service, "tgt_lang").languages.id(given["tgt_lang"], "tgt_lang")
-        if first == info.decoder_start_token_id:
-            first = None  # this model's decoder begins with it as it is
+        languages = _tokenizer(service, "tgt_lang").languages
+        first = languages.id(given["tgt_lang"], "tgt_lang")
+        if info.decoder_start_token_id in languages.ids.values():  # this model's decoder begins with a language
+            if start is not None:
+                _fail("tgt_lang", "decoder_start_token_id and tgt_lang both say what the decoder begins with.")
+            first, start = None, first
     elif "forced_bos_token" in given:
         first = _token(given["forced_bos_token"], service)
     if isinstance(prompt, list) and first is not None:
-        _check_begins(prompt, first, names[0], info.decoder_start_token_id)
-    return Decoder(prompt, first, source)
+        _check_begins(prompt, first, names[0], info.decoder_start_token_id if start is None else start)
+    return Decoder(prompt, first, start, source)
 
 
 def _check_source(source: str, fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service) -> None:

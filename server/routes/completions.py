@@ -19,7 +19,8 @@ from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
 _DECODER = {
-    "decoder_prompt", "forced_bos_token", "forced_bos_token_id", "src_lang", "tgt_lang", "add_special_tokens",
+    "decoder_prompt", "decoder_start_token_id", "forced_bos_token", "forced_bos_token_id", "src_lang", "tgt_lang",
+    "add_special_tokens",
 }  # fmt: skip
 
 router = APIRouter(route_class=StrictJsonRoute)
