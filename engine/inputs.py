@@ -51,8 +51,8 @@ def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> t
     begin = _checked("decoder_prompt", ids, info.vocab_size) if len(ids) else ()
     if start is None and not begin:
         raise InvalidRequestError(
-            f"{info.model} does not say what its decoder begins with (decoder_start_token_id). Send it, or "
-            "decoder_prompt, or add it to generation_config.json.",
+            "this model does not say what its decoder begins with. Send decoder_start_token_id or decoder_prompt, or "
+            "add decoder_start_token_id to its generation_config.json.",
             param="decoder_prompt",
         )
     return decoder_tokens(begin, start)
@@ -69,8 +69,8 @@ def decoder_start(params: SamplingParams, info: EngineInfo) -> int | None:
         return info.decoder_start_token_id
     if info.max_encoder_len is None:
         raise InvalidRequestError(
-            f"decoder_start_token_id is for encoder-decoder models, and {info.model} is a decoder-only model: put the "
-            "token in front of the prompt.",
+            "decoder_start_token_id is for encoder-decoder models, and this is a decoder-only model: put the token in "
+            "front of the prompt.",
             param="decoder_start_token_id",
             code="unsupported_parameter",
         )

@@ -31,6 +31,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
 from engine import LLM, InvalidRequestError, SamplingParams, Seq2SeqInput, TokenInput
+from engine.inputs import decoder_start, read_input
 from engine.languages import Languages
 from engine.messages import decode_command, encode_add
 from engine.text import Tokenizer, load_tokenizer
@@ -230,6 +231,24 @@ def test_a_language_that_the_decoder_begins_with(tmp_path: Path) -> None:
     assert (call.status, asked_for) == (400, [])
     call, ((_, params),) = asked_of(mine, 2, body)
     assert (params.decoder_start_token_id, params.forced_bos_token_id) == (5, english)
+
+
+def test_what_the_decoder_begins_with() -> None:
+    facts = FakeClient(lambda *_: []).info
+    own, given = SamplingParams(), SamplingParams(decoder_start_token_id=5)
+    assert decoder_start(own, facts) is None
+    with pytest.raises(InvalidRequestError, match="decoder-only model") as refused:
+        decoder_start(given, facts)
+    assert (refused.value.param, refused.value.code) == ("decoder_start_token_id", "unsupported_parameter")
+    info = replace(facts, max_encoder_len=8, encoder_vocab_size=VOCAB_SIZE)
+    assert [decoder_start(params, info) for params in (own, given)] == [None, 5]
+    assert [decoder_start(params, replace(info, decoder_start_token_id=0)) for params in (own, given)] == [0, 5]
+    with pytest.raises(InvalidRequestError, match="0 to 256"):
+        decoder_start(SamplingParams(decoder_start_token_id=VOCAB_SIZE), info)
+    with pytest.raises(InvalidRequestError, match="does not say what its decoder begins with") as refused:
+        read_input([1], info, encoder_vocab_size=VOCAB_SIZE, start=None)
+    assert refused.value.param == "decoder_prompt"
+    assert read_input(Seq2SeqInput([1], [2]), info, encoder_vocab_size=VOCAB_SIZE, start=None) == ((1,), (2,))
 
 
 # ---------------------------------------------------------------- admission
