@@ -299,7 +299,7 @@ def test_chunked_prompt_equals_whole_prompt_to_the_bit(
 
 def fours_of_rows_sum_alike(fold: int, head_dim: int) -> bool:
     """Whether this machine's matrix product gives a row the same bits among few rows and among many."""
-    few, many = -(-fold // 4) * 4, fold * 32
+    few, many, head_dim = -(-fold // 4) * 4, fold * 32, -(-head_dim // 4) * 4
     for inner, columns in (shape for keys in SIZES for shape in ((head_dim, keys), (keys, head_dim))):
         a, b = torch.randn(1, many, inner), torch.randn(1, columns, inner)
         for right in (b.transpose(1, 2), b.transpose(1, 2).contiguous()):
@@ -308,7 +308,9 @@ def fours_of_rows_sum_alike(fold: int, head_dim: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 3, 64), (9, 3, 64), (5, 1, 32), (6, 1, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(3, 3, 64), (9, 3, 64), (5, 1, 32), (6, 1, 16), (4, 4, 6), (2, 1, 10)]
+)
 def test_decoded_token_equals_the_same_token_of_a_prompt(heads: int, kv_heads: int, head_dim: int) -> None:
     row = make_row(3, 140, heads, kv_heads, head_dim, torch.float32)
     (whole,) = run([row], [140])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import (
@@ -21,8 +22,8 @@ from engine.attention.formats import FORMATS, dequantise
 from engine.attention.tiles import Group, Shape, Step, plan
 
 # MKL multiplies rows four at a time, and a remainder by kernels whose sums differ in the last bits. Tiles
-# of one query are padded to whole fours, so that they too get the bits that a larger tile gives.
-ROWS = 4
+# of one query are padded to whole fours, so that they too get the bits that a larger tile gives; so are heads.
+ROWS = FEATURES = 4
 
 
 class TorchReference(AttentionBackend):
@@ -124,14 +125,14 @@ class _Vectors:
     scales: Tensor | None = None
     centre: Tensor | None = None
 
-    def chunks(self, rows: Tensor, size: int) -> Tensor:
-        """float32 [len(rows) / size, size, head_dim] of rows laid out by tile, head, key."""
+    def chunks(self, rows: Tensor, size: int, width: int) -> Tensor:
+        """float32 [len(rows) / size, size, width] of rows laid out by tile, head, key; zeros past head_dim."""
         found = self.stored.index_select(0, rows)
         found = found.float() if self.scales is None else dequantise(found, self.scales.view(-1).index_select(0, rows))
         found = found.view(-1, size, found.shape[-1])
         if self.centre is not None:
             found.view(-1, len(self.centre), *found.shape[1:]).add_(self.centre.unsqueeze(1))
-        return found
+        return found if found.shape[-1] == width else F.pad(found, (0, width - found.shape[-1]))
 
 
 def _attend_group(
@@ -148,18 +149,19 @@ def _attend_group(
     heads, head_dim = q.shape[1:]
     fold = heads // kv_heads
     rows = -(-fold // ROWS) * ROWS if group.width == 1 else fold
+    padded = -(-head_dim // FEATURES) * FEATURES
     shape = (group.tiles, kv_heads, rows, group.width)
     queries = q.index_select(0, group.queries).view(group.tiles, group.width, kv_heads, fold, head_dim)
-    folded = queries.new_zeros((*shape, head_dim), dtype=torch.float32)
-    folded[:, :, :fold] = queries.permute(0, 2, 3, 1, 4)
-    folded = folded.mul_(scale).view(group.tiles * kv_heads, rows * group.width, head_dim)
+    folded = queries.new_zeros((*shape, padded), dtype=torch.float32)
+    folded[:, :, :fold, :, :head_dim] = queries.permute(0, 2, 3, 1, 4)
+    folded = folded.mul_(scale).view(group.tiles * kv_heads, rows * group.width, padded)
 
     best = folded.new_full((*folded.shape[:2], 1), torch.finfo(torch.float32).min)
     total = torch.zeros_like(best)
     acc = torch.zeros_like(folded)
     for step in group.steps:
         n = step.tiles * kv_heads
-        scores = torch.bmm(folded[:n], keys.chunks(step.rows, group.keys).transpose(1, 2))
+        scores = torch.bmm(folded[:n], keys.chunks(step.rows, group.keys, padded).transpose(1, 2))
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         tiled = scores.view(step.tiles, *shape[1:], group.keys)
@@ -172,10 +174,10 @@ def _attend_group(
         weights = scores.sub_(peak).exp_()
         decay = best[:n].sub_(peak).exp_()
         total[:n].mul_(decay).add_(weights.sum(-1, keepdim=True))
-        acc[:n].mul_(decay).baddbmm_(weights, values.chunks(step.rows, group.keys))
+        acc[:n].mul_(decay).baddbmm_(weights, values.chunks(step.rows, group.keys, padded))
         best[:n] = peak
     acc.div_(total.clamp_min_(torch.finfo(torch.float32).tiny))
-    result = acc.view(*shape, head_dim)[:, :, :fold].permute(0, 3, 1, 2, 4)
+    result = acc.view(*shape, padded)[:, :, :fold, :, :head_dim].permute(0, 3, 1, 2, 4)
     return result.reshape(group.tiles * group.width, heads, head_dim)
 
 
