@@ -324,6 +324,29 @@ def test_parts_without_a_module_are_named() -> None:
     assert with_block(cross=second.attention) == ["cross-attention without an encoder"]
 
 
+def test_parts_of_encoder_decoder_models_without_a_module_are_named() -> None:
+    model = make("T5ForConditionalGeneration", num_layers=2)
+    stack = decoder(model)
+    first, second = stack.blocks
+    assert second.cross is not None
+
+    def with_cross(**changes: Any) -> list[str]:
+        blocks = (first, replace(second, cross=replace(second.cross, **changes)))
+        return unsupported(replace(model, decoder=replace(stack, blocks=blocks)))
+
+    assert with_cross(scale=2.0, softcap=3.0, heads=16) == []
+    assert with_cross(kv_heads=4) == ["cross-attention of another shape than self-attention"]
+    assert with_cross(causal=True) == ["cross-attention that is causal"]
+    assert with_cross(position=Slopes((0.5,))) == ["cross-attention with positions"]
+    assert with_cross(window=Window(3, 3)) == ["cross-attention with a window"]
+    assert with_cross(qk_norm=PerHead(Norm("rms", 1e-6))) == ["cross-attention with norms of queries and keys"]
+    assert with_cross(clip=8.0) == ["cross-attention with limits of its projections"]
+    turned = replace(second, attention=replace(second.attention, position=Rotary(8, 1e4)))
+    assert unsupported(replace(model, decoder=replace(stack, blocks=(first, turned)))) == [
+        "a shared bias beside Rotary"
+    ]
+
+
 def test_described_families_are_refused_for_serving() -> None:
     architecture = "ModernBertForMaskedLM"
     config = CLASSES[architecture](architectures=[architecture])

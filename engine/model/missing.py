@@ -19,6 +19,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
             missing.extend(_unsupported_embedding(stack.embedding))
             for block in stack.blocks:
                 missing.extend(_unsupported_block(block))
+                if stack.shared_bias is not None and block.attention.position is not None:
+                    missing.append(f"a shared bias beside {type(block.attention.position).__name__}")
     if model.decoder is not None:
         missing.extend(_unsupported_decoder(model.decoder, has_encoder=model.encoder is not None))
     return list(dict.fromkeys(missing))
@@ -33,15 +35,25 @@ def _unsupported_embedding(part: spec.Embedding) -> list[str]:
 def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
     missing = []
     for block in stack.blocks:
-        attention, cross = block.attention, block.cross
-        if not attention.causal:
+        if not block.attention.causal:
             missing.append("bidirectional attention in a decoder")
-        if cross is not None and not has_encoder:
-            missing.append("cross-attention without an encoder")
-        # Both kinds of K and V lie in the same pages.
-        if cross is not None and (cross.kv_heads, cross.head_dim) != (attention.kv_heads, attention.head_dim):
-            missing.append("cross-attention of another shape than self-attention")
+        if block.cross is not None:
+            found = _unsupported_cross(block.cross, block.attention)
+            missing.extend(found if has_encoder else ["cross-attention without an encoder"])
     return missing
+
+
+def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
+    found = {
+        # Both kinds of K and V lie in the same pages.
+        "of another shape than self-attention": (cross.kv_heads, cross.head_dim) != (own.kv_heads, own.head_dim),
+        "that is causal": cross.causal,
+        "with positions": cross.position is not None,
+        "with a window": cross.window is not None,
+        "with norms of queries and keys": cross.qk_norm is not None,
+        "with limits of its projections": cross.clip is not None,
+    }
+    return [f"cross-attention {name}" for name, present in found.items() if present]
 
 
 def _unsupported_block(block: spec.Block) -> list[str]:

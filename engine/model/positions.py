@@ -148,11 +148,6 @@ class RoundedSlopes:
     scale: float = 1.0
 
 
-# A bias per head that depends only on the distance of two positions; its table is what a backend is
-# handed as `engine.attention.base.DistanceBias`.
-DistanceBias = RelativeBuckets | Slopes
-
-
 @dataclass(frozen=True, slots=True)
 class Disentangled:
     """Separate content and position terms in the scores (DeBERTa, arXiv:2006.03654)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.attention.base import Window
-from engine.model.positions import AttentionPosition, DistanceBias, Positions
+from engine.model.positions import AttentionPosition, Positions, RelativeBuckets
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
 
@@ -224,7 +224,7 @@ class Stack:
     Attributes:
         hidden_size: features of the residual stream.
         blocks: one per layer; they may differ.
-        shared_bias: a distance bias that the self-attentions of all blocks share.
+        shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
         projection: features that the hidden states are mapped to at last, by a matrix without bias.
     """
 
@@ -232,7 +232,7 @@ class Stack:
     embedding: Embedding
     blocks: tuple[Block, ...]
     final_norm: Norm | None
-    shared_bias: DistanceBias | None = None
+    shared_bias: RelativeBuckets | None = None
     projection: int | None = None
 
     @property

@@ -20,7 +20,7 @@ from engine.model.blocks import build_block
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import CrossAttention, CrossPages, Linear, Place, Step, build_norm
 from engine.model.missing import unsupported
-from engine.model.positions import Learned, RelativeBuckets, Rotary, RoundedSlopes, Sinusoidal, Slopes
+from engine.model.positions import Learned, Rotary, RoundedSlopes, Sinusoidal, Slopes
 from engine.model.rotary import RotaryTable
 from engine.model.sinusoidal import SinusoidalTable
 
@@ -103,7 +103,7 @@ class TransformerStack(nn.Module):
         self.bias_parts = [part for part in heads if isinstance(part, Slopes | RoundedSlopes)]
         self.bias_tables = nn.ModuleList(BiasTable(part, length, place.device) for part in self.bias_parts)
         self.shared_bias = None
-        if isinstance(stack.shared_bias, RelativeBuckets):
+        if stack.shared_bias is not None:
             self.shared_bias = BucketTable(stack.shared_bias, stack.blocks[0].attention.heads, place)
 
     def forward(
@@ -185,7 +185,8 @@ class Transformer(nn.Module):
         if model.encoder is not None:
             shared = table if model.shared_tokens else None
             self.encoder = TransformerStack(model.encoder, backend, max_model_len, place, tokens=shared)
-        self.readers = [module for module in self.decoder.modules() if isinstance(module, CrossAttention)]
+        readers = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in self.decoder.blocks)
+        self.readers = [next(found, None) for found in readers]  # one per layer, None where it attends to itself alone
         tied = table if model.head.tied else None
         self.head = Linear(model.decoder.output_size, model.vocab_size, model.head.bias, place, shared=tied)
 
@@ -242,8 +243,9 @@ class Transformer(nn.Module):
         """
         assert self.encoder is not None
         encoded: Tensor = self.encoder(token_ids, positions, metadata, tokens=len(slots), min_rows=min_rows)
-        for module, cache in zip(self.readers, caches, strict=True):
-            module.store(encoded, cache, slots)
+        for reader, cache in zip(self.readers, caches, strict=True):
+            if reader is not None:
+                reader.store(encoded, cache, slots)
         return encoded
 
     def forward(
