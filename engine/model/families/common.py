@@ -287,6 +287,12 @@ def projected_block(target: str, source: str, attention: Attention, ffn: Gated) 
     ]
 
 
+def output_table(model: ModelSpec, source: str) -> Entry:
+    """The output matrix of that name, under which one that is tied may be stored instead of the token table."""
+    tied = isinstance(model.head, Lm) and model.head.tied
+    return Entry("decoder.embedding.tokens" if tied else "head.weight", (f"{source}.weight",), shard_axis=0)
+
+
 def head(model: ModelSpec, source: str) -> list[Entry]:
     """The output matrix, where it is not the embedding's table, and its bias, if it has one."""
     assert isinstance(model.head, Lm)

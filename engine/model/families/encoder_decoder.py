@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, cross, head, linear, norm, qkv, token_tables
+from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
 from engine.model.positions import Learned, Positions, Sinusoidal
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Post, Pre, Stack, Tokens
 from engine.model.table import Entry, Row, WeightTable
@@ -24,8 +24,10 @@ def spec(
         pre: norms stand before the sublayers, and one after the last layer; else after each residual.
         embedding_norm: the embeddings are normalised.
         decoder_vocab: size of the decoder's own vocabulary, None where both stacks have one table.
-    """
 
+    Raises:
+        UnsupportedModelError: a setting that the architecture has no place for.
+    """
     _check(config, positions, pre=pre, embedding_norm=embedding_norm)
 
     def stack(name: str, vocab_size: int) -> Stack:
@@ -100,12 +102,12 @@ def weights(model: ModelSpec) -> WeightTable:
     """Names of all tensors, as every relative has them."""
     assert model.decoder is not None
     assert model.encoder is not None
-    entries = token_tables(model, "model.shared.weight", *COPIES)
-    if isinstance(model.head, Lm) and model.head.tied:
-        entries.append(Entry("decoder.embedding.tokens", ("lm_head.weight",), shard_axis=0))
-    # Models that were never resized may leave their bias of zeros out.
-    entries += [e for e in head(model, "lm_head") if e.target != "head.bias"]
-    entries.append(Entry("head.bias", ("final_logits_bias",), Row(), shard_axis=0, default=0.0))
+    entries = [
+        *token_tables(model, "model.shared.weight", *COPIES),
+        output_table(model, "lm_head"),
+        # Models that were never resized may leave their bias of zeros out.
+        Entry("head.bias", ("final_logits_bias",), Row(), shard_axis=0, default=0.0),
+    ]
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         source = f"model.{name}"
         assert isinstance(stack.embedding, Tokens)

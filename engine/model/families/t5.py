@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, cross, head, linear, norm, qkv, token_tables
+from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
 from engine.model.positions import RelativeBuckets
 from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Norm, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Joined, WeightTable
@@ -56,9 +56,7 @@ def weights(model: ModelSpec) -> WeightTable:
     assert model.decoder is not None
     assert model.encoder is not None
     assert isinstance(model.head, Lm)
-    entries = [*token_tables(model, "shared.weight", *COPIES), *head(model, "lm_head")]
-    if model.head.tied:
-        entries.append(Entry("decoder.embedding.tokens", ("lm_head.weight",), shard_axis=0))
+    entries = [*token_tables(model, "shared.weight", *COPIES), output_table(model, "lm_head")]
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         entries += [
