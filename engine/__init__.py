@@ -28,13 +28,13 @@ from engine.outputs import (
 )
 from engine.request import (
     NUMBER_RANGES,
-    NumberRange,
     PixelInput,
     PoolingParams,
     SamplingParams,
     Seq2SeqInput,
     TokenInput,
 )
+from engine.values import NumberRange
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import InvalidRequestError, ModelLoadError
-from engine.request import Decoding, SamplingParams, brief
+from engine.request import Decoding, SamplingParams
+from engine.values import brief
 
 logger = logging.getLogger("octavo.generation")
 

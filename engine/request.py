@@ -6,46 +6,28 @@ where the model has none, the value given in the field's description. Names are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.errors import InvalidRequestError
+from engine.values import (
+    IDS,
+    MAX_INT,
+    MAX_LISTED_IDS,
+    NumberRange,
+    brief,
+    check_ids,
+    check_number,
+    check_words,
+    fail,
+)
 
 EarlyStopping = bool | Literal["never"]
 
 MAX_SEED = 2**64 - 1
-MAX_INT = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
-MAX_LISTED_IDS = 1024
-_IDS = f"integers of at least 0 and at most {MAX_INT}"
-_SHOWN = 80  # characters of a wrong value that a message repeats
-
-
-@dataclass(frozen=True, slots=True)
-class NumberRange:
-    """The values that a number may take.
-
-    Attributes:
-        low, high: the ends, None for none; integers end at 2**31 - 1 where nothing else is said.
-        open_low: `low` itself is not allowed.
-        integer: fractions are not allowed.
-        optional: None is allowed.
-    """
-
-    low: float | None = None
-    high: float | None = None
-    open_low: bool = False
-    integer: bool = False
-    optional: bool = True
-
-    def __post_init__(self) -> None:
-        if self.integer and self.high is None:
-            object.__setattr__(self, "high", MAX_INT)
-
 
 # The numbers among the fields of `SamplingParams`.
 NUMBER_RANGES: Mapping[str, NumberRange] = {
@@ -104,69 +86,6 @@ class PixelInput:
 
 
 EngineInput = TokenInput | Seq2SeqInput | PixelInput | Sequence[int]
-
-
-def _fail(param: str, message: str) -> None:
-    raise InvalidRequestError(message, param=param, code="invalid_value")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of floats
-        return False
-
-
-def brief(value: Any) -> str:
-    """A wrong value as a message repeats it: cut where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
-        return f"an integer of {value.bit_length()} bits"
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
-def _check_number(name: str, value: Any, allowed: NumberRange) -> None:
-    """Refuse a value that is no finite number or lies outside the range."""
-    if value is None and allowed.optional:
-        return
-    kinds = (int,) if allowed.integer else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        _fail(name, f"{name} must be {'an integer' if allowed.integer else 'a number'}, got {brief(value)}.")
-    if not allowed.integer and not _is_finite(value):
-        _fail(name, f"{name} must be finite, got {brief(value)}.")
-    low, high = allowed.low, allowed.high
-    below = low is not None and (value <= low if allowed.open_low else value < low)
-    above = high is not None and value > high
-    if below or above:
-        lower = "" if low is None else f"{'greater than' if allowed.open_low else 'at least'} {low}"
-        upper = "" if high is None else f"at most {high}"
-        _fail(name, f"{name} must be {' and '.join(x for x in (lower, upper) if x)}, got {brief(value)}.")
-
-
-def _check_ids(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        _fail(name, f"{name} must be a list of token ids, got {brief(value)}.")
-    if len(value) > MAX_LISTED_IDS:
-        _fail(name, f"{name} may hold at most {MAX_LISTED_IDS} token ids, got {len(value)}.")
-    for token in value:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_INT:
-            _fail(name, f"{name} must hold token ids ({_IDS}), got {brief(token)}.")
-
-
-def _check_words(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        _fail(name, f"{name} must be a list of lists of token ids, got {brief(value)}.")
-    for word in value:
-        _check_ids(name, [] if word is None else word)
-        if not word:
-            _fail(name, f"{name} must hold lists of at least one token id, got {brief(word)}.")
-    if (total := sum(map(len, value))) > MAX_LISTED_IDS:
-        _fail(name, f"{name} may hold at most {MAX_LISTED_IDS} token ids in all, got {total}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,22 +176,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, allowed in NUMBER_RANGES.items():
-            _check_number(name, getattr(self, name), allowed)
-        _check_ids("stop_token_ids", self.stop_token_ids)
-        _check_ids("suppress_tokens", self.suppress_tokens)
-        _check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
-        _check_words("bad_words_ids", self.bad_words_ids)
+            check_number(name, getattr(self, name), allowed)
+        check_ids("stop_token_ids", self.stop_token_ids)
+        check_ids("suppress_tokens", self.suppress_tokens)
+        check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
+        check_words("bad_words_ids", self.bad_words_ids)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "renormalize_logits"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "renormalize_logits" and value is None):
-                _fail(name, f"{name} must be true or false, got {brief(value)}.")
+                fail(name, f"{name} must be true or false, got {brief(value)}.")
         early: Any = self.early_stopping
         if not (early is None or isinstance(early, bool) or early == "never"):
-            _fail("early_stopping", f'early_stopping must be true, false or "never", got {brief(early)}.')
+            fail("early_stopping", f'early_stopping must be true, false or "never", got {brief(early)}.')
         self._check_stop()
         self._check_bias()
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _fail("min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
+            fail("min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
         if self.num_beams is not None and self.num_beams > 1:
             self._check_beams(self.num_beams)
 
@@ -281,34 +200,34 @@ class SamplingParams:
             return
         stop: Any = self.stop
         if not isinstance(stop, (str, Sequence)):
-            _fail("stop", f"stop must be a string or a list of strings, got {brief(self.stop)}.")
+            fail("stop", f"stop must be a string or a list of strings, got {brief(self.stop)}.")
         strings = self.stop_strings
         if len(strings) > MAX_STOP_STRINGS:
-            _fail("stop", f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}.")
+            fail("stop", f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}.")
         for text in strings:
             if not isinstance(text, str) or not text:
-                _fail("stop", f"stop must hold non-empty strings, got {brief(text)}.")
+                fail("stop", f"stop must hold non-empty strings, got {brief(text)}.")
             if len(text) > MAX_STOP_LENGTH:
-                _fail("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters, got one of {len(text)}.")
+                fail("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters, got one of {len(text)}.")
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:
             return
         bias: Any = self.logit_bias
         if not isinstance(bias, Mapping):
-            _fail("logit_bias", f"logit_bias must map token ids to numbers, got {brief(self.logit_bias)}.")
+            fail("logit_bias", f"logit_bias must map token ids to numbers, got {brief(self.logit_bias)}.")
         if len(bias) > MAX_LISTED_IDS:
-            _fail("logit_bias", f"logit_bias may hold at most {MAX_LISTED_IDS} token ids, got {len(bias)}.")
+            fail("logit_bias", f"logit_bias may hold at most {MAX_LISTED_IDS} token ids, got {len(bias)}.")
         for token, value in self.logit_bias.items():
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_INT:
-                _fail("logit_bias", f"logit_bias keys must be token ids ({_IDS}), got {brief(token)}.")
-            _check_number("logit_bias", value, BIAS_RANGE)
+                fail("logit_bias", f"logit_bias keys must be token ids ({IDS}), got {brief(token)}.")
+            check_number("logit_bias", value, BIAS_RANGE)
 
     def _check_beams(self, num_beams: int) -> None:
         if self.n > num_beams:
-            _fail("n", f"n ({self.n}) must not exceed num_beams ({num_beams}) in beam search.")
+            fail("n", f"n ({self.n}) must not exceed num_beams ({num_beams}) in beam search.")
         if self.stop is not None and self.stop_strings:
-            _fail(
+            fail(
                 "stop",
                 f"stop strings cannot be used with beam search (num_beams is {num_beams}); use stop_token_ids instead.",
             )
@@ -328,7 +247,7 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.pooling not in ("mean", "cls", "last"):
-            _fail("pooling", f'pooling must be "mean", "cls" or "last", got {self.pooling!r}.')
+            fail("pooling", f'pooling must be "mean", "cls" or "last", got {self.pooling!r}.')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,9 @@ from fake_client import EOS, FakeClient, Step, entry, hf_byte_tokenizer, say
 from tokenizers import processors
 
 from engine import RequestDelta, SamplingParams, TokenInput
-from engine.request import MAX_LISTED_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBER_RANGES
+from engine.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBER_RANGES
 from engine.text import Tokenizer
+from engine.values import MAX_LISTED_IDS
 from server.api.fields import UNSUPPORTED
 from server.app import create_app
 from server.config.settings import ServerSettings

@@ -1,0 +1,103 @@
+"""What a single value of a request may be: numbers in their ranges, lists of token ids, and how errors show them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import InvalidRequestError
+
+MAX_INT = 2**31 - 1
+MAX_LISTED_IDS = 1024
+IDS = f"integers of at least 0 and at most {MAX_INT}"
+_SHOWN = 80  # characters of a wrong value that a message repeats
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """The values that a number may take.
+
+    Attributes:
+        low, high: the ends, None for none; integers end at 2**31 - 1 where nothing else is said.
+        open_low: `low` itself is not allowed.
+        integer: fractions are not allowed.
+        optional: None is allowed.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    open_low: bool = False
+    integer: bool = False
+    optional: bool = True
+
+    def __post_init__(self) -> None:
+        if self.integer and self.high is None:
+            object.__setattr__(self, "high", MAX_INT)
+
+
+def fail(param: str, message: str) -> None:
+    """Refuse a request for the value of this field."""
+    raise InvalidRequestError(message, param=param, code="invalid_value")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
+def brief(value: Any) -> str:
+    """A wrong value as a message repeats it: cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def check_number(name: str, value: Any, allowed: NumberRange) -> None:
+    """Refuse a value that is no finite number or lies outside the range."""
+    if value is None and allowed.optional:
+        return
+    kinds = (int,) if allowed.integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        fail(name, f"{name} must be {'an integer' if allowed.integer else 'a number'}, got {brief(value)}.")
+    if not allowed.integer and not _is_finite(value):
+        fail(name, f"{name} must be finite, got {brief(value)}.")
+    low, high = allowed.low, allowed.high
+    below = low is not None and (value <= low if allowed.open_low else value < low)
+    above = high is not None and value > high
+    if below or above:
+        lower = "" if low is None else f"{'greater than' if allowed.open_low else 'at least'} {low}"
+        upper = "" if high is None else f"at most {high}"
+        fail(name, f"{name} must be {' and '.join(x for x in (lower, upper) if x)}, got {brief(value)}.")
+
+
+def check_ids(name: str, value: Any) -> None:
+    """Refuse what is no list of token ids, or too long a one; None is allowed."""
+    if value is None:
+        return
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        fail(name, f"{name} must be a list of token ids, got {brief(value)}.")
+    if len(value) > MAX_LISTED_IDS:
+        fail(name, f"{name} may hold at most {MAX_LISTED_IDS} token ids, got {len(value)}.")
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_INT:
+            fail(name, f"{name} must hold token ids ({IDS}), got {brief(token)}.")
+
+
+def check_words(name: str, value: Any) -> None:
+    """Refuse what is no list of lists of token ids, or holds an empty one, or too many ids; None is allowed."""
+    if value is None:
+        return
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        fail(name, f"{name} must be a list of lists of token ids, got {brief(value)}.")
+    for word in value:
+        check_ids(name, [] if word is None else word)
+        if not word:
+            fail(name, f"{name} must hold lists of at least one token id, got {brief(word)}.")
+    if (total := sum(map(len, value))) > MAX_LISTED_IDS:
+        fail(name, f"{name} may hold at most {MAX_LISTED_IDS} token ids in all, got {total}.")
