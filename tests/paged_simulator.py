@@ -504,17 +504,17 @@ class Simulator:
                 self.events["encoded_again"] += self.inputs_seen[name] > 1
 
     def _cross_slots(self, plan: StepPlan, i: int) -> np.ndarray:
-        if plan.cross_tables is None or plan.cross_lens is None:
+        if plan.cross is None:
             return np.zeros(0, dtype=np.int64)
-        positions = np.arange(plan.cross_lens[i])
-        return plan.cross_tables[i][positions // self.size] * self.size + positions % self.size
+        positions = np.arange(plan.cross.lens[i])
+        return plan.cross.tables[i][positions // self.size] * self.size + positions % self.size
 
     def _check_cross(self, plan: StepPlan, i: int, row: Row) -> None:
         """The pages that row i names for its encoder's input hold exactly that."""
         slots, expected = self._cross_slots(plan, i), list(row.group.request.encoder_token_ids)
         assert self.tokens.reshape(-1)[slots].tolist() == expected
-        if plan.cross_tables is not None:
-            assert not plan.cross_tables[i][-(-len(expected) // self.size) :].any()
+        if plan.cross is not None:
+            assert not plan.cross.tables[i][-(-len(expected) // self.size) :].any()
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         self.tokens[targets] = self.tokens[sources]

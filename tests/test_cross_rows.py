@@ -61,13 +61,15 @@ def test_rows_of_a_request_are_one_row_of_cross_attention(checkpoint: Path, monk
 
     def watch(self: ModelRunner, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
         pages = cross(self, plan, query_lens)
-        if pages is not None and plan.cross_owners is not None:
+        if pages is not None and plan.cross is not None:
             seen.append((pages.metadata.query_lens, pages.metadata.context_lens, len(pages.block_tables)))
         return pages
 
     def apart(self: ModelRunner, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
-        owners = np.arange(plan.num_rows, dtype=np.int32)
-        return cross(self, replace(plan, cross_owners=owners), query_lens)
+        if plan.cross is not None:
+            owners = np.arange(plan.num_rows, dtype=np.int32)
+            plan = replace(plan, cross=replace(plan.cross, owners=owners))
+        return cross(self, plan, query_lens)
 
     monkeypatch.setattr(ModelRunner, "_cross", watch)
     joined = answers(checkpoint)

@@ -158,8 +158,8 @@ class TestShared:
             pages = memory_of(sim, "r").pages
             assert [sim.pool.references(page) for page in pages] == [1, 1, 1]
             assert sim.plan is not None
-            assert sim.plan.cross_tables is not None
-            assert sim.plan.cross_tables.tolist() == [pages] * len(group_of(sim, "r").sequences)
+            assert sim.plan.cross is not None
+            assert sim.plan.cross.tables.tolist() == [pages] * len(group_of(sim, "r").sequences)
             sim.drain()
             sim.compare()
             assert sim.runs == (1, 0)

@@ -98,15 +98,13 @@ class ModelRunner:
         step find nothing."""
         if self.model.encoder is None:
             return None
-        if plan.cross_tables is None or plan.cross_lens is None or plan.cross_owners is None:
+        if plan.cross is None:
             return CrossPages.empty(query_lens, self.model.device)
-        first = np.flatnonzero(np.diff(plan.cross_owners, prepend=-1))
-        tables = plan.cross_tables[first]
+        first = np.flatnonzero(np.diff(plan.cross.owners, prepend=-1))
+        tables, joined = plan.cross.tables[first], np.add.reduceat(query_lens, first)
         return CrossPages(
             self._cross_tables.fill(tables.reshape(-1)).view(tables.shape),
-            AttentionMetadata.build(
-                np.add.reduceat(query_lens, first).tolist(), plan.cross_lens[first].tolist(), self.model.device
-            ),
+            AttentionMetadata.build(joined.tolist(), plan.cross.lens[first].tolist(), self.model.device),
         )
 
     def _forward(self, plan: StepPlan) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.scheduling.encoding import Memory
 from engine.scheduling.philox import uniforms
-from engine.scheduling.plan import EncoderBatch, Int32, PromptLogprobRows, SamplingBatch, StepPlan
+from engine.scheduling.plan import CrossRows, EncoderBatch, Int32, PromptLogprobRows, SamplingBatch, StepPlan
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
 
@@ -54,7 +54,7 @@ def build_plan(rows: Seq[Row], copies: Seq[tuple[int, int]], block_size: int, me
         sampling=_sampling([rows[i] for i in sampled], query_start[1:][sampled] - 1) if sampled else None,
         prompt_logprobs=_prompt_logprobs(rows, query_start),
         encoder=_encoder(memories, block_size) if memories else None,
-        **_cross(rows),
+        cross=_cross(rows),
     )
 
 
@@ -70,17 +70,17 @@ def _encoder(memories: Seq[Memory], block_size: int) -> EncoderBatch:
     )
 
 
-def _cross(rows: Seq[Row]) -> dict[str, Int32]:
+def _cross(rows: Seq[Row]) -> CrossRows | None:
     memories = [row.group.memory for row in rows]
     if not any(memories):
-        return {}
+        return None
     tables = np.zeros((len(rows), max(len(memory.pages) for memory in memories if memory)), dtype=np.int32)
     for i, memory in enumerate(memories):
         if memory is not None:
             tables[i, : len(memory.pages)] = memory.pages
     owners = np.cumsum([0, *(a.group is not b.group for a, b in pairwise(rows))], dtype=np.int32)
     lengths = _int32([len(memory.tokens) if memory else 0 for memory in memories])
-    return {"cross_tables": tables, "cross_lens": lengths, "cross_owners": owners}
+    return CrossRows(tables=tables, lens=lengths, owners=owners)
 
 
 def _sampling(rows: Seq[Row], token_rows: Int32) -> SamplingBatch:

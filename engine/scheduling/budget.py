@@ -119,8 +119,8 @@ class StepWork:
         """What a plan holds."""
         counts = np.diff(plan.query_start).astype(np.int64)
         pairs = counts * (plan.context_lens - counts) + counts * (counts + 1) // 2
-        if plan.cross_lens is not None:
-            pairs += counts * plan.cross_lens
+        if plan.cross is not None:
+            pairs += counts * plan.cross.lens
         encoded = np.diff(plan.encoder.starts).astype(np.int64) if plan.encoder is not None else counts[:0]
         sampled = () if plan.sampling is None else plan.sampling.rows
         prompts = counts[(counts > 1) | ~np.isin(plan.query_start[1:] - 1, sampled)]

@@ -98,6 +98,22 @@ class EncoderBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CrossRows:
+    """What a plan's R rows read of encoder inputs.
+
+    Attributes:
+        tables: [R, max blocks] pages of what each row's encoder input left, as `StepPlan.block_tables`.
+        lens: [R] tokens of those inputs.
+        owners: [R] rows of one request, which follow each other, have the same number: what they read is the
+            same, so that it can be read once for all of them.
+    """
+
+    tables: Int32
+    lens: Int32
+    owners: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one forward pass computes.
 
@@ -113,11 +129,7 @@ class StepPlan:
         sampling: the sampled tokens, or None if no row is complete.
         prompt_logprobs: prompt positions to score, or None.
         encoder: inputs to encode before anything else is computed, or None.
-        cross_tables: [R, max blocks] pages of what each row's encoder input left, as block_tables; None if no
-            row has one.
-        cross_lens: [R] tokens of those inputs.
-        cross_owners: [R] rows of one request, which follow each other, have the same number: what they read is the
-            same, so that it can be read once for all of them.
+        cross: what the rows read of encoder inputs; None if no row has one.
     """
 
     token_ids: Int32
@@ -130,9 +142,7 @@ class StepPlan:
     sampling: SamplingBatch | None
     prompt_logprobs: PromptLogprobRows | None
     encoder: EncoderBatch | None = None
-    cross_tables: Int32 | None = None
-    cross_lens: Int32 | None = None
-    cross_owners: Int32 | None = None
+    cross: CrossRows | None = None
 
     @property
     def num_tokens(self) -> int:
