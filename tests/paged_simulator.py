@@ -235,7 +235,7 @@ class Simulator:
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[Answer]] = {}
         self.prompt_logprobs: dict[str, Sequence[TokenLogprobs | None]] = {}
-        self.cached_tokens: dict[str, int] = {}
+        self.cached_tokens: dict[str, int] = {}  # of decoders
         self.over: set[str] = set()
         self.now = 0.0
         self.events = {
@@ -247,6 +247,7 @@ class Simulator:
             "late_hits": 0,
             "encoded": 0,
             "encoded_for_several": 0,
+            "inputs_found": 0,
             "encoded_again": 0,
             "encoded_beside_decoding": 0,
             "encoded_over_budget": 0,
@@ -255,6 +256,7 @@ class Simulator:
             "apart": 0,
         }
         self.inputs_seen: dict[str, int] = {}  # how often each request's encoder input was encoded
+        self.inputs_found: dict[str, int] = {}  # tokens of those that were encoded already when requests first ran
         self._patch = mock.patch("engine.scheduling.scheduler.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def __enter__(self) -> Simulator:
@@ -453,6 +455,8 @@ class Simulator:
         assert plan.query_start[0] == 0
         assert plan.query_start[-1] == plan.num_tokens
         self._encode(plan, rows)
+        for name, request in {row.group.request.request_id: row.group.request for row in rows}.items():
+            self.inputs_found.setdefault(name, 0 if name in self.inputs_seen else len(request.encoder_token_ids))
         for i, row in enumerate(rows):
             self._check_memory(plan, i, row, row.start)
             self._check_cross(plan, i, row)
@@ -682,11 +686,16 @@ class Simulator:
             answers = self.answers[delta.request_id]
             for choice in delta.choices:
                 self._take(answers[choice.index], choice)
-            assert 0 <= delta.num_cached_tokens < len(self.requests[delta.request_id].prompt_token_ids)
-            assert delta.num_cached_tokens % self.size == 0
-            if delta.num_cached_tokens:
-                self.events["late_hits"] += self._first_seen(delta.num_cached_tokens) >= self.size
-                self.cached_tokens[delta.request_id] = delta.num_cached_tokens
+            cached = delta.num_cached_tokens
+            if cached:
+                found = self.inputs_found[delta.request_id]
+                self.events["inputs_found"] += found > 0
+                cached -= found
+            assert 0 <= cached < len(self.requests[delta.request_id].prompt_token_ids)
+            assert cached % self.size == 0
+            if cached:
+                self.events["late_hits"] += self._first_seen(cached) >= self.size
+                self.cached_tokens[delta.request_id] = cached
                 self.events["salted_hits"] += self.requests[delta.request_id].cache_salt is not None
             if delta.prompt_logprobs is not None:
                 assert delta.request_id not in self.prompt_logprobs, "prompt log-probabilities come once"
