@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as lla
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
 
+from engine.attention.reference import TorchReference
 from engine.errors import ConfigError
 from engine.model import families
 from engine.model.blocks import Sublayer
@@ -25,6 +27,7 @@ from engine.model.layers import Place, RmsNorm, build_norm
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
 from engine.model.spec import Norm
+from engine.model.transformer import Transformer
 
 VOCAB = 61
 CPU = torch.device("cpu")
@@ -273,3 +276,28 @@ def test_a_sublayer_norms_where_it_is_told_to_and_adds(places: tuple[bool, bool,
     expected = norm(start + norm(2.0 * norm(start, before), after), outer)
     norms = [torch.nn.LayerNorm(8) if wanted else None for wanted in places]
     torch.testing.assert_close(Sublayer(Twice(), *norms)(x, 2.0), expected)
+
+
+def test_a_layer_may_leave_the_encoder_out() -> None:
+    """Then it equals one whose attention to the encoder adds nothing."""
+    config = transformers.T5Config(
+        architectures=["T5ForConditionalGeneration"], vocab_size=31, d_model=16, d_kv=4, d_ff=24, num_heads=2
+    )
+    model = families.build_spec(config)
+    assert model.decoder is not None
+    first, *others = model.decoder.blocks
+    decoder = replace(model.decoder, blocks=(replace(first, cross=None), *others))
+    silent = Transformer(model, TorchReference(), 16)
+    without = Transformer(replace(model, decoder=decoder), TorchReference(), 16)
+    torch.manual_seed(0)
+    for parameter in silent.parameters():
+        parameter.normal_(std=0.3)
+    silent.get_parameter("decoder.blocks.0.cross.inner.out.weight").zero_()
+    assert not without.load_state_dict(silent.state_dict(), strict=False).missing_keys
+    results = []
+    for module in (silent, without):
+        pages = Pages(module, [[1, 2], [3, 4]], more=2)
+        pages.encode([[5, 9, 3], [7]], [[5], [6]])
+        results.append(torch.cat(pages.step([[1, 2, 3, 4, 5], [6]])))
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()
