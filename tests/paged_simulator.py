@@ -431,6 +431,7 @@ class Simulator:
             if group.memory is not None and group.memory.pages:
                 known = self.pool.match(group.memory.hashes) == group.memory.pages
                 self.events["encoder_pages_found_again"] += known and group in came_before
+                self.inputs_found.setdefault(group.request.request_id, len(group.memory.tokens) if known else 0)
                 assert known or any(row.group is group for row in self._rows()), "encoded for nobody in the step"
         if groups:
             assert plan is not None, "a step in which nothing runs"
@@ -455,8 +456,6 @@ class Simulator:
         assert plan.query_start[0] == 0
         assert plan.query_start[-1] == plan.num_tokens
         self._encode(plan, rows)
-        for name, request in {row.group.request.request_id: row.group.request for row in rows}.items():
-            self.inputs_found.setdefault(name, 0 if name in self.inputs_seen else len(request.encoder_token_ids))
         for i, row in enumerate(rows):
             self._check_memory(plan, i, row, row.start)
             self._check_cross(plan, i, row)
@@ -688,7 +687,7 @@ class Simulator:
                 self._take(answers[choice.index], choice)
             cached = delta.num_cached_tokens
             if cached:
-                found = self.inputs_found[delta.request_id]
+                found = self.inputs_found.get(delta.request_id, 0)
                 self.events["inputs_found"] += found > 0
                 cached -= found
             assert 0 <= cached < len(self.requests[delta.request_id].prompt_token_ids)

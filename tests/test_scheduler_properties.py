@@ -271,6 +271,7 @@ def test_crowds_get_the_answers_they_get_alone(
         encoder = {
             "encoder_runs": 300,
             "encoder_hits": 100,
+            "inputs_found": 40,
             "encoded_beside_decoding": 100,
             "encoded_for_several": 5,
             "encoded_again": 10,
