@@ -481,7 +481,9 @@ class Simulator:
             # Only the first prompt of a step may, and it is the last one then.
             self.events["encoded_over_budget"] += 1
             assert len(batch.starts) == 2
-            chunks = {row.group for row in rows if row.count > 1 or not row.sampled}
+            # Who has one token left, also until it forks, is none of the prompts.
+            last = [row.sampled or row.start + row.count == row.group.fork_point for row in rows]
+            chunks = {row.group for row, done in zip(rows, last, strict=True) if row.count > 1 or not done}
             owners = [group for group in groups if group.memory and group.memory.pages[0] * self.size == batch.slots[0]]
             assert chunks <= set(owners)
             assert len(owners) == 1
