@@ -161,12 +161,7 @@ class Engine:
                 f"{self.config.model} generates text and serves no {type(params).__name__}.", param="params"
             )
         check_terms(request_id, priority, cache_salt, deadline)
-        encoder_input, prompt = read_input(
-            input,
-            self.info,
-            encoder_vocab_size=self.runner.model.spec.encoder_vocab_size,
-            start=decoder_start(params, self.info),
-        )
+        encoder_input, prompt = read_input(input, self.info, start=decoder_start(params, self.info))
         decoding = resolve(
             params,
             self.defaults,

@@ -11,9 +11,7 @@ from engine.outputs import EngineInfo
 from engine.request import EngineInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
 
 
-def read_input(
-    input: EngineInput, info: EngineInfo, *, encoder_vocab_size: int, start: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The encoder's input, () for a decoder-only model, and the (first) tokens of the decoder.
 
     Args:
@@ -34,7 +32,7 @@ def read_input(
         ids, begin = input.encoder_token_ids, input.decoder_token_ids or ()
     elif isinstance(input, TokenInput):
         ids = input.token_ids
-    encoder_input = _checked("prompt", ids, encoder_vocab_size)
+    encoder_input = _checked("prompt", ids, info.encoder_vocab_size or info.vocab_size)
     if len(encoder_input) > info.max_encoder_len:
         raise InvalidRequestError(
             f"the prompt is too long: it has {len(encoder_input)} tokens, and the maximum context length of this "

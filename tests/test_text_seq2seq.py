@@ -246,9 +246,9 @@ def test_what_the_decoder_begins_with() -> None:
     with pytest.raises(InvalidRequestError, match="0 to 256"):
         decoder_start(SamplingParams(decoder_start_token_id=VOCAB_SIZE), info)
     with pytest.raises(InvalidRequestError, match="does not say what its decoder begins with") as refused:
-        read_input([1], info, encoder_vocab_size=VOCAB_SIZE, start=None)
+        read_input([1], info, start=None)
     assert refused.value.param == "decoder_prompt"
-    assert read_input(Seq2SeqInput([1], [2]), info, encoder_vocab_size=VOCAB_SIZE, start=None) == ((1,), (2,))
+    assert read_input(Seq2SeqInput([1], [2]), info, start=None) == ((1,), (2,))
 
 
 # ---------------------------------------------------------------- admission
