@@ -275,7 +275,7 @@ def test_encoder_and_decoder_have_all_positions_each(models: Models) -> None:
         (MAX_LEN + 1, 1, 1, "prompt", ("the prompt is too long", "225", "encoder", "224", "--max-model-len")),
         (201, 1, 1, "prompt", ("201", "200", "max_num_batched_tokens", "encoded whole")),
         (3, MAX_LEN, 1, "decoder_prompt", ("the decoder_prompt is too long", "224 tokens", "--max-model-len")),
-        (3, 200, 25, "max_tokens", ("the decoder_prompt has 200 tokens", "max_tokens is 25", "225", "224")),
+        (3, 200, 25, "max_tokens", ("the decoder's beginning takes 200", "max_tokens is 25", "225", "224")),
     ],
 )
 def test_too_long(source: int, begin: int, max_tokens: int, param: str, parts: tuple[str, ...], models: Models) -> None:
