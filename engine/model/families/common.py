@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from engine.attention.base import Window
@@ -306,13 +306,20 @@ def projected_layer(target: str, source: str, block: Block) -> list[Entry]:
     return projected_block(target, source, block.attention, block.ffn)
 
 
+# Norms of a block with one before each sublayer: their places, and the names that they are stored under.
+PRE_NORMS = {"attention.before": "input_layernorm", "ffn.before": "post_attention_layernorm"}
+
+
 def rms_decoder_table(
-    model: ModelSpec, layer: Callable[[str, str, Block], list[Entry]] = projected_layer
+    model: ModelSpec,
+    layer: Callable[[str, str, Block], list[Entry]] = projected_layer,
+    norms: Mapping[str, str] = PRE_NORMS,
 ) -> WeightTable:
-    """The weights of `rms_decoder` under their usual names.
+    """The weights of a decoder with RMS norms under their usual names.
 
     Args:
         layer: the entries of a block's sublayers, given the names of our block and of the stored one.
+        norms: of a block.
     """
     assert model.decoder is not None
     entries = [
@@ -322,11 +329,9 @@ def rms_decoder_table(
     ]
     for i, block in enumerate(model.decoder.blocks):
         target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
-        entries += [
-            *norm(f"{target}.attention.before", f"{source}.input_layernorm", bias=False),
-            *norm(f"{target}.ffn.before", f"{source}.post_attention_layernorm", bias=False),
-            *layer(target, source, block),
-        ]
+        for ours, theirs in norms.items():
+            entries += norm(f"{target}.{ours}", f"{source}.{theirs}", bias=False)
+        entries += layer(target, source, block)
     return WeightTable(
         tuple(entries),
         prefix="model.",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, head, layer_window, projected_block, rotary
+from engine.model.families.common import activation, layer_window, rms_decoder_table, rotary
 from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Norm, Sandwich, Stack, Tokens
-from engine.model.table import Entry, Family, WeightTable
+from engine.model.table import Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
@@ -45,30 +45,17 @@ def spec(config: Any) -> ModelSpec:
     )
 
 
+# Norms of a block with one before and one after each sublayer.
+SANDWICH_NORMS = {
+    "attention.before": "input_layernorm",
+    "attention.after": "post_attention_layernorm",
+    "ffn.before": "pre_feedforward_layernorm",
+    "ffn.after": "post_feedforward_layernorm",
+}
+
+
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    entries = [
-        Entry("decoder.embedding.tokens", ("model.embed_tokens.weight",), shard_axis=0),
-        Entry("decoder.final_norm.weight", ("model.norm.weight",)),
-        *head(model, "lm_head"),
-    ]
-    norms = {
-        "attention.before": "input_layernorm",
-        "attention.after": "post_attention_layernorm",
-        "ffn.before": "pre_feedforward_layernorm",
-        "ffn.after": "post_feedforward_layernorm",
-    }
-    for i, block in enumerate(model.decoder.blocks):
-        target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
-        assert isinstance(block.ffn, Gated)
-        entries += [Entry(f"{target}.{ours}.weight", (f"{source}.{theirs}.weight",)) for ours, theirs in norms.items()]
-        entries += projected_block(target, source, block.attention, block.ffn)
-    return WeightTable(
-        tuple(entries),
-        prefix="model.",
-        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-        head="lm_head.weight",
-    )
+    return rms_decoder_table(model, norms=SANDWICH_NORMS)
 
 
 FAMILY = Family(

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, head, layer_window, projected_block, rotary
+from engine.model.families import gemma2
+from engine.model.families.common import activation, layer_window, rotary
 from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Norm, PerHead, Sandwich, Stack, Tokens
-from engine.model.table import Entry, Family, WeightTable
+from engine.model.table import Family
 
 
 def spec(config: Any) -> ModelSpec:
@@ -52,32 +53,11 @@ def spec(config: Any) -> ModelSpec:
     )
 
 
-def weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    entries = [
-        Entry("decoder.embedding.tokens", ("model.embed_tokens.weight",), shard_axis=0),
-        Entry("decoder.final_norm.weight", ("model.norm.weight",)),
-        *head(model, "lm_head"),
-    ]
-    norms = {
-        "attention.before": "input_layernorm",
-        "attention.after": "post_attention_layernorm",
-        "ffn.before": "pre_feedforward_layernorm",
-        "ffn.after": "post_feedforward_layernorm",
-    }
-    for i, block in enumerate(model.decoder.blocks):
-        target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
-        assert isinstance(block.ffn, Gated)
-        entries += [Entry(f"{target}.{ours}.weight", (f"{source}.{theirs}.weight",)) for ours, theirs in norms.items()]
-        entries += projected_block(target, source, block.attention, block.ffn)
-    return WeightTable(tuple(entries), prefix="model.", head="lm_head.weight")
-
-
 FAMILY = Family(
     name="Gemma 3 text",
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     headless=("Gemma3TextModel",),
     brings="two rotary bases, per-head norms, windows in most layers",
     spec=spec,
-    weights=weights,
+    weights=gemma2.weights,
 )

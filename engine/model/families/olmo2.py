@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, head, layer_window, projected_block, rotary
+from engine.model.families.common import activation, layer_window, rms_decoder_table, rotary
 from engine.model.spec import (
     AfterSublayer,
     Attention,
@@ -18,7 +18,7 @@ from engine.model.spec import (
     Tokens,
     WholeProjection,
 )
-from engine.model.table import Entry, Family, WeightTable
+from engine.model.table import Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
@@ -56,26 +56,8 @@ def spec(config: Any) -> ModelSpec:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    entries = [
-        Entry("decoder.embedding.tokens", ("model.embed_tokens.weight",), shard_axis=0),
-        Entry("decoder.final_norm.weight", ("model.norm.weight",)),
-        *head(model, "lm_head"),
-    ]
-    for i, block in enumerate(model.decoder.blocks):
-        target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
-        assert isinstance(block.ffn, Gated)
-        entries += [
-            Entry(f"{target}.attention.after.weight", (f"{source}.post_attention_layernorm.weight",)),
-            Entry(f"{target}.ffn.after.weight", (f"{source}.post_feedforward_layernorm.weight",)),
-            *projected_block(target, source, block.attention, block.ffn),
-        ]
-    return WeightTable(
-        tuple(entries),
-        prefix="model.",
-        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-        head="lm_head.weight",
-    )
+    after = {"attention.after": "post_attention_layernorm", "ffn.after": "post_feedforward_layernorm"}
+    return rms_decoder_table(model, norms=after)
 
 
 FAMILY = Family(

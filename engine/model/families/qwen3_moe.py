@@ -10,8 +10,8 @@ from engine.model.families.common import (
     experts,
     fused_experts,
     gated,
-    head,
     projected_attention,
+    rms_decoder_table,
     rotary,
     routed,
     sliding_window,
@@ -77,34 +77,21 @@ def _feed_forward(config: Any, layer: int) -> FeedForward:
     )
 
 
+def _layer(target: str, source: str, block: Block) -> list[Entry]:
+    inner, stored = f"{target}.ffn.inner", f"{source}.mlp"
+    entries = projected_attention(f"{target}.attention.inner", f"{source}.self_attn", block.attention)
+    match block.ffn:
+        case Experts():
+            names = ("gate_proj", "up_proj", "down_proj")
+            entries += experts(inner, f"{stored}.experts", block.ffn, names, f"{stored}.gate")
+            entries += fused_experts(inner, f"{stored}.experts", f"{stored}.gate")
+        case Gated():
+            entries += gated(inner, stored, block.ffn)
+    return entries
+
+
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.decoder is not None
-    entries = [
-        Entry("decoder.embedding.tokens", ("model.embed_tokens.weight",), shard_axis=0),
-        Entry("decoder.final_norm.weight", ("model.norm.weight",)),
-        *head(model, "lm_head"),
-    ]
-    names = ("gate_proj", "up_proj", "down_proj")
-    for i, block in enumerate(model.decoder.blocks):
-        target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
-        inner, stored = f"{target}.ffn.inner", f"{source}.mlp"
-        entries += [
-            Entry(f"{target}.attention.before.weight", (f"{source}.input_layernorm.weight",)),
-            Entry(f"{target}.ffn.before.weight", (f"{source}.post_attention_layernorm.weight",)),
-            *projected_attention(f"{target}.attention.inner", f"{source}.self_attn", block.attention),
-        ]
-        match block.ffn:
-            case Experts():
-                entries += experts(inner, f"{stored}.experts", block.ffn, names, f"{stored}.gate")
-                entries += fused_experts(inner, f"{stored}.experts", f"{stored}.gate")
-            case Gated():
-                entries += gated(inner, stored, block.ffn)
-    return WeightTable(
-        tuple(entries),
-        prefix="model.",
-        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-        head="lm_head.weight",
-    )
+    return rms_decoder_table(model, _layer)
 
 
 FAMILY = Family(
