@@ -1,4 +1,4 @@
-"""What the scheduler knows of encoder inputs: their pages, and the runs of the encoder in a step.
+"""What the scheduler knows of an encoder input: its tokens, and the pages that its K and V lie in.
 
 An input is encoded once, whole, by the step that first runs its request, and its K and V for all layers of the
 decoder lie in pages of the same pool. Nobody writes them again: all beams and answers read them, and requests with
@@ -8,16 +8,11 @@ an equal input share them. Their hashes cover the whole input, so they are found
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.plan import Int32
-
-if TYPE_CHECKING:
-    from engine.scheduling.sequence import SequenceGroup
 
 
 class Memory:
@@ -41,21 +36,3 @@ class Memory:
         self.hashes = [hasher.extend(self.key, np.array([-1, page], dtype=np.int32)) for page in range(count)]
         self.pages: list[int] = []
         self.num_cached: int | None = None
-
-
-@dataclass(slots=True)
-class Encoding:
-    """A run of the encoder in a step.
-
-    Attributes:
-        groups: the requests of the step that have its input; at least one.
-    """
-
-    groups: list[SequenceGroup] = field(default_factory=list)
-
-    @property
-    def memory(self) -> Memory:
-        """The input, and where its K and V go."""
-        memory = self.groups[0].memory
-        assert memory is not None
-        return memory

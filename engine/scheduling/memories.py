@@ -7,10 +7,10 @@ import numpy as np
 from engine.outputs import EngineStats
 from engine.request import Request
 from engine.scheduling.block_pool import BlockPool, PageHasher
-from engine.scheduling.encoding import Encoding, Memory
+from engine.scheduling.encoding import Memory
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.sequence import SequenceGroup, Status
-from engine.scheduling.step import Step
+from engine.scheduling.step import Encoding, Step
 
 
 class Memories:

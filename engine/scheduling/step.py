@@ -7,8 +7,26 @@ from dataclasses import dataclass, field
 from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import PageHash
 from engine.scheduling.budget import UNLIMITED, StepLimit
-from engine.scheduling.encoding import Encoding, Memory
+from engine.scheduling.encoding import Memory
 from engine.scheduling.sequence import SequenceGroup
+
+
+@dataclass(slots=True)
+class Encoding:
+    """A run of the encoder in a step.
+
+    Attributes:
+        groups: the requests of the step that have its input; at least one.
+    """
+
+    groups: list[SequenceGroup] = field(default_factory=list)
+
+    @property
+    def memory(self) -> Memory:
+        """The input, and where its K and V go."""
+        memory = self.groups[0].memory
+        assert memory is not None
+        return memory
 
 
 @dataclass(slots=True)
