@@ -21,13 +21,15 @@ from engine.execution.loading import check_weights_fit, explained
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import measure, trial
 from engine.generation import GenerationDefaults, load_defaults, resolve
-from engine.inputs import check_terms, decoder_start, read_input
+from engine.inputs import check_terms, decoder_start, read_input, read_pooling_input
+from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import build_spec
 from engine.model.spec import ModelSpec
 from engine.model.weights import load_model, stored_dtype
 from engine.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
-from engine.request import EngineInput, PoolingParams, Request, SamplingParams, TokenInput
+from engine.pooling import check_task, resolve_pooling
+from engine.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import UNLIMITED, StepBudget, StepWork
 from engine.scheduling.limits import SchedulerConfig
@@ -66,29 +68,34 @@ class Engine:
         cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
         check_weights_fit(path, stored, dtype, device)
         max_model_len = find_max_model_len(config, hf_config, spec)
-        assert spec.decoder is not None  # `build_spec` refuses models without one
         model = load_model(
             path,
             hf_config,
             spec,
             dtype=dtype,
             device=device,
-            backend=select(device, [block.attention for block in spec.decoder.blocks], cache_dtype),
+            backend=select(
+                device, [block.attention for block in spec.trunk.blocks], cache_dtype if spec.decoder else None
+            ),
             max_model_len=max_model_len,
             show_progress=config.show_progress,
         )
         model.pack()
+        abilities = find_abilities(hf_config, spec)
         shapes = model.kv_shapes()
-        num_blocks = count_blocks(
-            config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len
-        )
-        centres = mean_keys(model) if cache_dtype == torch.int8 else None
+        whole, num_blocks = spec.decoder is None, 0
+        if not whole:
+            num_blocks = count_blocks(
+                config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len
+            )
+        centres = mean_keys(model) if cache_dtype == torch.int8 and not whole else None
         cache = KVCache(shapes, num_blocks, config.block_size, cache_dtype, device, centres)
         self.runner = ModelRunner(
             model,
             cache,
             max_num_batched_tokens=config.max_num_batched_tokens,
             min_rows=min_invariant_rows(model),
+            activation=abilities.activation,
         )
         costs, measured = measure(self.runner, max_tokens=config.max_num_batched_tokens, max_model_len=max_model_len)
         step_time = config.max_step_time
@@ -104,6 +111,7 @@ class Engine:
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             window=spec.attention_span,
+            whole_inputs=whole,
         )
         self.scheduler = Scheduler(limits, BlockPool(num_blocks))
         self.info = EngineInfo(
@@ -114,17 +122,20 @@ class Engine:
             device=str(device),
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
-            block_size=config.block_size,
+            block_size=0 if whole else config.block_size,
             num_blocks=num_blocks,
-            full_requests=limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0),
+            full_requests=0.0 if whole else limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0),
             max_num_seqs=config.most_seqs,
             max_num_beams=config.max_num_beams,
             max_encoder_len=model.max_encoder_len,
-            encoder_vocab_size=None if spec.encoder is None else spec.encoder_vocab_size,
-            decoder_start_token_id=None if spec.encoder is None else self.defaults.decoder_start_token_id,
+            encoder_vocab_size=None if model.max_encoder_len is None else spec.encoder_vocab_size,
+            decoder_start_token_id=None if model.max_encoder_len is None else self.defaults.decoder_start_token_id,
             default_forced_bos_token_id=self.defaults.values.get("forced_bos_token_id"),
             default_max_new_tokens=self.defaults.values.get("max_new_tokens"),
             default_max_length=self.defaults.values.get("max_length"),
+            whole_inputs=whole,
+            hidden_size=spec.trunk.output_size,
+            **abilities.facts(),
         )
         self._random = random.Random(config.seed)
         self._outputs: dict[str, RequestOutput] = {}
@@ -145,7 +156,7 @@ class Engine:
         Args:
             request_id: unique among unfinished requests.
             input: token ids, or a `TokenInput`.
-            params: how to decode.
+            params: how to decode, or what to make of the input instead.
             priority: lower runs earlier.
             cache_salt: only requests of the same salt share cached pages.
             deadline: `time.monotonic()` seconds after which the request is ended with "abort".
@@ -156,11 +167,22 @@ class Engine:
         """
         if not hasattr(self, "runner"):
             raise EngineDeadError(f"the engine of {self.config.model} was closed and takes no more requests.")
+        check_terms(request_id, priority, cache_salt, deadline)
+        terms: dict[str, Any] = {
+            "request_id": request_id,
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "deadline": deadline,
+            "arrival_time": time.monotonic(),
+        }
+        if isinstance(params, PoolingParams):
+            self._add_pooling(input, params, terms)
+            return
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
-                f"{self.config.model} generates text and serves no {type(params).__name__}.", param="params"
+                f"params must be SamplingParams or PoolingParams, not {type(params).__name__}.", param="params"
             )
-        check_terms(request_id, priority, cache_salt, deadline)
+        check_task(self.info, "generate")
         encoder_input, prompt = read_input(input, self.info, start=decoder_start(params, self.info))
         decoding = resolve(
             params,
@@ -177,16 +199,7 @@ class Engine:
                 "(max_num_beams). Ask for fewer, or raise --max-num-beams.",
                 param="num_beams",
             )
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            decoding=decoding,
-            priority=priority,
-            cache_salt=cache_salt,
-            deadline=deadline,
-            arrival_time=time.monotonic(),
-            encoder_token_ids=encoder_input,
-        )
+        request = Request(prompt_token_ids=prompt, decoding=decoding, encoder_token_ids=encoder_input, **terms)
         self.scheduler.add(request)
         self._outputs[request_id] = RequestOutput(
             request_id=request_id,
@@ -194,6 +207,24 @@ class Engine:
             prompt_token_ids=list(prompt),
             encoder_token_ids=list(encoder_input) if encoder_input else None,
             outputs=[CompletionOutput(index=i) for i in range(decoding.n)],
+            finished=False,
+        )
+
+    def _add_pooling(self, input: EngineInput, params: PoolingParams, terms: dict[str, Any]) -> None:
+        prompt, types = read_pooling_input(input, self.info)
+        request = Request(
+            prompt_token_ids=prompt,
+            token_type_ids=types,
+            decoding=Decoding(max_tokens=1, temperature=0.0),
+            pooling=resolve_pooling(params, self.info, prompt_len=len(prompt)),
+            **terms,
+        )
+        self.scheduler.add(request)
+        self._outputs[request.request_id] = RequestOutput(
+            request_id=request.request_id,
+            prompt=input.text if isinstance(input, TokenInput) else None,
+            prompt_token_ids=list(prompt),
+            outputs=[],
             finished=False,
         )
 

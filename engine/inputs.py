@@ -44,6 +44,34 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> tu
     return encoder_input, _decoder_begin(begin, info, start)
 
 
+def read_pooling_input(input: EngineInput, info: EngineInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens of an input to pool, and their segments; () where all are of the first.
+
+    Raises:
+        InvalidRequestError: not the kind of input that the model takes, empty, too long, or outside the vocabulary.
+    """
+    if isinstance(input, Seq2SeqInput | PixelInput):
+        raise _wrong_kind(input, info.model, "no encoder-decoder")
+    ids: Any = input.token_ids if isinstance(input, TokenInput) else input
+    tokens = _checked("input", ids, info.vocab_size)
+    if len(tokens) > info.max_model_len:
+        raise InvalidRequestError(
+            f"the input is too long: it has {len(tokens)} tokens, and this model takes at most {info.max_model_len} "
+            "(max_model_len). Shorten it, send truncate_prompt_tokens, or raise --max-model-len.",
+            param="input",
+            code="context_length_exceeded",
+        )
+    types = input.token_type_ids if isinstance(input, TokenInput) else None
+    if not types or not any(types):
+        return tokens, ()
+    if len(types) != len(tokens):
+        raise InvalidRequestError(
+            f"token_type_ids has {len(types)} entries for {len(tokens)} tokens.", param="token_type_ids"
+        )
+    check_ids("token_type_ids", types, max(info.token_types, 1))
+    return tokens, tuple(types)
+
+
 def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> tuple[int, ...]:
     """The decoder's first tokens: the start token, unless the request brings it itself."""
     begin = _checked("decoder_prompt", ids, info.vocab_size) if len(ids) else ()

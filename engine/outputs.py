@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float32]
+IntMatrix = NDArray[np.int32]
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+Task = Literal["generate", "embed", "classify", "token_classify", "fill_mask"]
+PoolingMode = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"]
+Activation = Literal["softmax", "sigmoid", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,37 @@ class ChoiceDelta:
     score: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The answer to a request with `PoolingParams`: a matrix, in bytes that travel as they are.
+
+    Attributes:
+        shape: rows and columns. embed: (1, features); classify: (1, classes); token_classify: (tokens, classes);
+            fill_mask: (positions, top_k).
+        data: float32, row by row, in this machine's byte order. fill_mask: probabilities, falling.
+        ids: fill_mask: int32 of the same shape, the tokens.
+    """
+
+    shape: tuple[int, int]
+    data: bytes
+    ids: bytes | None = None
+
+    @classmethod
+    def of(cls, values: Matrix, ids: IntMatrix | None = None) -> Pooled:
+        """The answer that holds these arrays."""
+        rows, columns = values.shape
+        data = np.ascontiguousarray(values, dtype=np.float32).tobytes()
+        return cls((rows, columns), data, None if ids is None else np.ascontiguousarray(ids, dtype=np.int32).tobytes())
+
+    def values(self) -> Matrix:
+        """[rows, columns] float32; not to be written."""
+        return np.frombuffer(self.data, dtype=np.float32).reshape(self.shape)
+
+    def token_ids(self) -> IntMatrix:
+        """[rows, columns] int32; not to be written."""
+        return np.frombuffer(self.ids or b"", dtype=np.int32).reshape(self.shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDelta:
     """What one step brought one request.
@@ -63,6 +103,7 @@ class RequestDelta:
         num_cached_tokens: prompt tokens taken from the prefix cache when first admitted, and those of an encoder's
             input that was encoded already.
         error: why the request failed, if it did.
+        pooled: the whole answer to `PoolingParams`, in the last delta.
         scheduled_time: `time.monotonic()` seconds, which all processes of a machine share, at which a step
             first had room for the request; in the delta of its first sample, and where it failed.
         first_token_time: when that sample was known; for beams, before its token is certain.
@@ -74,6 +115,7 @@ class RequestDelta:
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    pooled: Pooled | None = None
     scheduled_time: float | None = field(default=None, compare=False)  # the same news at another time are the same
     first_token_time: float | None = field(default=None, compare=False)
 
@@ -97,7 +139,8 @@ class CompletionOutput:
 class RequestOutput:
     """A request's answers so far; `finished` when they are complete.
 
-    Of an encoder-decoder model, `prompt_token_ids` are the decoder's first tokens.
+    Of an encoder-decoder model, `prompt_token_ids` are the decoder's first tokens. Of a request with
+    `PoolingParams`, `pooled` is the answer, and `outputs` is empty.
     """
 
     request_id: str
@@ -108,6 +151,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     encoder_token_ids: list[int] | None = None
+    pooled: Pooled | None = None
 
     def accumulate(self, delta: RequestDelta) -> None:
         """Take in what a step brought."""
@@ -122,6 +166,7 @@ class RequestOutput:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = list(delta.prompt_logprobs)
+        self.pooled = delta.pooled
 
     def copy(self) -> RequestOutput:
         """The answers as they are now; later steps do not change it."""
@@ -177,12 +222,23 @@ class EngineInfo:
         dtype, kv_cache_dtype: of weights and activations, and of the pages.
         full_requests: how many requests of max_model_len tokens (and the longest encoder input) the pages hold at a
             time.
-        max_encoder_len: most tokens of an encoder's input; None for a model without an encoder.
-        encoder_vocab_size: its ids are below this; None for a model without an encoder.
+        max_encoder_len: most tokens of an encoder's input; None for all but encoder-decoder models.
+        encoder_vocab_size: its ids are below this; None for all but encoder-decoder models.
         decoder_start_token_id: what its decoder begins with, None if the model does not say.
         default_forced_bos_token_id: the first token of its answers by the model's own `generation_config.json`.
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.
+        tasks: what the model can serve.
+        whole_inputs: inputs are read whole and without pages (encoder-only models): then block_size, num_blocks and
+            full_requests are 0.
+        hidden_size: features of its hidden states.
+        embedding_size: features of its vectors, 0 where it gives none.
+        pooling_modes: the model's own; several have their vectors laid side by side.
+        normalize: its vectors have the norm 1, by its own settings.
+        has_projection: its vectors are mapped by matrices after pooling.
+        labels: names of the classes that its head tells apart.
+        activation: what makes probabilities of the head's numbers.
+        token_types: segments that its tokens may belong to.
     """
 
     model: str
@@ -203,3 +259,13 @@ class EngineInfo:
     default_forced_bos_token_id: int | None = None
     default_max_new_tokens: int | None = None
     default_max_length: int | None = None
+    tasks: tuple[Task, ...] = ("generate",)
+    whole_inputs: bool = False
+    hidden_size: int = 0
+    embedding_size: int = 0
+    pooling_modes: tuple[PoolingMode, ...] = ()
+    normalize: bool = True
+    has_projection: bool = False
+    labels: tuple[str, ...] = ()
+    activation: Activation = "none"
+    token_types: int = 0

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.pooling import Pooling, PoolingParams
 from engine.values import (
     IDS,
     MAX_INT,
@@ -21,6 +22,11 @@ from engine.values import (
     check_words,
     fail,
 )
+
+__all__ = [
+    "BIAS_RANGE", "NUMBER_RANGES", "Decoding", "EarlyStopping", "EngineInput", "PixelInput", "PoolingParams", "Request",
+    "SamplingParams", "Seq2SeqInput", "TokenInput",
+]  # fmt: skip
 
 EarlyStopping = bool | Literal["never"]
 
@@ -64,10 +70,12 @@ class TokenInput:
     Attributes:
         token_ids: the ids, each in [0, vocabulary size).
         text: the text they came from, only carried along.
+        token_type_ids: the segment of each token, for encoders that tell segments apart; None: all are of the first.
     """
 
     token_ids: Sequence[int]
     text: str | None = None
+    token_type_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,23 +242,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingParams:
-    """How to turn hidden states into one vector.
-
-    Attributes:
-        pooling: mean over all tokens, the first token, or the last.
-        normalize: divide the vector by its Euclidean norm.
-    """
-
-    pooling: Literal["mean", "cls", "last"] = "mean"
-    normalize: bool = True
-
-    def __post_init__(self) -> None:
-        if self.pooling not in ("mean", "cls", "last"):
-            fail("pooling", f'pooling must be "mean", "cls" or "last", got {self.pooling!r}.')
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
     """`SamplingParams` with every default filled in for one prompt (see `engine.generation.resolve`).
 
@@ -303,6 +294,8 @@ class Request:
         prompt_token_ids: the prompt; of an encoder-decoder model the beginning of the decoder's tokens.
         encoder_token_ids: the encoder's input, for an encoder-decoder model.
         decoding: how to decode, all defaults filled in.
+        pooling: what is wanted of the prompt's hidden states, instead of an answer; None: an answer.
+        token_type_ids: the segment of each token of the prompt; () where all are of the first.
         priority: lower runs earlier (vLLM's sense); ties by arrival.
         cache_salt: requests share cached pages only with requests of the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
@@ -317,3 +310,5 @@ class Request:
     deadline: float | None = None
     arrival_time: float = field(default=0.0)
     encoder_token_ids: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+    token_type_ids: tuple[int, ...] = ()

@@ -57,6 +57,7 @@ def join(results: Sequence[StepResult]) -> StepResult:
         top_ids=_stack([result.top_ids for result in results]),
         top_logprobs=_stack([result.top_logprobs for result in results]),
         prompt_logprobs=_join_scores(prompts) if prompts else None,
+        pooled=tuple(row for result in results for row in result.pooled),
     )
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from engine.attention.base import AttentionMetadata
 from engine.execution.kv_cache import KVCache
+from engine.execution.pooler import Pooler
 from engine.execution.sampler import sample, score_prompt
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
+from engine.outputs import Activation
 from engine.scheduling.plan import EncoderBatch, Int32, StepPlan, StepResult
 
 
@@ -41,9 +43,18 @@ class ModelRunner:
         cache: the pages' tensors.
         max_num_batched_tokens: most tokens in a plan.
         min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
+        activation: what makes probabilities of the numbers of a head that classifies.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, *, max_num_batched_tokens: int, min_rows: int = 1):
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        *,
+        max_num_batched_tokens: int,
+        min_rows: int = 1,
+        activation: Activation = "none",
+    ):
         self.model = model
         self.cache = cache
         self.min_rows = min_rows
@@ -54,6 +65,8 @@ class ModelRunner:
         self._slots = _Buffer(size, torch.int64, device)
         self._tables = _Buffer(1024, torch.int32, device)
         self._cross_tables = _Buffer(1024, torch.int32, device)
+        self._types = _Buffer(size, torch.int64, device)
+        self._pooler = Pooler(model.spec.head, self._logits, activation=activation)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -61,23 +74,33 @@ class ModelRunner:
         self.cache.copy_pages(plan.copies)
         if plan.encoder is not None:
             self._encode(plan.encoder)
-        hidden = self._forward(plan)
+        hidden = self._read(plan) if plan.whole else self._forward(plan)
         if plan.sampling is not None:
             result = sample(self._logits(hidden[_index(plan.sampling.rows, hidden)]), plan.sampling)
         else:
-            empty_int, empty_float = np.zeros((0, 0), dtype=np.int32), np.zeros((0, 0), dtype=np.float32)
-            result = StepResult(
-                tokens=empty_int,
-                scores=empty_float,
-                logprobs=empty_float,
-                ranks=empty_int,
-                top_ids=empty_int,
-                top_logprobs=empty_float,
-            )
+            result = StepResult.empty()
+        if plan.pooling:
+            result = replace(result, pooled=self._pooler.pool(hidden, plan))
         if plan.prompt_logprobs is not None:
             wanted = hidden[_index(plan.prompt_logprobs.rows, hidden)]
             result = replace(result, prompt_logprobs=score_prompt(self._logits, wanted, plan.prompt_logprobs))
         return result
+
+    def _read(self, plan: StepPlan) -> Tensor:
+        """Hidden states of whole inputs."""
+        padded = max(plan.num_tokens, self.min_rows)
+        lengths = np.diff(plan.query_start).tolist()
+        positions = plan.positions
+        if self.model.unplaced is not None:
+            positions = _placed(plan, self.model.unplaced)
+        return self.model.read(
+            self._token_ids.fill(plan.token_ids, padded),
+            self._positions.fill(positions, padded),
+            AttentionMetadata.build(lengths, lengths, self.model.device),
+            tokens=plan.num_tokens,
+            min_rows=self.min_rows,
+            types=None if plan.token_types is None else self._types.fill(plan.token_types, padded),
+        )
 
     def _encode(self, batch: EncoderBatch) -> None:
         """Run the encoder, and store what the decoder reads of it in pages."""
@@ -129,6 +152,15 @@ class ModelRunner:
         if count < self.min_rows:
             hidden = torch.cat((hidden, hidden.new_zeros(self.min_rows - count, hidden.shape[1])))
         return self.model.logits(hidden)[:count]
+
+
+def _placed(plan: StepPlan, unplaced: int) -> Int32:
+    """Positions that count only tokens which have one; the others are before all (`Learned.unplaced`)."""
+    counts = plan.token_ids != unplaced
+    total = np.cumsum(counts, dtype=np.int32)
+    first = plan.query_start[:-1]
+    before = np.repeat((total - counts)[first], np.diff(plan.query_start))
+    return np.where(counts, total - before - 1, -1).astype(np.int32)
 
 
 def _index(rows: Int32, like: Tensor) -> Tensor:

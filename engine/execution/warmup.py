@@ -20,6 +20,7 @@ Measured = list[tuple[StepWork, float]]
 
 _TOKENS = 32
 _CONTEXT = 1024
+_WHOLE = 256  # tokens of an input that is read whole
 # A short step is timed twice, for it may have been interrupted; a long one is long enough once.
 _SHORT = 0.05
 
@@ -41,6 +42,7 @@ def measure(
         max_tokens: of a step.
         clock: seconds.
     """
+    whole = runner.model.decoder is None
     trial(runner)  # what happens only once is not measured
     count = max(min(_TOKENS, max_tokens, max_model_len - 1), 1)
     far = max(min(_CONTEXT, max_model_len - 1) - count, 0)
@@ -54,6 +56,8 @@ def measure(
             taken.append(clock() - began)
         return StepWork.of(plan), min(taken)
 
+    if whole:  # no pages are written
+        return _measure_whole(min(max_tokens, max_model_len), timed)
     try:
         one, plain = timed(0, 1), timed(0, count)
         late, scored = timed(far, count), timed(0, count, scored=True)
@@ -70,9 +74,23 @@ def measure(
     return costs, [one, plain]
 
 
+def _measure_whole(max_tokens: int, timed: Callable[[int, int], tuple[StepWork, float]]) -> tuple[Costs, Measured]:
+    """The same for a model that reads whole inputs, where a few hundred tokens show what pairs cost."""
+    few, more, many = (min(count, max_tokens) for count in (1, _TOKENS, _WHOLE))
+    steps = [timed(0, count) for count in (few, more, many)]
+    (_, one), (_, short), (work, long) = steps
+    token = max((short - one) / max(more - few, 1), short / (4 * more))
+    pair = max((long - short) - token * (many - more), 0.0) / work.pairs / token
+    return Costs(pair=pair), steps
+
+
 def _plan(runner: ModelRunner, start: int, count: int, *, scored: bool = False) -> StepPlan:
     size = runner.cache.block_size
     decoding = Decoding(max_tokens=1, temperature=0.0, prompt_logprobs=0 if scored else None)
+    if runner.model.decoder is None:
+        request = Request(request_id="", prompt_token_ids=(0,) * count, decoding=decoding)
+        group = SequenceGroup(request, 0, b"", whole=True)
+        return build_plan([Row(group, group.sequences[0], 0, count, False)], [], size)
     # One token more than is computed has a next one to be scored by.
     request = Request(request_id="", prompt_token_ids=(0,) * (start + count + 1), decoding=decoding)
     group = SequenceGroup(request, 0, b"")

@@ -10,10 +10,13 @@ from engine.model.positions import Disentangled, RelativeBuckets
 def unsupported(model: spec.ModelSpec) -> list[str]:
     """What of the model has no implementation, one line a part; empty if all of it can be served."""
     missing: list[str] = []
-    if model.decoder is None:
-        missing.append("models without a decoder")
-    if not isinstance(model.head, spec.Lm):
-        missing.append(f"{type(model.head).__name__} heads")
+    if model.decoder is None and isinstance(model.head, spec.Lm):
+        missing.append("language-model heads over an encoder")
+    if model.decoder is not None and isinstance(model.head, spec.MaskedLm):
+        missing.append("MaskedLm heads over a decoder")
+    head = None if isinstance(model.head, spec.Lm | spec.Pool) else model.head.activation
+    if head is not None and head not in ACTIVATIONS:
+        missing.append(f"activation {head}")
     for stack in (model.encoder, model.decoder):
         if stack is not None:
             missing.extend(_unsupported_embedding(stack.embedding))
@@ -29,7 +32,7 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
 def _unsupported_embedding(part: spec.Embedding) -> list[str]:
     if isinstance(part, spec.Patches):
         return ["image patches"]
-    return ["token types"] if part.token_types > 0 else []
+    return []
 
 
 def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:

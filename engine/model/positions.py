@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A learned vector per position, read at row position + offset of a table of `size` rows."""
+    """A learned vector per position, read at row position + offset of a table of `size` rows.
+
+    Attributes:
+        unplaced: tokens of this id have no position: they take row offset - 1, and those after them do not count
+            them (RoBERTa's padding, wherever it stands); None: all have one.
+    """
 
     size: int
     offset: int = 0
+    unplaced: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

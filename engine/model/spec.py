@@ -262,33 +262,43 @@ class Lm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLm:
-    """norm(activation(dense(x))), then logits over the vocabulary (BERT, arXiv:1810.04805)."""
+    """norm(activation(dense(x))), then logits over the vocabulary (BERT, arXiv:1810.04805).
+
+    Attributes:
+        tied: the last matrix is the embedding's table.
+        activation, norm: after the first layer.
+        dense_bias, bias: biases of the two layers.
+        width: features of the first layer, None for as many as the table has.
+    """
 
     tied: bool
     activation: Activation
     norm: Norm
     dense_bias: bool = True
     bias: bool = True
+    width: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classifier:
-    """One vector per sequence, then scores of `labels` classes.
+    """norm(activation(dense(x))) where there is a dense layer, then scores of `labels` classes.
 
     Attributes:
         labels: number of classes.
-        pooling: which hidden state, or their mean.
-        activation: of a dense layer before the scores; None for no such layer.
+        pooling: which hidden state x is of a sequence, or their mean; None: each token is classified.
+        activation: of the dense layer; None for no such layer.
         norm: after that layer.
         dense_bias, bias: biases of the two layers.
+        width: features of the dense layer, None for as many as the hidden states have.
     """
 
     labels: int
-    pooling: Literal["cls", "mean", "last"]
+    pooling: Literal["cls", "mean", "last"] | None
     activation: Activation | None = None
     norm: Norm | None = None
     dense_bias: bool = True
     bias: bool = True
+    width: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +324,13 @@ class ModelSpec:
     head: Head
     context_length: int | None = None
     shared_tokens: bool = True
+
+    @property
+    def trunk(self) -> Stack:
+        """The stack whose hidden states the head reads."""
+        stack = self.decoder or self.encoder
+        assert stack is not None
+        return stack
 
     @property
     def vocab_size(self) -> int:

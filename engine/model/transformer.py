@@ -18,6 +18,7 @@ from engine.model import spec
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.blocks import build_block
 from engine.model.experts import ExpertMatrices
+from engine.model.heads import build_head
 from engine.model.layers import CrossAttention, CrossPages, Linear, Place, Step, build_norm
 from engine.model.missing import unsupported
 from engine.model.positions import Learned, Rotary, RoundedSlopes, Sinusoidal, Slopes
@@ -26,7 +27,7 @@ from engine.model.sinusoidal import SinusoidalTable
 
 
 class TokenEmbedding(nn.Module):
-    """Token ids [T] and positions [T] to vectors [T, hidden].
+    """Token ids [T], positions [T] and segments [T] (None: all of the first) to vectors [T, hidden].
 
     Args:
         length: positions are below this.
@@ -38,6 +39,7 @@ class TokenEmbedding(nn.Module):
         hidden = part.projection or part.width
         self.tokens = place.parameter(part.vocab_size, part.width) if shared is None else shared
         self.projection = None if part.projection is None else Linear(part.width, hidden, False, place)
+        self.types = None if not part.token_types else place.parameter(part.token_types, hidden)
         self.positions = None
         self.offset = 0
         if isinstance(part.positions, Learned):
@@ -50,7 +52,7 @@ class TokenEmbedding(nn.Module):
         # Rounded to the weights' format, as the checkpoint was trained.
         self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
 
-    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         x = F.embedding(token_ids, self.tokens)
         if self.scale != 1.0:
             x = x * self.scale
@@ -60,6 +62,8 @@ class TokenEmbedding(nn.Module):
             x = x + F.embedding(positions + self.offset if self.offset else positions, self.positions)
         if self.waves is not None:
             x = x + self.waves(positions)
+        if self.types is not None:
+            x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.norm is not None:
             x = self.norm(x)
         return x
@@ -117,8 +121,9 @@ class TransformerStack(nn.Module):
         caches: Sequence[Paged] | None = None,
         slots: Tensor | None = None,
         cross: CrossPages | None = None,
+        types: Tensor | None = None,
     ) -> Tensor:
-        x: Tensor = self.embedding(token_ids, positions)
+        x: Tensor = self.embedding(token_ids, positions, types)
         rotary = zip(self.rotary_parts, self.rotary_tables, strict=True)
         biases = zip(self.bias_parts, self.bias_tables, strict=True)
         step = Step(
@@ -172,23 +177,28 @@ class Transformer(nn.Module):
                 f"max_model_len is {max_model_len}, but the checkpoint has learned positions for "
                 f"{model.max_positions} tokens only. Lower --max-model-len."
             )
-        assert model.decoder is not None  # as `unsupported` found
-        assert isinstance(model.head, spec.Lm)
         place = Place(torch.device(device), dtype)
         self.spec = model
         self.max_model_len = max_model_len
-        self.head_part = model.head
         memory_size = 0 if model.encoder is None else model.encoder.output_size
-        self.decoder = TransformerStack(model.decoder, backend, max_model_len, place, memory_size=memory_size)
-        table = self.decoder.embedding.tokens
+        self.decoder = None
+        if model.decoder is not None:
+            self.decoder = TransformerStack(model.decoder, backend, max_model_len, place, memory_size=memory_size)
         self.encoder = None
         if model.encoder is not None:
-            shared = table if model.shared_tokens else None
+            shared = None if self.decoder is None or not model.shared_tokens else self.decoder.embedding.tokens
             self.encoder = TransformerStack(model.encoder, backend, max_model_len, place, tokens=shared)
-        readers = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in self.decoder.blocks)
+        blocks = () if self.decoder is None else self.decoder.blocks
+        readers = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in blocks)
         self.readers = [next(found, None) for found in readers]  # one per layer, None where it attends to itself alone
-        tied = table if model.head.tied else None
-        self.head = Linear(model.decoder.output_size, model.vocab_size, model.head.bias, place, shared=tied)
+        self.head = build_head(model, self.tokens, place)
+
+    @property
+    def tokens(self) -> nn.Parameter:
+        """The token table of the stack whose hidden states the head reads."""
+        stack = self.decoder or self.encoder
+        assert stack is not None
+        return stack.embedding.tokens
 
     def pack(self) -> None:
         """Lay all matrices out for the CPU's kernels, once they are filled."""
@@ -202,22 +212,30 @@ class Transformer(nn.Module):
         return self.spec.vocab_size
 
     @property
+    def unplaced(self) -> int | None:
+        """The id of tokens without a position, None if all have one."""
+        embedding = self.spec.trunk.embedding
+        positions = embedding.positions if isinstance(embedding, spec.Tokens) else None
+        return positions.unplaced if isinstance(positions, Learned) else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Format of weights and activations; the cache may have another."""
-        return self.decoder.embedding.tokens.dtype
+        return self.tokens.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.decoder.embedding.tokens.device
+        return self.tokens.device
 
     @property
     def max_encoder_len(self) -> int | None:
-        """Most tokens of an encoder's input; None for a model without an encoder."""
-        return None if self.encoder is None else self.max_model_len
+        """Most tokens of an encoder's input that a decoder goes on from; None for other models."""
+        return None if self.encoder is None or self.decoder is None else self.max_model_len
 
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """(kv_heads, head_dim) of each decoder layer's cache."""
-        assert self.spec.decoder is not None
+        """(kv_heads, head_dim) of each decoder layer's cache; empty for a model without a decoder."""
+        if self.spec.decoder is None:
+            return []
         return [(block.attention.kv_heads, block.attention.head_dim) for block in self.spec.decoder.blocks]
 
     def encode(
@@ -248,6 +266,27 @@ class Transformer(nn.Module):
                 reader.store(encoded, cache, slots)
         return encoded
 
+    def read(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        tokens: int,
+        min_rows: int = 1,
+        types: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [Tp, hidden] of whole inputs, of a model without a decoder.
+
+        Args:
+            token_ids, positions: [Tp], those past T = tokens being padding.
+            metadata: the inputs that the T tokens form, as contexts of their own length.
+            types: [Tp] the segment of each token; None: all are of the first.
+        """
+        assert self.encoder is not None
+        hidden: Tensor = self.encoder(token_ids, positions, metadata, tokens=tokens, min_rows=min_rows, types=types)
+        return hidden
+
     def forward(
         self,
         token_ids: Tensor,
@@ -270,6 +309,7 @@ class Transformer(nn.Module):
             min_rows: fewest rows of a matrix product; Tp is no less.
             cross: where each row finds what `encode` stored of its encoder input.
         """
+        assert self.decoder is not None
         hidden: Tensor = self.decoder(
             token_ids,
             positions,
@@ -283,8 +323,12 @@ class Transformer(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [N, vocabulary] of hidden states [N, hidden]."""
-        part = self.head_part
+        """What the head makes of hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]."""
+        assert self.head is not None
+        part = self.spec.head
+        if not isinstance(part, spec.Lm):
+            scores: Tensor = self.head(hidden)
+            return scores
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
         logits: Tensor = self.head(hidden)

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from engine.attention.base import AttentionBackend
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import families
-from engine.model.spec import Lm, ModelSpec
+from engine.model.spec import Lm, MaskedLm, ModelSpec
 from engine.model.table import Transform, WeightTable
 from engine.model.transformer import Transformer
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("octavo.model")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-EMBEDDING = "decoder.embedding.tokens"
+EMBEDDING, ENCODER_EMBEDDING = "decoder.embedding.tokens", "encoder.embedding.tokens"
 _FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
@@ -231,8 +231,9 @@ def _as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> 
     Raises:
         UnsupportedModelError: it is not clear which table the output matrix is tied to.
     """
-    embedding = next(entry.sources[0] for entry in table.chosen(checkpoint.names) if entry.target == EMBEDDING)
-    if isinstance(model.head, Lm) and model.head.tied and _differs(checkpoint, table.head, embedding):
+    target = EMBEDDING if model.decoder is not None else ENCODER_EMBEDDING
+    embedding = next(entry.sources[0] for entry in table.chosen(checkpoint.names) if entry.target == target)
+    if isinstance(model.head, Lm | MaskedLm) and model.head.tied and _differs(checkpoint, table.head, embedding):
         level = logging.INFO if table.expects_head else logging.WARNING
         message = "%s: tie_word_embeddings is true, but %s is stored with values of its own, which are used."
         logger.log(level, message, checkpoint.path, table.head)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engine.outputs import ChoiceDelta, FinishReason, Logprob, RequestDelta, TokenLogprobs
+from engine.outputs import ChoiceDelta, FinishReason, Logprob, Pooled, RequestDelta, TokenLogprobs
 from engine.scheduling.batch import Row
-from engine.scheduling.plan import Float32, Int32, StepResult
+from engine.scheduling.plan import Float32, Int32, PooledRow, StepResult
 from engine.scheduling.search import BeamSearch, Continuation, Hypothesis, sample, settled_lengths
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
@@ -68,6 +68,27 @@ def apply_candidates(group: SequenceGroup, result: StepResult, first: int, promp
             first_token_time=None if group.started else time.monotonic(),
         )
     return outcome
+
+
+def apply_pooled(group: SequenceGroup, row: Row, answer: PooledRow) -> Outcome | None:
+    """Keep what a part of an input gave, or end the group with the answer; None where there is more to come."""
+    if row.start + row.count < row.sequence.num_tokens:
+        group.pooled = np.asarray(answer.values, dtype=np.float64)
+        return None
+    group.pooled = None
+    if not np.isfinite(answer.values).all():
+        message = "the model's output is not a finite number"
+        return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
+    delta = RequestDelta(
+        request_id=group.request.request_id,
+        choices=(),
+        finished=True,
+        num_cached_tokens=group.num_cached_tokens,
+        pooled=Pooled.of(answer.values.astype(np.float32), answer.ids),
+        scheduled_time=group.scheduled_time,
+        first_token_time=time.monotonic(),
+    )
+    return Outcome(delta, [], dropped=list(group.sequences))
 
 
 def _is_nan(entry: TokenLogprobs | None) -> bool:

@@ -8,9 +8,18 @@ from itertools import pairwise
 
 import numpy as np
 
+from engine.pooling import Pooling
 from engine.scheduling.encoding import Memory
 from engine.scheduling.philox import uniforms
-from engine.scheduling.plan import CrossRows, EncoderBatch, Int32, PromptLogprobRows, SamplingBatch, StepPlan
+from engine.scheduling.plan import (
+    CrossRows,
+    EncoderBatch,
+    Int32,
+    PoolingRow,
+    PromptLogprobRows,
+    SamplingBatch,
+    StepPlan,
+)
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
 
@@ -30,7 +39,9 @@ def _int32(values: Seq[int]) -> Int32:
 
 
 def build_plan(rows: Seq[Row], copies: Seq[tuple[int, int]], block_size: int, memories: Seq[Memory] = ()) -> StepPlan:
-    """The step plan of these rows, in their order; the encoder runs over `memories` first."""
+    """The step plan of these rows, in their order; the encoder runs over `memories` first. All rows have pages, or
+    none has."""
+    whole = any(row.group.whole for row in rows)
     counts = _int32([row.count for row in rows])
     starts = _int32([row.start for row in rows])
     query_start = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -41,7 +52,9 @@ def build_plan(rows: Seq[Row], copies: Seq[tuple[int, int]], block_size: int, me
     tables = np.zeros((len(rows), max(len(row.sequence.table) for row in rows)), dtype=np.int32)
     for i, row in enumerate(rows):
         tables[i, : len(row.sequence.table)] = row.sequence.table.view()
-    slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+    slots = positions[:0]
+    if not whole:
+        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
     sampled = [i for i, row in enumerate(rows) if row.sampled]
     return StepPlan(
         token_ids=token_ids.astype(np.int32, copy=False),
@@ -55,6 +68,32 @@ def build_plan(rows: Seq[Row], copies: Seq[tuple[int, int]], block_size: int, me
         prompt_logprobs=_prompt_logprobs(rows, query_start),
         encoder=_encoder(memories, block_size) if memories else None,
         cross=_cross(rows),
+        pooling=tuple(
+            _pooling(i, row.group.request.pooling, row)
+            for i, row in enumerate(rows)
+            if row.group.request.pooling is not None
+        ),
+        whole=whole,
+        token_types=_token_types(rows),
+    )
+
+
+def _pooling(number: int, pooling: Pooling, row: Row) -> PoolingRow:
+    return PoolingRow(
+        row=number,
+        pooling=pooling,
+        start=row.start,
+        complete=row.start + row.count == row.sequence.num_tokens,
+        before=row.group.pooled,
+    )
+
+
+def _token_types(rows: Seq[Row]) -> Int32 | None:
+    if not any(len(row.group.token_types) for row in rows):
+        return None
+    parts = [row.group.token_types[row.start : row.start + row.count] for row in rows]
+    return np.concatenate(
+        [p if len(p) else np.zeros(row.count, dtype=np.int32) for p, row in zip(parts, rows, strict=True)]
     )
 
 

@@ -118,7 +118,7 @@ class StepWork:
     def of(cls, plan: StepPlan) -> StepWork:
         """What a plan holds."""
         counts = np.diff(plan.query_start).astype(np.int64)
-        pairs = counts * (plan.context_lens - counts) + counts * (counts + 1) // 2
+        pairs = counts * (plan.context_lens - counts) + (counts**2 if plan.whole else counts * (counts + 1) // 2)
         if plan.cross is not None:
             pairs += counts * plan.cross.lens
         encoded = np.diff(plan.encoder.starts).astype(np.int64) if plan.encoder is not None else counts[:0]

@@ -16,6 +16,7 @@ class SchedulerConfig:
     Attributes:
         enable_prefix_caching: later requests may find the pages of earlier ones.
         window: keys that any layer sees at most, the query's own included; None if some layer sees all.
+        whole_inputs: every request is one input, read whole by one step, that leaves nothing in pages.
     """
 
     max_num_seqs: int
@@ -23,6 +24,7 @@ class SchedulerConfig:
     block_size: int
     enable_prefix_caching: bool = True
     window: int | None = None
+    whole_inputs: bool = False
 
     @property
     def seen_pages(self) -> int | None:
@@ -78,6 +80,8 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> N
             param="prompt",
             code="context_length_exceeded",
         )
+    if config.whole_inputs:
+        return  # the first input of a step may be of any length
     prompt = len(request.prompt_token_ids)
     whole = worst_case_pages(prompt, decoding.max_tokens, decoding.width, size)
     encoded = pages_needed(len(request.encoder_token_ids), size)

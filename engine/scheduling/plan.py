@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.pooling import Pooling
+
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -114,6 +116,25 @@ class CrossRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingRow:
+    """A row whose hidden states are wanted.
+
+    Attributes:
+        row: number of the plan's row.
+        pooling: what is made of them.
+        start: tokens of the input before the row's first.
+        complete: the row ends the input.
+        before: [modes, features] what `PooledRow.values` was after the input's earlier tokens, None for none.
+    """
+
+    row: int
+    pooling: Pooling
+    start: int
+    complete: bool
+    before: Float64 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one forward pass computes.
 
@@ -130,6 +151,9 @@ class StepPlan:
         prompt_logprobs: prompt positions to score, or None.
         encoder: inputs to encode before anything else is computed, or None.
         cross: what the rows read of encoder inputs; None if no row has one.
+        pooling: the rows whose hidden states are wanted, in the order of the rows.
+        whole: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
+        token_types: [T] segments, for models that tell them apart; None where all tokens are of the first.
     """
 
     token_ids: Int32
@@ -143,6 +167,9 @@ class StepPlan:
     prompt_logprobs: PromptLogprobRows | None
     encoder: EncoderBatch | None = None
     cross: CrossRows | None = None
+    pooling: tuple[PoolingRow, ...] = ()
+    whole: bool = False
+    token_types: Int32 | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -170,6 +197,20 @@ class TokenScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PooledRow:
+    """What a `PoolingRow` asked for.
+
+    Attributes:
+        values: of a row that is not complete, what the next one is to be given as `before`; else the answer, as
+            `engine.outputs.Pooled` describes it.
+        ids: fill_mask: the tokens.
+    """
+
+    values: Float64 | Float32
+    ids: Int32 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Candidates for each of the S sampled tokens; unused columns are undefined.
 
@@ -181,6 +222,7 @@ class StepResult:
         ranks: [S, C] rank under the model's own distribution, 0 where not asked for.
         top_ids, top_logprobs: [S, L] most probable tokens, where asked for.
         prompt_logprobs: for the plan's prompt positions, in their order.
+        pooled: for the plan's `pooling`, in their order.
     """
 
     tokens: Int32
@@ -190,3 +232,10 @@ class StepResult:
     top_ids: Int32
     top_logprobs: Float32
     prompt_logprobs: TokenScores | None = None
+    pooled: tuple[PooledRow, ...] = ()
+
+    @classmethod
+    def empty(cls) -> StepResult:
+        """The answer to a plan that samples nothing."""
+        ints, floats = np.zeros((0, 0), dtype=np.int32), np.zeros((0, 0), dtype=np.float32)
+        return cls(tokens=ints, scores=floats, logprobs=floats, ranks=ints, top_ids=ints, top_logprobs=floats)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from engine.errors import InvalidRequestError
 from engine.outputs import EngineStats, RequestDelta
 from engine.request import Request
-from engine.scheduling.apply import Outcome, apply_candidates, final_abort, take_prompt_logprobs
+from engine.scheduling.apply import Outcome, apply_candidates, apply_pooled, final_abort, take_prompt_logprobs
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
@@ -69,7 +69,7 @@ class Scheduler:
         self.check_fits(request)
         memory = self._memories.of(request, self._arrivals)
         root = self._hasher.root(request.cache_salt) if memory is None else memory.key
-        group = SequenceGroup(request, self._arrivals, root, memory)
+        group = SequenceGroup(request, self._arrivals, root, memory, whole=self.config.whole_inputs)
         self._arrivals += 1
         self._groups[request.request_id] = group
         if request.deadline is not None:
@@ -154,6 +154,7 @@ class Scheduler:
         for row in rows:
             self._tables.advance(row)
         with_prompt_logprobs = take_prompt_logprobs(rows, result)
+        pooled = zip((row for row in rows if row.group.request.pooling is not None), result.pooled, strict=True)
         sampled: dict[SequenceGroup, int] = {}
         position = 0
         for row in rows:
@@ -171,6 +172,10 @@ class Scheduler:
                 self._apply(group, outcome)
             else:
                 self._tables.fork_from_first(group)
+        for row, answer in pooled:
+            if (ending := apply_pooled(row.group, row, answer)) is not None:
+                deltas.append(ending.delta)
+                self._apply(row.group, ending)
         return self._flush(deltas)
 
     def parts(self) -> dict[str, StepPlan]:
@@ -216,8 +221,9 @@ class Scheduler:
         work = group.work()
         total = sum(count for _, count in work)
         budget = step.budget if total == len(work) else step.room(group)  # one token each is never put off
+        budget = total if group.whole else budget
         completes = total <= budget
-        sampled = completes and group.fork_point is None
+        sampled = completes and group.fork_point is None and group.request.pooling is None
         rows: list[Row] = []
         copies = step.copies.setdefault(group, [])
         for sequence, count in work:
@@ -225,7 +231,7 @@ class Scheduler:
             allowed = count if completes else min(count if len(work) == 1 else count - 1, budget)
             if allowed == 0:
                 continue
-            if not self._reserve(step, group, sequence, sequence.num_computed + allowed, copies):
+            if not group.whole and not self._reserve(step, group, sequence, sequence.num_computed + allowed, copies):
                 return
             budget -= allowed
             rows.append(Row(group, sequence, sequence.num_computed, allowed, sampled))
@@ -263,7 +269,7 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Take waiting groups in, in order, as long as rows, budget and pages last."""
         while step.is_open and (group := self._next_waiting()) is not None:
-            if not self._memories.may_start(step, group):
+            if not self._memories.may_start(step, group) or (group.whole and not step.can_read(group)):
                 return
             while not self._can_admit(step, group):
                 lowest = self._running[-1] if self._running else None
@@ -305,6 +311,7 @@ class Scheduler:
         for source, _ in step.drop(group):
             self.pool.unpin(source)
         self._memories.release(group)
+        group.pooled = None
         group.fork_point = group.common_prefix() if len(group.sequences) > 1 else None
         self._enqueue(group)
 

@@ -14,7 +14,7 @@ from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoding import Memory
-from engine.scheduling.plan import Int32
+from engine.scheduling.plan import Float64, Int32
 from engine.scheduling.search import BeamSearch, Hypothesis
 
 
@@ -180,14 +180,22 @@ class SequenceGroup:
             encoded already.
         admitted: it has run before.
         scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
+        whole: its input is read whole, and leaves nothing in pages.
+        token_types: the segment of each token of its prompt; empty where all are of the first.
+        pooled: what its pooling has so far, where the input is computed in parts.
     """
 
-    def __init__(self, request: Request, arrival: int, root: PageHash, memory: Memory | None = None):
+    def __init__(
+        self, request: Request, arrival: int, root: PageHash, memory: Memory | None = None, *, whole: bool = False
+    ):
         decoding = request.decoding
         self.request = request
         self.arrival = arrival
         self.root = root
         self.memory = memory
+        self.whole = whole
+        self.pooled: Float64 | None = None
+        self.token_types: Int32 = np.array(request.token_type_ids, dtype=np.int32)
         source = request.encoder_token_ids or request.prompt_token_ids
         self.source: Int32 = np.array(source if decoding.encoder_no_repeat_ngram_size else (), dtype=np.int32)
         self.favoured: Int32 = np.unique(

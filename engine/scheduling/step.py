@@ -70,6 +70,11 @@ class Step:
         fits = self.limit.costs.fits(self.left, group.sequences[0].num_computed, _scores(group), _beside(group))
         return min(max(fits, int(self.is_open)), self.budget)
 
+    def can_read(self, group: SequenceGroup) -> bool:
+        """The group's input, which is read whole, may run now: it fits, or is the first prompt of this step."""
+        count = group.sequences[0].num_tokens
+        return not self.num_prompts or (count <= self.budget and self.limit.costs.encoding(count) <= self.left)
+
     def take(self, group: SequenceGroup, rows: list[Row]) -> None:
         """The group runs these rows."""
         self.rows[group] = rows
@@ -113,6 +118,8 @@ class Step:
 
     def _work(self, group: SequenceGroup, rows: list[Row]) -> float:
         costs, scored, beside = self.limit.costs, _scores(group), _beside(group)
+        if group.whole:
+            return sum(costs.encoding(row.count) for row in rows)
         return sum(costs.work(row.start, row.count, scored, beside) for row in rows)
 
 

@@ -23,6 +23,8 @@ class Tables:
 
     def pages_needed(self, group: SequenceGroup) -> int:
         """Available pages that a waiting group uses up until it samples."""
+        if self._config.whole_inputs:
+            return 0
         size = self._config.block_size
         hits = self._match(group)
         # Full pages before the fork point are shared; the page it lies in is one sequence's in the end.
@@ -53,6 +55,8 @@ class Tables:
     def advance(self, row: Row) -> None:
         """A row's tokens are computed: publish what is full, give up what no later query sees."""
         row.sequence.num_computed += row.count
+        if self._config.whole_inputs:
+            return
         self._publish(row.group, row.sequence)
         # Page 0 takes the places of what is given up, so that positions stay.
         start, end = self._config.first_page(row.start), self._config.first_page(row.sequence.num_computed)
@@ -78,7 +82,10 @@ class Tables:
     def _match(self, group: SequenceGroup) -> list[int]:
         if group.request.decoding.prompt_logprobs is not None and not group.started:
             return []  # every prompt position must be computed to be scored
-        if not self._config.enable_prefix_caching:
+        pooling = group.request.pooling
+        if pooling is not None and pooling.needs_all:
+            return []
+        if not self._config.enable_prefix_caching or self._config.whole_inputs:
             return []
         sequence = group.sequences[0]
         known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point

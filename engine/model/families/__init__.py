@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import pkgutil
 import re
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 
 from engine.errors import UnsupportedModelError
 from engine.model.missing import unsupported
-from engine.model.spec import Lm, ModelSpec
+from engine.model.spec import Lm, ModelSpec, Pool
 from engine.model.table import Family
 
 
@@ -160,8 +161,10 @@ def build_spec(config: Any) -> ModelSpec:
             f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(config)}"
         )
     if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
-        raise UnsupportedModelError(
-            f"{name} has no language-model head, and tie_word_embeddings is false, so it cannot generate text. "
-            "Use the checkpoint of the full model."
-        )
+        if model.encoder is not None:
+            raise UnsupportedModelError(
+                f"{name} has no language-model head, and tie_word_embeddings is false, so it cannot generate text. "
+                "Use the checkpoint of the full model."
+            )
+        return replace(model, head=Pool())  # it can still make vectors
     return model

@@ -1,0 +1,184 @@
+"""From hidden states to what pooling requests ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model import spec
+from engine.model.heads import classes
+from engine.outputs import Activation, PoolingMode
+from engine.scheduling.plan import Float64, PooledRow, PoolingRow, StepPlan
+
+_TINY = 1e-12  # as torch.nn.functional.normalize has it
+
+
+class Pooler:
+    """Computes the pooled rows of a plan.
+
+    Vectors are summed in float64, so that it makes no difference in how many parts an input is computed.
+
+    Args:
+        head: the model's.
+        apply: the model's head over hidden states [N, hidden], float32.
+        project: matrices after pooling, [N, modes * hidden] float32 to [N, features]; None for none.
+        activation: what makes probabilities of the head's numbers.
+    """
+
+    def __init__(
+        self,
+        head: spec.Head,
+        apply: Callable[[Tensor], Tensor],
+        *,
+        project: Callable[[Tensor], Tensor] | None = None,
+        activation: Activation = "none",
+    ):
+        self._head = head
+        self._apply = apply
+        self._project = project
+        self._activation = activation
+
+    def pool(self, hidden: Tensor, plan: StepPlan) -> tuple[PooledRow, ...]:
+        """What the plan's pooling rows ask for, in their order.
+
+        Args:
+            hidden: [Tp, hidden] of the plan's tokens.
+        """
+        answers: dict[int, PooledRow] = {}
+        starts = plan.query_start
+        by_task: dict[str, list[PoolingRow]] = {}
+        for row in plan.pooling:
+            by_task.setdefault(row.pooling.task, []).append(row)
+        for task, rows in by_task.items():
+            spans = [(int(starts[row.row]), int(starts[row.row + 1])) for row in rows]
+            match task:
+                case "embed":
+                    found = self._embed(hidden, rows, spans)
+                case "classify":
+                    found = self._classify(hidden, rows, spans)
+                case "token_classify":
+                    found = self._classify_tokens(hidden, rows, spans)
+                case _:
+                    found = self._predict(hidden, rows, spans)
+            answers.update((row.row, answer) for row, answer in zip(rows, found, strict=True))
+        return tuple(answers[row.row] for row in plan.pooling)
+
+    def _embed(self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]) -> list[PooledRow]:
+        sums = [_add(row, _parts(hidden[a:b], row)) for row, (a, b) in zip(rows, spans, strict=True)]
+        ends = [row.start + b - a for row, (a, b) in zip(rows, spans, strict=True)]
+        finished = [i for i, row in enumerate(rows) if row.complete]
+        answers = [PooledRow(values=total) for total in sums]
+        for i in finished:
+            pooling = rows[i].pooling
+            divisors = np.array([_divisor(mode, ends[i], pooling.skip_tokens) for mode in pooling.modes])
+            vector = (sums[i] / divisors[:, None]).ravel().astype(np.float32)
+            if self._project is not None:
+                vector = self._project(torch.from_numpy(vector)[None].to(hidden.device))[0].cpu().numpy()
+            vector = vector[: pooling.dimensions]
+            if pooling.normalize:
+                vector = vector / max(float(np.linalg.norm(vector)), _TINY)
+            answers[i] = PooledRow(values=vector[None])
+        return answers
+
+    def _classify(
+        self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
+    ) -> list[PooledRow]:
+        assert isinstance(self._head, spec.Classifier)
+        assert self._head.pooling is not None
+        mode: PoolingMode = self._head.pooling
+        vectors = torch.stack([_pooled(hidden[a:b], mode) for a, b in spans])
+        return self._scores(self._apply(vectors), rows, [1] * len(rows))
+
+    def _classify_tokens(
+        self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
+    ) -> list[PooledRow]:
+        tokens = torch.cat([hidden[a:b] for a, b in spans])
+        return self._scores(self._apply(tokens), rows, [b - a for a, b in spans])
+
+    def _scores(self, numbers: Tensor, rows: Sequence[PoolingRow], counts: Sequence[int]) -> list[PooledRow]:
+        meant = classes(numbers, self._activation).cpu().numpy()
+        plain = numbers.cpu().numpy()
+        answers, begin = [], 0
+        for row, count in zip(rows, counts, strict=True):
+            values = meant if row.pooling.use_activation else plain
+            answers.append(PooledRow(values=values[begin : begin + count]))
+            begin += count
+        return answers
+
+    def _predict(self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]) -> list[PooledRow]:
+        wanted = [a + position for row, (a, _) in zip(rows, spans, strict=True) for position in row.pooling.positions]
+        index = torch.tensor(wanted, device=hidden.device)
+        most = max(row.pooling.top_k for row in rows)
+        probabilities, tokens = self._apply(hidden[index]).softmax(-1).topk(most, dim=-1)
+        values, ids = probabilities.cpu().numpy(), tokens.to(torch.int32).cpu().numpy()
+        answers, begin = [], 0
+        for row in rows:
+            end, k = begin + len(row.pooling.positions), row.pooling.top_k
+            answers.append(PooledRow(values=values[begin:end, :k], ids=ids[begin:end, :k]))
+            begin = end
+        return answers
+
+
+def _pooled(states: Tensor, mode: PoolingMode) -> Tensor:
+    """One vector of hidden states [T, hidden], in their format."""
+    if mode == "mean":
+        return states.double().mean(0).to(states.dtype)
+    return states[0] if mode == "cls" else states[-1]
+
+
+def _parts(states: Tensor, row: PoolingRow) -> Float64:
+    """[modes, hidden] of a row's hidden states [T, hidden]."""
+    return np.stack([_part(states, mode, row.start, row.pooling.skip_tokens) for mode in row.pooling.modes])
+
+
+def _part(states: Tensor, mode: PoolingMode, start: int, skip: int) -> Float64:
+    """What tokens from position `start` on add to a vector: [hidden]."""
+    if mode == "last":
+        part = states[-1]
+    elif mode == "cls":
+        part = states[0]
+    else:
+        counted = states[max(skip - start, 0) :].double()
+        if mode == "max":
+            part = counted.amax(0) if len(counted) else counted.new_full(counted.shape[1:], -np.inf)
+        elif mode == "weighted_mean":
+            first = start + len(states) - len(counted)
+            weights = torch.arange(first + 1, first + 1 + len(counted), dtype=torch.float64, device=states.device)
+            part = weights @ counted
+        else:
+            part = counted.sum(0)
+    found: Float64 = part.double().cpu().numpy()
+    return found
+
+
+def _add(row: PoolingRow, parts: Float64) -> Float64:
+    """[modes, hidden]: what this part of an input makes of what came before."""
+    if row.before is None:
+        return parts
+    total = np.empty_like(parts)
+    for i, mode in enumerate(row.pooling.modes):
+        if mode == "cls":
+            total[i] = row.before[i]
+        elif mode == "last":
+            total[i] = parts[i]
+        elif mode == "max":
+            total[i] = np.maximum(row.before[i], parts[i])
+        else:
+            total[i] = row.before[i] + parts[i]
+    return total
+
+
+def _divisor(mode: PoolingMode, length: int, skip: int) -> float:
+    """By which the sum over an input of `length` tokens, the first `skip` left out, is divided."""
+    match mode:
+        case "mean":
+            return length - skip
+        case "mean_sqrt_len":
+            return float(np.sqrt(length - skip))
+        case "weighted_mean":
+            return (length * (length + 1) - skip * (skip + 1)) / 2
+        case _:
+            return 1.0

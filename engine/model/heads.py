@@ -1,0 +1,89 @@
+"""What reads the hidden states: the modules of heads that do not continue a text."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.model import spec
+from engine.model.layers import ACTIVATIONS, Linear, Place, activate, build_norm
+
+
+class Head(nn.Module):
+    """norm(activation(dense(x))) where there is a dense layer, then a matrix of outputs.
+
+    Args:
+        sizes: features of the hidden states, of the dense layer (None: there is none), and of the outputs.
+        shared: the output matrix, if another module owns it.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int | None, int],
+        activation: spec.Activation | None,
+        norm: spec.Norm | None,
+        place: Place,
+        *,
+        dense_bias: bool,
+        bias: bool,
+        shared: nn.Parameter | None = None,
+    ):
+        super().__init__()
+        hidden, width, outputs = sizes
+        self.dense = None if width is None else Linear(hidden, width, dense_bias, place)
+        self.activation = None if activation is None else ACTIVATIONS[activation]
+        self.norm = build_norm(norm, width or hidden, place)
+        self.output = Linear(width or hidden, outputs, bias, place, shared=shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [N, outputs] of hidden states [N, hidden]."""
+        if self.dense is not None:
+            x = self.dense(x)
+        if self.activation is not None:
+            x = activate(self.activation, x)
+        if self.norm is not None:
+            x = self.norm(x)
+        out: Tensor = self.output(x)
+        return out.float()
+
+
+def build_head(model: spec.ModelSpec, table: nn.Parameter, place: Place) -> nn.Module | None:
+    """The module of a model's head; None where the hidden states themselves are the answer.
+
+    Args:
+        table: the token table, which a tied head shares.
+    """
+    hidden, part = model.trunk.output_size, model.head
+    sizes: tuple[int, int | None, int]
+    match part:
+        case spec.Lm():
+            return Linear(hidden, model.vocab_size, part.bias, place, shared=table if part.tied else None)
+        case spec.MaskedLm():
+            sizes = (hidden, part.width or table.shape[1], model.vocab_size)
+            shared = table if part.tied else None
+            return Head(
+                sizes, part.activation, part.norm, place, dense_bias=part.dense_bias, bias=part.bias, shared=shared
+            )
+        case spec.Classifier():
+            width = None if part.activation is None else part.width or hidden
+            return Head(
+                (hidden, width, part.labels),
+                part.activation,
+                part.norm,
+                place,
+                dense_bias=part.dense_bias,
+                bias=part.bias,
+            )
+        case spec.Pool():
+            return None
+
+
+def classes(numbers: Tensor, activation: str) -> Tensor:
+    """Scores of classes [N, classes] as the model means them: softmax, sigmoid, or none."""
+    match activation:
+        case "softmax":
+            return F.softmax(numbers, dim=-1)
+        case "sigmoid":
+            return F.sigmoid(numbers)
+        case _:
+            return numbers
