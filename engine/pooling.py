@@ -60,8 +60,9 @@ class PoolingParams:
         if self.pooling is not None and self.pooling not in _MODES:
             fail("pooling", f"pooling must be one of {', '.join(_MODES)}, got {brief(self.pooling)}.")
         for name in ("normalize", "use_activation"):
-            if getattr(self, name) not in (None, True, False):
-                fail(name, f"{name} must be true or false, got {brief(getattr(self, name))}.")
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                fail(name, f"{name} must be true or false, got {brief(value)}.")
         check_number("dimensions", self.dimensions, NumberRange(low=1, integer=True))
         check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_TOP_K, integer=True))
         check_number("skip_tokens", self.skip_tokens, NumberRange(low=0, integer=True, optional=False))

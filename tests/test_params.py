@@ -184,9 +184,26 @@ def test_stop_strings_are_a_tuple() -> None:
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
 
 
-def test_bad_pooling_params() -> None:
-    with pytest.raises(InvalidRequestError, match=r"pooling must be .*'max'"):
-        PoolingParams(pooling="max")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"pooling": "first"}, r"pooling must be one of mean, cls, last.*'first'"),
+        ({"task": "generate"}, r"task must be one of embed, .*'generate'"),
+        ({"normalize": "yes"}, r"normalize must be true or false, got 'yes'"),
+        ({"use_activation": 1.5}, r"use_activation must be true or false, got 1.5"),
+        ({"dimensions": 0}, r"dimensions must be at least 1"),
+        ({"dimensions": True}, r"dimensions must be an integer, got True"),
+        ({"task": "fill_mask"}, r"fill_mask needs the positions"),
+        (
+            {"task": "fill_mask", "positions": [0], "top_k": 1001},
+            r"top_k must be at least 1 and at most 1000, got 1001",
+        ),
+        ({"skip_tokens": -1}, r"skip_tokens must be at least 0"),
+    ],
+)
+def test_bad_pooling_params(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        PoolingParams(**wrong)
 
 
 def test_errors_are_of_one_family() -> None:
