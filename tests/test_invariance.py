@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
 from engine.execution.runner import ModelRunner
 from engine.model.layers import ACTIVATIONS, Linear, Place, activate
+from engine.model.spec import Lm
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup
@@ -129,7 +131,9 @@ class RecordingModel:
 
     device = torch.device("cpu")
     encoder = None
+    spec = SimpleNamespace(head=Lm(tied=True))
 
+    spec = SimpleNamespace(head=Lm(tied=True))
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.rows: list[int] = []
