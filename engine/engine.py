@@ -17,7 +17,7 @@ from engine.execution.calibration import mean_keys
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.isolation import join, run_apart
 from engine.execution.kv_cache import KVCache, choose_cache_dtype, count_blocks
-from engine.execution.loading import check_weights_fit, explained
+from engine.execution.loading import check_weights_fit, explained, find_max_model_len
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import measure, trial
 from engine.generation import GenerationDefaults, load_defaults, resolve
@@ -25,7 +25,8 @@ from engine.inputs import check_terms, decoder_start, read_input, read_pooling_i
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import build_spec
-from engine.model.spec import ModelSpec
+from engine.model.projection import load_projection
+from engine.model.sentence import read_pipeline
 from engine.model.weights import load_model, stored_dtype
 from engine.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.pooling import check_task, resolve_pooling
@@ -59,7 +60,8 @@ class Engine:
     def _load(self, config: EngineConfig) -> None:
         started = time.monotonic()
         self.config = config
-        path = locate(config.model, config.revision, config.hf_token)
+        pipeline = read_pipeline(locate(config.model, config.revision, config.hf_token))
+        path = pipeline.transformer
         hf_config = read_config(path)
         spec = build_spec(hf_config)
         device = choose_device(config.device)
@@ -67,7 +69,8 @@ class Engine:
         dtype = choose_dtype(config.dtype, stored, device)
         cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
         check_weights_fit(path, stored, dtype, device)
-        max_model_len = find_max_model_len(config, hf_config, spec)
+        max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
+        abilities = find_abilities(hf_config, spec, pipeline)
         model = load_model(
             path,
             hf_config,
@@ -81,7 +84,6 @@ class Engine:
             show_progress=config.show_progress,
         )
         model.pack()
-        abilities = find_abilities(hf_config, spec)
         shapes = model.kv_shapes()
         whole, num_blocks = spec.decoder is None, 0
         if not whole:
@@ -96,6 +98,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             min_rows=min_invariant_rows(model),
             activation=abilities.activation,
+            project=load_projection(pipeline.layers, device),
         )
         costs, measured = measure(self.runner, max_tokens=config.max_num_batched_tokens, max_model_len=max_model_len)
         step_time = config.max_step_time
@@ -373,26 +376,6 @@ def has_fast_bfloat16() -> bool:
     return bool(capability is not None and capability()) or bool(
         getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     )
-
-
-def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec) -> int:
-    """The longest prompt plus answer, in tokens: as set, else what the model was made for.
-
-    Raises:
-        ConfigError: neither is known.
-    """
-    trained = spec.context_length or getattr(hf_config, "max_position_embeddings", None) or spec.max_positions
-    if config.max_model_len is None:
-        if trained is None:
-            raise ConfigError(
-                f"{config.model} does not say how long its context is (max_position_embeddings). Set --max-model-len."
-            )
-        return int(trained)
-    if trained is not None and config.max_model_len > trained:
-        logger.warning(
-            "max_model_len is %d, more than the %d tokens the model was made for", config.max_model_len, trained
-        )
-    return config.max_model_len
 
 
 def _named(error: Exception) -> str:

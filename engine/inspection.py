@@ -9,12 +9,14 @@ import torch
 
 from engine.attention import select
 from engine.config import EngineConfig
-from engine.engine import choose_device, choose_dtype, find_max_model_len
+from engine.engine import choose_device, choose_dtype
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
+from engine.execution.loading import find_max_model_len
 from engine.execution.memory import available_memory
 from engine.launch import make_folder, remove_folder
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import architecture, build_spec
+from engine.model.sentence import read_pipeline
 from engine.model.transformer import Transformer
 from engine.model.weights import stored_dtype, weight_files
 
@@ -95,14 +97,15 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: what would prevent the start.
     """
-    path = locate(config.model, config.revision, config.hf_token, download=False)
+    pipeline = read_pipeline(locate(config.model, config.revision, config.hf_token, download=False))
+    path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
-    max_model_len = find_max_model_len(config, hf_config, spec)
+    max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     assert spec.decoder is not None  # `build_spec` refuses models without one
     backend = select(device, [block.attention for block in spec.decoder.blocks], cache_dtype)
     model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory

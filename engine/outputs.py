@@ -239,6 +239,10 @@ class EngineInfo:
         labels: names of the classes that its head tells apart.
         activation: what makes probabilities of the head's numbers.
         token_types: segments that its tokens may belong to.
+        lower_case: texts are to be lower-cased before they are tokenised.
+        prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
+            unless another is asked for.
+        include_prompt: the tokens of such a prompt count in the vector.
     """
 
     model: str
@@ -269,3 +273,7 @@ class EngineInfo:
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     token_types: int = 0
+    lower_case: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    include_prompt: bool = True

@@ -1,16 +1,22 @@
-"""What keeps a model from being loaded besides the checkpoint itself, said so that it can be acted on."""
+"""What a load needs besides the checkpoint itself: memory, readable files, and how long inputs may be."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine.errors import ModelLoadError
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelLoadError
 from engine.execution.memory import available_memory
+from engine.model.spec import ModelSpec
 from engine.model.weights import weight_files
+
+logger = logging.getLogger("octavo.engine")
 
 _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory")
 
@@ -55,3 +61,27 @@ def explained(model: str) -> Iterator[None]:
             "smaller model, a 16-bit --dtype, a lower --max-model-len or --kv-cache-memory, or a machine (a "
             "container's limit) with more memory."
         ) from error
+
+
+def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, own: int | None = None) -> int:
+    """The longest prompt plus answer, in tokens: as set, else what the model was made for.
+
+    Args:
+        own: the longest input by the model's own settings for embeddings, below what it has positions for.
+
+    Raises:
+        ConfigError: neither is known.
+    """
+    trained = spec.context_length or getattr(hf_config, "max_position_embeddings", None) or spec.max_positions
+    if config.max_model_len is None:
+        known = [int(length) for length in (trained, None if spec.decoder and spec.encoder else own) if length]
+        if not known:
+            raise ConfigError(
+                f"{config.model} does not say how long its context is (max_position_embeddings). Set --max-model-len."
+            )
+        return min(known)
+    if trained is not None and config.max_model_len > trained:
+        logger.warning(
+            "max_model_len is %d, more than the %d tokens the model was made for", config.max_model_len, trained
+        )
+    return config.max_model_len

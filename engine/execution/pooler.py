@@ -139,7 +139,7 @@ def _part(states: Tensor, mode: PoolingMode, start: int, skip: int) -> Float64:
     if mode == "last":
         part = states[-1]
     elif mode == "cls":
-        part = states[0]
+        part = states[skip - start if start <= skip < start + len(states) else 0]
     else:
         counted = states[max(skip - start, 0) :].double()
         if mode == "max":
@@ -160,8 +160,8 @@ def _add(row: PoolingRow, parts: Float64) -> Float64:
         return parts
     total = np.empty_like(parts)
     for i, mode in enumerate(row.pooling.modes):
-        if mode == "cls":
-            total[i] = row.before[i]
+        if mode == "cls":  # the first token that is not left out
+            total[i] = parts[i] if row.pooling.skip_tokens >= row.start else row.before[i]
         elif mode == "last":
             total[i] = parts[i]
         elif mode == "max":

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.attention.base import AttentionMetadata
 from engine.execution.kv_cache import KVCache
@@ -44,6 +44,7 @@ class ModelRunner:
         max_num_batched_tokens: most tokens in a plan.
         min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
         activation: what makes probabilities of the numbers of a head that classifies.
+        project: what maps pooled vectors (`engine.model.projection`).
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         min_rows: int = 1,
         activation: Activation = "none",
+        project: nn.Module | None = None,
     ):
         self.model = model
         self.cache = cache
@@ -66,7 +68,7 @@ class ModelRunner:
         self._tables = _Buffer(1024, torch.int32, device)
         self._cross_tables = _Buffer(1024, torch.int32, device)
         self._types = _Buffer(size, torch.int64, device)
-        self._pooler = Pooler(model.spec.head, self._logits, activation=activation)
+        self._pooler = Pooler(model.spec.head, self._logits, project=project, activation=activation)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

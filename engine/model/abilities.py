@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from typing import Any
 
+from engine.errors import UnsupportedModelError
 from engine.model import spec
+from engine.model.sentence import MODULES, Pipeline, torch_class
 from engine.outputs import Activation, PoolingMode, Task
 
 
@@ -21,22 +24,46 @@ class Abilities:
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     token_types: int = 0
+    lower_case: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    include_prompt: bool = True
 
     def facts(self) -> dict[str, Any]:
         """The fields by their names."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def find_abilities(config: Any, model: spec.ModelSpec) -> Abilities:
-    """What the model of a transformers config can serve."""
+logger = logging.getLogger("octavo.model")
+
+# What a cross-encoder's config may name, as sentence-transformers has it.
+_CROSS_ENCODERS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+
+
+def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Abilities:
+    """What the model of a transformers config can serve.
+
+    Args:
+        pipeline: what its folder says of its embeddings.
+
+    Raises:
+        ModelLoadError: the pipeline does not fit the model.
+    """
     embedding = model.trunk.embedding
-    types = embedding.token_types if isinstance(embedding, spec.Tokens) else 0
+    found: dict[str, Any] = {"lower_case": pipeline.lower_case}
+    found["token_types"] = embedding.token_types if isinstance(embedding, spec.Tokens) else 0
     match model.head:
         case spec.Classifier(labels=count, pooling=pooling):
             tasks: tuple[Task, ...] = ("token_classify",) if pooling is None else ("classify",)
             names = getattr(config, "id2label", None) or {}
-            labels = tuple(str(names.get(i, f"LABEL_{i}")) for i in range(count))
-            return Abilities(tasks=tasks, labels=labels, activation=_activation(config, model.head), token_types=types)
+            found["labels"] = tuple(str(names.get(i, f"LABEL_{i}")) for i in range(count))
+            found["activation"] = _activation(config, model.head, pipeline)
+            if pipeline.modes:
+                logger.warning(
+                    "%s makes embeddings of this model, but it has a head that classifies, and is served with that",
+                    pipeline.transformer / MODULES,
+                )
+            return Abilities(tasks=tasks, **found)
         case spec.Lm() if model.encoder is not None:
             return Abilities(tasks=("generate",))
         case spec.Lm():
@@ -45,20 +72,55 @@ def find_abilities(config: Any, model: spec.ModelSpec) -> Abilities:
             tasks = ("fill_mask", "embed")
         case _:
             tasks = ("embed",)
+    if pipeline.modes is None:
+        # A decoder's last token alone has seen all others.
+        found["pooling_modes"] = ("mean",) if model.decoder is None else ("last",)
+        return Abilities(tasks=tasks, embedding_size=model.trunk.output_size, **found)
+    if not pipeline.modes:
+        raise UnsupportedModelError(
+            f"{pipeline.transformer}: the pipeline of {MODULES} has no Pooling, and the model has no head that "
+            "classifies, so that it gives neither vectors nor scores. Add a Pooling module, or remove the file."
+        )
     return Abilities(
         tasks=tasks,
-        embedding_size=model.trunk.output_size,
-        # A decoder's last token alone has seen all others.
-        pooling_modes=("mean",) if model.decoder is None else ("last",),
-        token_types=types,
+        embedding_size=pipeline.embedding_size(model.trunk.output_size),
+        pooling_modes=pipeline.modes,
+        normalize=pipeline.normalize,
+        has_projection=bool(pipeline.layers),
+        prompts=pipeline.prompts,
+        default_prompt=pipeline.default_prompt,
+        include_prompt=pipeline.include_prompt,
+        **found,
     )
 
 
-def _activation(config: Any, head: spec.Classifier) -> Activation:
-    """As transformers' pipelines have it: by the kind of problem, else by the number of classes."""
+def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activation:
+    """What sentence-transformers wrote for a cross-encoder; else as transformers' pipelines have it, by the kind of
+    problem or by the number of classes.
+
+    Raises:
+        UnsupportedModelError: it names another function of torch than is implemented.
+    """
+    named = None if head.pooling is None else pipeline.activation or _cross_encoders(config)
+    name = None if named is None else torch_class(named)
+    if name in _CROSS_ENCODERS:
+        return _CROSS_ENCODERS[name]
+    if name is not None:
+        raise UnsupportedModelError(
+            f"The cross-encoder's activation is {named}; of torch.nn, {', '.join(_CROSS_ENCODERS)} are implemented."
+        )
     kind = getattr(config, "problem_type", None)
     if kind == "regression":
         return "none"
     if kind == "multi_label_classification" or (head.labels == 1 and head.pooling is not None):
         return "sigmoid"
     return "softmax"
+
+
+def _cross_encoders(config: Any) -> str | None:
+    """The activation that sentence-transformers, of this version or before 4.0, left in a cross-encoder's config."""
+    kept = getattr(config, "sentence_transformers", None)
+    name = kept.get("activation_fn") if isinstance(kept, dict) else None
+    if name is None:
+        name = getattr(config, "sbert_ce_default_activation_function", None)
+    return name if isinstance(name, str) else None

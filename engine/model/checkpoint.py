@@ -30,10 +30,16 @@ _PATTERNS = (
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
-    "spiece.model",
+    "*.model",
     "*.tiktoken",
     "chat_template*",
     "additional_chat_templates/*",
+    # Of sentence-transformers (`engine.model.sentence`): modules have folders of their own, the transformer may, too.
+    "modules.json",
+    "*sentence_*.json",
+    "*/config.json",
+    "0_*/*.json",
+    "0_*/*.txt",
 )
 
 
@@ -51,7 +57,7 @@ def locate(model: str, revision: str | None = None, hf_token: str | None = None,
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not _is_checkpoint(path):
             raise ModelLoadError(
                 f"The folder {path} holds no config.json, so it is no checkpoint in Hugging Face's layout. "
                 "Give the folder that holds config.json and the safetensors files."
@@ -62,6 +68,11 @@ def locate(model: str, revision: str | None = None, hf_token: str | None = None,
     if _looks_like_path(model):
         raise ModelLoadError(f"The folder {path} does not exist.")
     return _download(model, revision, hf_token, local_only=not download)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """It holds a config, or says in which of its folders there is one."""
+    return (path / "config.json").is_file() or (path / "modules.json").is_file()
 
 
 def _looks_like_path(model: str) -> bool:
@@ -109,7 +120,7 @@ def _download(model: str, revision: str | None, hf_token: str | None, local_only
         # Whatever the HTTP client of the installed version raises, full disks, rate limits.
         raise ModelLoadError(f"{at} could not be downloaded from the hub ({type(error).__name__}: {error}).") from error
     path = Path(folder)
-    if not (path / "config.json").is_file():
+    if not _is_checkpoint(path):
         raise ModelLoadError(f"The model {at} on the hub holds no config.json, so it cannot be loaded.")
     return path
 

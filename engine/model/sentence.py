@@ -1,0 +1,379 @@
+"""The module configs of sentence-transformers: what a checkpoint's folder says of its embeddings.
+
+`modules.json` lists the parts of a pipeline in the order they run: the transformer, the pooling, and what maps the
+pooled vector. Each has a config in a folder of its own. Types are Python classes; only their names are read, and
+nothing is ever imported by them. (https://sbert.net/docs/sentence_transformer/usage/custom_models.html)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.outputs import PoolingMode
+
+logger = logging.getLogger("octavo.model")
+
+MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+# The transformer's own settings; the others are names that old versions wrote.
+_TRANSFORMER_CONFIGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# Old configs have a switch for each kind of pooling; the order is that of the vectors side by side.
+_SWITCHES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_MODES: dict[str, PoolingMode] = {
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last",
+}
+# Classes of torch.nn that a dense layer may name: elementwise, and without weights or settings.
+ACTIVATIONS = (
+    "Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU", "LeakyReLU", "ELU", "SELU", "CELU", "ReLU6", "Mish",
+    "Softplus", "Softsign", "Tanhshrink", "Hardtanh", "Hardswish", "Hardsigmoid", "LogSigmoid",
+)  # fmt: skip
+_TORCH_MODULES = ("torch.nn.modules.activation", "torch.nn.modules.linear", "torch.nn")
+_VECTOR = "sentence_embedding"
+_UNLIMITED = 10**9  # transformers writes 1e30 where a tokenizer has no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLayer:
+    """activation(x @ weight.T + bias), plus x itself, or a matrix of it, where it is residual.
+
+    `activation` is the name of a class of torch.nn; `folder` holds the weights.
+    """
+
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+    residual: bool
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormLayer:
+    """A layer norm of the vector; `folder` holds the weights."""
+
+    size: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayer:
+    """The vector divided by its Euclidean norm, between other layers."""
+
+
+Layer = DenseLayer | NormLayer | UnitLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What the folder says; of a folder without modules.json, the defaults.
+
+    Attributes:
+        transformer: the folder that holds the transformer's config.json, weights and tokenizer.
+        modes: kinds of pooling whose vectors are laid side by side; empty where the pipeline has no pooling, None where
+            nothing is said.
+        width: features of the hidden states that are pooled, where it says so.
+        layers: what maps the pooled vector, in order.
+        normalize: the last thing is to divide by the norm.
+        include_prompt: the tokens of a prompt count in the pooling.
+        max_seq_length: the longest input in tokens, where it says so.
+        lower_case: texts are lower-cased before they are tokenised.
+        prompts: texts to put in front of inputs, by their names.
+        default_prompt: the name of the prompt that is used unless another is asked for.
+        activation: of a cross-encoder: dotted path of the class that makes scores of its numbers.
+    """
+
+    transformer: Path
+    modes: tuple[PoolingMode, ...] | None = None
+    width: int | None = None
+    layers: tuple[Layer, ...] = ()
+    normalize: bool = True
+    include_prompt: bool = True
+    max_seq_length: int | None = None
+    lower_case: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    activation: str | None = None
+
+    def embedding_size(self, hidden_size: int) -> int:
+        """Features of the vectors that the pipeline makes of hidden states of this size.
+
+        Raises:
+            ModelLoadError: it is made for another size, or the sizes of two layers do not fit each other.
+        """
+        if self.width not in (None, hidden_size):
+            raise ModelLoadError(
+                f"{self.transformer} has hidden states of {hidden_size} features, but the Pooling of its {MODULES} is "
+                f"made for {self.width}."
+            )
+        size = len(self.modes or ()) * hidden_size
+        for layer in self.layers:
+            if isinstance(layer, UnitLayer):
+                continue
+            wanted = layer.inputs if isinstance(layer, DenseLayer) else layer.size
+            if wanted != size:
+                raise ModelLoadError(
+                    f"{layer.folder / 'config.json'} is made for vectors of {wanted} features, but what comes before "
+                    f"it gives {size}."
+                )
+            size = layer.outputs if isinstance(layer, DenseLayer) else size
+        return size
+
+
+def read_pipeline(root: Path) -> Pipeline:
+    """What sentence-transformers' configs in a checkpoint's folder say.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged, or its values are impossible.
+        UnsupportedModelError: a module, or a setting of one, is not implemented.
+    """
+    if not (root / MODULES).is_file():
+        return Pipeline(transformer=root)
+    modules = [_Module.of(root, entry) for entry in _modules(root / MODULES)]
+    first = modules[0]
+    if first.kind != "Transformer":
+        raise first.refusal(f"a pipeline must begin with a Transformer, and this one with {first.kind}")
+    settings = _settings(root / SETTINGS)
+    cross_encoder = settings.get("model_type") == "CrossEncoder"
+    limits = _transformer(first, cross_encoder=cross_encoder)
+    if cross_encoder:
+        if len(modules) > 1:
+            raise modules[1].refusal("of cross-encoders, only a Transformer with a head that classifies is served")
+        name = settings.get("activation_fn")
+        named = name if isinstance(name, str) else None
+        return Pipeline(transformer=first.folder, modes=(), activation=named, **limits)
+    return Pipeline(transformer=first.folder, **limits, **_prompts(root / SETTINGS, settings), **_vector(modules[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """An entry of modules.json: the class's name, and the folder of its files."""
+
+    file: Path
+    name: str
+    kind: str
+    folder: Path
+
+    @classmethod
+    def of(cls, root: Path, entry: Any) -> _Module:
+        file = root / MODULES
+        if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
+            raise ModelLoadError(f"{file} is damaged: an entry has no type.")
+        path = entry.get("path", "")
+        if not isinstance(path, str) or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise ModelLoadError(f"{file} names the folder {path!r}; a module must lie in the checkpoint's folder.")
+        package, _, kind = entry["type"].rpartition(".")
+        module = cls(file, str(entry.get("name", path)), kind, root / path)
+        if package.partition(".")[0] != "sentence_transformers":
+            raise module.refusal(f"{entry['type']} is code from outside sentence-transformers, which is never run")
+        if kind not in _READERS and kind != "Transformer":
+            raise module.refusal(f"{entry['type']} is not implemented")
+        return module
+
+    def refusal(self, why: str) -> UnsupportedModelError:
+        known = ", ".join(("Transformer", *_READERS))
+        return UnsupportedModelError(f"{self.file}, module {self.name!r}: {why}. Served are {known}, in that order.")
+
+    def config(self, *, needed: bool = True) -> dict[str, Any]:
+        """Its config.json."""
+        file = self.folder / "config.json"
+        if not needed and not file.is_file():
+            return {}
+        found = _read(file)
+        if not isinstance(found, dict):
+            raise ModelLoadError(f"{file} is damaged: it holds no JSON object.")
+        return found
+
+    def number(self, config: dict[str, Any], *names: str) -> int:
+        """A size in its config, which may have one of several names."""
+        value = next((config[name] for name in names if name in config), None)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelLoadError(f"{self.folder / 'config.json'}: {names[0]} must be a whole number, got {value!r}.")
+        return value
+
+    def on_vector(self, config: dict[str, Any]) -> None:
+        """Refuse a module that reads or writes something else than the pooled vector."""
+        for name in ("module_input_name", "module_output_name"):
+            if config.get(name) not in (None, _VECTOR):
+                raise self.refusal(f"{name} is {config[name]!r}, and only {_VECTOR} is implemented")
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{file} is missing. Download the checkpoint again.") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{file} is not valid JSON ({error}).") from error
+
+
+def _modules(file: Path) -> list[Any]:
+    found = _read(file)
+    if not isinstance(found, list) or not found:
+        raise ModelLoadError(f"{file} is damaged: it holds no list of modules.")
+    return found
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """config_sentence_transformers.json; empty where there is none."""
+    found = _read(file) if file.is_file() else {}
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{file} is damaged: it holds no JSON object.")
+    kind = found.get("model_type", "SentenceTransformer")
+    if kind not in ("SentenceTransformer", "CrossEncoder"):
+        raise UnsupportedModelError(
+            f"{file}: model_type is {kind!r}; served are SentenceTransformer (one vector per text) and CrossEncoder."
+        )
+    return found
+
+
+def _prompts(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise ModelLoadError(f"{file}: prompts must be an object of names and texts.")
+    if default is not None and default not in prompts:
+        raise ModelLoadError(f"{file}: default_prompt_name is {default!r}, which is none of {', '.join(prompts)}.")
+    return {"prompts": {name: text or "" for name, text in prompts.items()}, "default_prompt": default}
+
+
+def _transformer(module: _Module, *, cross_encoder: bool) -> dict[str, Any]:
+    """What the transformer's settings say of its inputs.
+
+    Raises:
+        UnsupportedModelError: it reads texts, or answers, in another way than its hidden states.
+    """
+    if not (module.folder / "config.json").is_file():
+        raise ModelLoadError(f"{module.file}: {module.folder} holds no config.json, so it is no transformer.")
+    files = (module.folder / name for name in _TRANSFORMER_CONFIGS)
+    file = next((file for file in files if file.is_file()), module.folder / _TRANSFORMER_CONFIGS[0])
+    config = _read(file) if file.is_file() else {}
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{file} is damaged: it holds no JSON object.")
+    task, states, output = "feature-extraction", "last_hidden_state", "token_embeddings"
+    if cross_encoder:
+        task, states, output = "sequence-classification", "logits", "scores"
+    if config.get("transformer_task", task) != task:
+        raise module.refusal(f"transformer_task is {config['transformer_task']!r} in {file.name}, not {task!r}")
+    ways = config.get("modality_config") or {"text": {"method_output_name": states}}
+    if "message" in ways:
+        raise module.refusal(f"{file.name} has texts rendered as chat messages, which is not implemented")
+    if ways.get("text", {}).get("method_output_name") != states or config.get("module_output_name", output) != output:
+        raise module.refusal(f"{file.name} asks for another output than {states}, which is not implemented")
+    for name in ("model_args", "model_kwargs", "config_args", "config_kwargs", "processing_kwargs", "query_expansion"):
+        if config.get(name):
+            logger.warning("%s: %s is not heeded: %s", file, name, config[name])
+    length = config.get("max_seq_length")
+    if length is None and (module.folder / "tokenizer_config.json").is_file():
+        length = (_read(module.folder / "tokenizer_config.json") or {}).get("model_max_length")
+        length = int(length) if isinstance(length, int | float) and length < _UNLIMITED else None
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+        raise ModelLoadError(f"{file}: max_seq_length must be a whole number, got {length!r}.")
+    return {"max_seq_length": length, "lower_case": config.get("do_lower_case") is True}
+
+
+def _vector(modules: list[_Module]) -> dict[str, Any]:
+    """What becomes of the hidden states: the pooling, and the layers after it."""
+    if not modules or modules[0].kind != "Pooling":
+        # Without pooling there are no vectors, but the model may have a head that needs none.
+        if modules:
+            raise modules[0].refusal(f"{modules[0].kind} comes before any Pooling")
+        return {"modes": ()}
+    pooling = modules[0].config()
+    modes = _pooling_modes(modules[0], pooling)
+    layers: list[Layer] = []
+    for module in modules[1:]:
+        layer = _READERS[module.kind](module)
+        # Once normalised, a vector stays so.
+        if layer is not None and not (isinstance(layer, UnitLayer) and layers and layer == layers[-1]):
+            layers.append(layer)
+    normalize = bool(layers) and isinstance(layers[-1], UnitLayer)
+    names = ("embedding_dimension", "word_embedding_dimension")
+    return {
+        "modes": modes,
+        "width": modules[0].number(pooling, *names) if any(name in pooling for name in names) else None,
+        "layers": tuple(layers[:-1] if normalize else layers),
+        "normalize": normalize,
+        "include_prompt": pooling.get("include_prompt", True) is not False,
+    }
+
+
+def _pooling_modes(module: _Module, config: dict[str, Any]) -> tuple[PoolingMode, ...]:
+    asked = config.get("pooling_mode")
+    if asked is None:
+        asked = [mode for switch, mode in _SWITCHES.items() if config.get(switch)] or "mean"
+    names = [asked] if isinstance(asked, str) else asked
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ModelLoadError(f"{module.folder / 'config.json'}: pooling_mode must be a name or a list of names.")
+    for name in names:
+        if name not in _MODES:
+            raise module.refusal(f"pooling_mode {name!r} is none of {', '.join(_MODES)}")
+    return tuple(_MODES[name] for name in names)
+
+
+def _dense(module: _Module) -> DenseLayer:
+    config = module.config()
+    module.on_vector(config)
+    name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = torch_class(name) if isinstance(name, str) else "Identity" if name is None else None
+    if activation not in ACTIVATIONS:
+        raise module.refusal(f"activation_function is {name!r}; of torch.nn, {', '.join(ACTIVATIONS)} are implemented")
+    return DenseLayer(
+        inputs=module.number(config, "in_features"),
+        outputs=module.number(config, "out_features"),
+        bias=config.get("bias", True) is not False,
+        activation=activation,
+        residual=config.get("use_residual") is True,
+        folder=module.folder,
+    )
+
+
+def _normalize(module: _Module) -> UnitLayer:
+    module.on_vector(module.config(needed=False))
+    return UnitLayer()
+
+
+def _layer_norm(module: _Module) -> NormLayer:
+    return NormLayer(size=module.number(module.config(), "dimension"), folder=module.folder)
+
+
+def _dropout(module: _Module) -> None:
+    """Dropout belongs to training."""
+
+
+def _second_pooling(module: _Module) -> Layer:
+    raise module.refusal("there is more than one Pooling")
+
+
+_READERS: dict[str, Callable[[_Module], Layer | None]] = {
+    "Pooling": _second_pooling,
+    "Dense": _dense,
+    "LayerNorm": _layer_norm,
+    "Normalize": _normalize,
+    "Dropout": _dropout,
+}
+
+
+def torch_class(path: str) -> str | None:
+    """The class of torch.nn that a dotted path names; None for anything else."""
+    package, _, name = path.rpartition(".")
+    return name if package in _TORCH_MODULES else None
