@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.errors import ModelLoadError
 from engine.model.sentence import DenseLayer, Layer, NormLayer
-from engine.model.weights import SINGLE_FILE, Checkpoint
+from engine.model.weights import FORMATS, SINGLE_FILE, Checkpoint
 
 
 class Dense(nn.Module):
@@ -100,5 +100,10 @@ def _fill(module: nn.Module, folder: Path) -> None:
                 raise ModelLoadError(
                     f"{folder / SINGLE_FILE}: the tensor {name} should have shape {list(parameter.shape)} by its "
                     f"config.json, but is stored as {list(stored.shape(name))}."
+                )
+            if stored.format(name) not in FORMATS:
+                raise ModelLoadError(
+                    f"{folder / SINGLE_FILE}: the tensor {name} is stored as {stored.format(name)}; only "
+                    f"{', '.join(FORMATS)} are read."
                 )
             parameter.data.copy_(stored.read(name))

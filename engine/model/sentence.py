@@ -186,13 +186,13 @@ class _Module:
         module = cls(file, str(entry.get("name", path)), kind, root / path)
         if package.partition(".")[0] != "sentence_transformers":
             raise module.refusal(f"{entry['type']} is code from outside sentence-transformers, which is never run")
-        if kind not in _READERS and kind != "Transformer":
+        if kind not in _READERS:
             raise module.refusal(f"{entry['type']} is not implemented")
         return module
 
     def refusal(self, why: str) -> UnsupportedModelError:
-        known = ", ".join(("Transformer", *_READERS))
-        return UnsupportedModelError(f"{self.file}, module {self.name!r}: {why}. Served are {known}, in that order.")
+        known = ", ".join(_READERS)
+        return UnsupportedModelError(f"{self.file}, module {self.name!r}: {why}. Implemented are {known}.")
 
     def config(self, *, needed: bool = True) -> dict[str, Any]:
         """Its config.json."""
@@ -360,12 +360,14 @@ def _dropout(module: _Module) -> None:
     """Dropout belongs to training."""
 
 
-def _second_pooling(module: _Module) -> Layer:
-    raise module.refusal("there is more than one Pooling")
+def _second(module: _Module) -> Layer:
+    raise module.refusal(f"there is more than one {module.kind}")
 
 
+# What follows the pooling. The transformer and the pooling themselves are read where the pipeline is.
 _READERS: dict[str, Callable[[_Module], Layer | None]] = {
-    "Pooling": _second_pooling,
+    "Transformer": _second,
+    "Pooling": _second,
     "Dense": _dense,
     "LayerNorm": _layer_norm,
     "Normalize": _normalize,

@@ -31,7 +31,7 @@ logger = logging.getLogger("octavo.model")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING, ENCODER_EMBEDDING = "decoder.embedding.tokens", "encoder.embedding.tokens"
-_FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
 
@@ -94,7 +94,7 @@ def stored_dtype(path: Path, config: Any) -> torch.dtype:
     if named is None:
         with Checkpoint(path) as checkpoint:
             largest = max(checkpoint.names, key=lambda name: checkpoint.shape(name).numel(), default=None)
-            named = None if largest is None else _FORMATS.get(checkpoint.format(largest))
+            named = None if largest is None else FORMATS.get(checkpoint.format(largest))
     return named if named in (torch.float16, torch.bfloat16) else torch.float32
 
 
@@ -304,10 +304,10 @@ def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dic
                 f"{checkpoint.path}: the tensor {name} should have shape {list(destination.shape)} by the config, "
                 f"but is stored as {list(checkpoint.shape(name))}."
             )
-        if checkpoint.format(name) not in _FORMATS:
+        if checkpoint.format(name) not in FORMATS:
             raise UnsupportedModelError(
                 f"{checkpoint.path}: the tensor {name} is stored as {checkpoint.format(name)}; only "
-                f"{', '.join(_FORMATS)} are read. Use a checkpoint that is not quantised."
+                f"{', '.join(FORMATS)} are read. Use a checkpoint that is not quantised."
             )
     return destinations
 
