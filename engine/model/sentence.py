@@ -22,9 +22,14 @@ logger = logging.getLogger("octavo.model")
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 # The transformer's own settings; the others are names that old versions wrote.
-_TRANSFORMER_CONFIGS = tuple(
-    f"sentence_{kind}_config.json"
-    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+_TRANSFORMER_CONFIGS = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
 )
 # Old configs have a switch for each kind of pooling; the order is that of the vectors side by side.
 _SWITCHES = {
