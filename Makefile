@@ -5,13 +5,17 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: serve test lint docs install clean
+.PHONY: serve test test-real lint docs install clean
 
 serve:
 	@$(PYTHON) tools/setup.py serve $(ARGS)
 
 test:
 	@$(PYTHON) tools/setup.py test $(ARGS)
+
+# Downloads a real model, 84 MB, for the tests that need one.
+test-real:
+	@$(PYTHON) tools/setup.py test-real $(ARGS)
 
 lint:
 	@$(PYTHON) tools/setup.py lint

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -267,7 +268,13 @@ class TestCommandLine:
     def test_help_names_every_command(self) -> None:
         done = self.run("--help")
         assert done.returncode == 0
-        assert all(f"setup.py {name}" in done.stdout for name in ("serve", "test", "lint", "docs", "install"))
+        assert all(f"setup.py {name}" in done.stdout for name in setup.EXTRAS)
+
+    def test_what_commands_ask_for_is_there(self) -> None:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert frozenset().union(*setup.EXTRAS.values()) <= project["optional-dependencies"].keys()
+        assert setup.TESTS.keys() <= setup.EXTRAS.keys()
+        assert all((ROOT / part).is_file() for tests in setup.TESTS.values() for part in tests if part.endswith(".py"))
 
     @pytest.mark.parametrize("arguments", [("bake",), ("lint", "--fast"), ()])
     def test_a_wrong_call_changes_nothing_and_ends_with_2(self, arguments: tuple[str, ...]) -> None:

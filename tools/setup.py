@@ -3,6 +3,7 @@
 
     python3 tools/setup.py serve [ARGS]     set up, then run `octavo serve ARGS`
     python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`; without ARGS all tests, on several cores
+    python3 tools/setup.py test-real        set up with a real model (84 MB), then run the tests that need it
     python3 tools/setup.py lint             set up, then run ruff and mypy
     python3 tools/setup.py docs             set up, then write README's table of families
     python3 tools/setup.py install          set up for all of these
@@ -56,10 +57,13 @@ STAMP = VENV / "octavo-setup.json"
 CLIENTS = Path("tests") / "clients"  # other clients' versions, which the tests run beside those of the constraints
 # A file's tests stay together: they share what is costly to make.
 ALL_TESTS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+# What `pytest` is told where no ARGS are given.
+TESTS: dict[str, tuple[str, ...]] = {"test": ALL_TESTS, "test-real": ("tests/test_real_embeddings.py",)}
 WINDOWS = os.name == "nt"
 EXTRAS: dict[str, frozenset[str]] = {
     "serve": frozenset(),
     "test": frozenset({"test"}),
+    "test-real": frozenset({"test", "real-model"}),
     "lint": frozenset({"lint"}),
     "docs": frozenset(),
     "install": frozenset({"test", "lint"}),
@@ -318,9 +322,9 @@ def main(arguments: Sequence[str]) -> int:
         set_up(command)
         if command == "serve":
             become([str(program("octavo")), "serve", *extra])
-        if command == "test":
+        if command in TESTS:
             os.chdir(ROOT)
-            become([str(program("python")), "-m", "pytest", *(extra or ALL_TESTS)])
+            become([str(program("python")), "-m", "pytest", *(extra or TESTS[command])])
         if command == "docs":
             become([str(program("python")), str(ROOT / "tools" / "families_table.py")])
         return lint() if command == "lint" else 0
