@@ -14,6 +14,7 @@ from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_byt
 from engine.execution.loading import find_max_model_len
 from engine.execution.memory import available_memory
 from engine.launch import make_folder, remove_folder
+from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import architecture, build_spec
 from engine.model.sentence import read_pipeline
@@ -101,6 +102,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
+    find_abilities(hf_config, spec, pipeline)  # refuses what does not fit
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)

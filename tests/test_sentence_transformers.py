@@ -436,6 +436,8 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
         "another output than last_hidden_state",
     ),
     "length": ([MEAN], {"limits": {"max_seq_length": "long"}}, "max_seq_length must be a whole number, got 'long'"),
+    "modalities": ([MEAN], {"limits": {"modality_config": ["text"]}}, "modality_config must be an object of objects"),
+    "no-object": ([MEAN], {"limits": ["text"]}, r"sentence_bert_config\.json is damaged: it holds no JSON object"),
     "sparse": ([MEAN], {"settings": {"model_type": "SparseEncoder"}}, "model_type is 'SparseEncoder'; served are"),
     "prompts": ([MEAN], {"settings": {"prompts": ["query: "]}}, "prompts must be an object of names and texts"),
     "default-prompt": (

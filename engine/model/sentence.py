@@ -201,13 +201,7 @@ class _Module:
 
     def config(self, *, needed: bool = True) -> dict[str, Any]:
         """Its config.json."""
-        file = self.folder / "config.json"
-        if not needed and not file.is_file():
-            return {}
-        found = _read(file)
-        if not isinstance(found, dict):
-            raise ModelLoadError(f"{file} is damaged: it holds no JSON object.")
-        return found
+        return _object(self.folder / "config.json", needed=needed)
 
     def number(self, config: dict[str, Any], *names: str) -> int:
         """A size in its config, which may have one of several names."""
@@ -232,6 +226,14 @@ def _read(file: Path) -> Any:
         raise ModelLoadError(f"{file} is not valid JSON ({error}).") from error
 
 
+def _object(file: Path, *, needed: bool = False) -> dict[str, Any]:
+    """A JSON object; an empty one where there is no file and none is needed."""
+    found = _read(file) if needed or file.is_file() else {}
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{file} is damaged: it holds no JSON object.")
+    return found
+
+
 def _modules(file: Path) -> list[Any]:
     found = _read(file)
     if not isinstance(found, list) or not found:
@@ -241,9 +243,7 @@ def _modules(file: Path) -> list[Any]:
 
 def _settings(file: Path) -> dict[str, Any]:
     """config_sentence_transformers.json; empty where there is none."""
-    found = _read(file) if file.is_file() else {}
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"{file} is damaged: it holds no JSON object.")
+    found = _object(file)
     kind = found.get("model_type", "SentenceTransformer")
     if kind not in ("SentenceTransformer", "CrossEncoder"):
         raise UnsupportedModelError(
@@ -271,15 +271,15 @@ def _transformer(module: _Module, *, cross_encoder: bool) -> dict[str, Any]:
         raise ModelLoadError(f"{module.file}: {module.folder} holds no config.json, so it is no transformer.")
     files = (module.folder / name for name in _TRANSFORMER_CONFIGS)
     file = next((file for file in files if file.is_file()), module.folder / _TRANSFORMER_CONFIGS[0])
-    config = _read(file) if file.is_file() else {}
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{file} is damaged: it holds no JSON object.")
+    config = _object(file)
     task, states, output = "feature-extraction", "last_hidden_state", "token_embeddings"
     if cross_encoder:
         task, states, output = "sequence-classification", "logits", "scores"
     if config.get("transformer_task", task) != task:
         raise module.refusal(f"transformer_task is {config['transformer_task']!r} in {file.name}, not {task!r}")
     ways = config.get("modality_config") or {"text": {"method_output_name": states}}
+    if not isinstance(ways, dict) or not isinstance(ways.get("text", {}), dict):
+        raise ModelLoadError(f"{file}: modality_config must be an object of objects.")
     if "message" in ways:
         raise module.refusal(f"{file.name} has texts rendered as chat messages, which is not implemented")
     if ways.get("text", {}).get("method_output_name") != states or config.get("module_output_name", output) != output:
@@ -288,11 +288,11 @@ def _transformer(module: _Module, *, cross_encoder: bool) -> dict[str, Any]:
         if config.get(name):
             logger.warning("%s: %s is not heeded: %s", file, name, config[name])
     length = config.get("max_seq_length")
-    if length is None and (module.folder / "tokenizer_config.json").is_file():
-        length = (_read(module.folder / "tokenizer_config.json") or {}).get("model_max_length")
-        length = int(length) if isinstance(length, int | float) and length < _UNLIMITED else None
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelLoadError(f"{file}: max_seq_length must be a whole number, got {length!r}.")
+    if length is None:  # then today's versions let the tokenizer say it
+        most = _object(module.folder / "tokenizer_config.json").get("model_max_length")
+        length = int(most) if isinstance(most, int | float) and 1 <= most < _UNLIMITED else None
     return {"max_seq_length": length, "lower_case": config.get("do_lower_case") is True}
 
 
