@@ -133,7 +133,7 @@ PIPELINES: dict[str, list[Module]] = {
     "no-bias": [dense(HIDDEN, 8, NN + "ReLU", bias=False)],
     "normalize-first": [NORMALIZE, dense(HIDDEN, 40), NORMALIZE, layer_norm(40)],
     "layer-norm": [layer_norm(HIDDEN), DROPOUT, dense(HIDDEN, 12), NORMALIZE, NORMALIZE],
-    "normalize-dropout": [NORMALIZE, DROPOUT],
+    "normalize-twice": [NORMALIZE, DROPOUT, NORMALIZE],
     "residual": [dense(HIDDEN, HIDDEN, use_residual=True), dense(HIDDEN, 10, use_residual=True)],
 }
 
