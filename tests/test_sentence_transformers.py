@@ -504,7 +504,10 @@ def test_a_head_that_classifies_comes_first(tmp_path: Path, caplog: pytest.LogCa
     config = checkpoint.read_config(folder)
     found = find_abilities(config, build_spec(config), sentence.read_pipeline(folder))
     assert (found.tasks, found.labels) == (("classify",), ("LABEL_0", "LABEL_1"))
-    assert "modules.json makes embeddings of this model, but it has a head that classifies" in caplog.text
+    assert (
+        "modules.json makes embeddings of this model, which are not served: it has a head that classifies"
+        in caplog.text
+    )
 
 
 def test_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

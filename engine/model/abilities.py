@@ -52,19 +52,21 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
     embedding = model.trunk.embedding
     found: dict[str, Any] = {"lower_case": pipeline.lower_case}
     found["token_types"] = embedding.token_types if isinstance(embedding, spec.Tokens) else 0
+    both = model.encoder is not None and model.decoder is not None
+    if pipeline.modes and (both or isinstance(model.head, spec.Classifier)):
+        logger.warning(
+            "%s makes embeddings of this model, which are not served: it has a head that %s",
+            pipeline.transformer / MODULES,
+            "generates" if both else "classifies",
+        )
     match model.head:
         case spec.Classifier(labels=count, pooling=pooling):
             tasks: tuple[Task, ...] = ("token_classify",) if pooling is None else ("classify",)
             names = getattr(config, "id2label", None) or {}
             found["labels"] = tuple(str(names.get(i, f"LABEL_{i}")) for i in range(count))
             found["activation"] = _activation(config, model.head, pipeline)
-            if pipeline.modes:
-                logger.warning(
-                    "%s makes embeddings of this model, but it has a head that classifies, and is served with that",
-                    pipeline.transformer / MODULES,
-                )
             return Abilities(tasks=tasks, **found)
-        case spec.Lm() if model.encoder is not None:
+        case spec.Lm() if both:
             return Abilities(tasks=("generate",))
         case spec.Lm():
             tasks = ("generate", "embed")
