@@ -218,6 +218,7 @@ def test_the_lifeline() -> None:
     info = EngineInfo(
         model="m", model_path="p", dtype="float32", kv_cache_dtype="int8", device="cpu", max_model_len=64,
         vocab_size=10, block_size=16, num_blocks=10, full_requests=2.5, max_num_seqs=8, max_num_beams=16,
+        prompts={"query": "q: "}, default_prompt="query",
     )  # fmt: skip
     start = Start(EngineConfig(model="m", kv_cache_memory="4GiB", hf_token="x"), "ipc:///a", "/a", 20, "json")
     ours, theirs = socket.socketpair()
