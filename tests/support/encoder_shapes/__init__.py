@@ -1,0 +1,1 @@
+"""One module a family: its configurations that are tested against transformers, as `SHAPES`."""
