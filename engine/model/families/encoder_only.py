@@ -1,0 +1,176 @@
+"""What encoder-only families have in common: BERT's stack under their own names for it, and the usual heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.model.families.common import even_head_dim, linear, norm, qkv
+from engine.model.positions import RelativeBuckets
+from engine.model.spec import (
+    Activation,
+    Attention,
+    Block,
+    Classifier,
+    Dense,
+    MaskedLm,
+    ModelSpec,
+    Norm,
+    Post,
+    Stack,
+    Tokens,
+)
+from engine.model.table import Entry
+
+
+def refuse_decoders(config: Any) -> None:
+    """Refuse the settings that make something else of such a model.
+
+    Raises:
+        UnsupportedModelError: it is to be a decoder, or to tell positions apart in attention.
+    """
+    for name in ("is_decoder", "add_cross_attention"):
+        if getattr(config, name, False):
+            raise UnsupportedModelError(
+                f"The config sets {name}: this architecture is served as an encoder only, which sees all tokens of "
+                "an input. Set it to false if the checkpoint was trained as one."
+            )
+    kind = getattr(config, "position_embedding_type", None)
+    if kind not in (None, "absolute"):
+        raise UnsupportedModelError(
+            f"position_embedding_type of the config is {kind!r}; implemented: absolute (positions that are added to "
+            "the tokens' vectors)."
+        )
+
+
+def post_norm_encoder(
+    embedding: Tokens,
+    *,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    ffn: Dense,
+    layer_norm: Norm,
+    shared_bias: RelativeBuckets | None = None,
+) -> Stack:
+    """BERT's encoder: norms after the residual, biases everywhere (arXiv:1810.04805).
+
+    Raises:
+        UnsupportedModelError: the heads cannot share hidden_size evenly.
+    """
+    head_dim = even_head_dim(hidden_size, heads)
+    attention = Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        causal=False,
+        qkv_bias=True,
+        out_bias=True,
+    )
+    block = Block(placement=Post(layer_norm, layer_norm), attention=attention, ffn=ffn)
+    return Stack(
+        hidden_size=hidden_size,
+        embedding=embedding,
+        blocks=(block,) * layers,
+        final_norm=None,
+        shared_bias=shared_bias,
+    )
+
+
+def token_classifier(config: Any) -> Classifier:
+    """One matrix over each token."""
+    return Classifier(labels=config.num_labels, pooling=None)
+
+
+def first_token_classifier(config: Any, activation: Activation) -> Classifier:
+    """Two layers over the first token."""
+    return Classifier(labels=config.num_labels, pooling="cls", activation=activation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNames:
+    """What a family calls the parts of a layer."""
+
+    queries: str
+    keys: str
+    values: str
+    out: str
+    attention_norm: str
+    up: str
+    down: str
+    ffn_norm: str
+
+
+BERT_LAYER = LayerNames(
+    queries="attention.self.query",
+    keys="attention.self.key",
+    values="attention.self.value",
+    out="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    ffn_norm="output.LayerNorm",
+)
+
+
+def stack_weights(
+    model: ModelSpec, source: str, *, layers: str = "encoder.layer", names: LayerNames = BERT_LAYER
+) -> list[Entry]:
+    """The weights of `post_norm_encoder`.
+
+    Args:
+        source: what all names begin with.
+        layers: of its layers, by their numbers.
+    """
+    assert model.encoder is not None
+    assert isinstance(model.encoder.embedding, Tokens)
+    embedding = model.encoder.embedding
+    tables = {"tokens": "word_embeddings", "positions": "position_embeddings"}
+    if embedding.token_types:
+        tables["types"] = "token_type_embeddings"
+    entries = [
+        Entry(f"encoder.embedding.{ours}", (f"{source}.embeddings.{theirs}.weight",), shard_axis=0)
+        for ours, theirs in tables.items()
+    ]
+    entries += norm("encoder.embedding.norm", f"{source}.embeddings.LayerNorm", bias=True)
+    for i, block in enumerate(model.encoder.blocks):
+        target, layer = f"encoder.blocks.{i}", f"{source}.{layers}.{i}"
+        projections = (f"{layer}.{names.queries}", f"{layer}.{names.keys}", f"{layer}.{names.values}")
+        entries += [
+            *qkv(f"{target}.attention.inner.qkv", projections, block.attention),
+            *linear(f"{target}.attention.inner.out", f"{layer}.{names.out}", True, 1),
+            *norm(f"{target}.attention.outer", f"{layer}.{names.attention_norm}", bias=True),
+            *linear(f"{target}.ffn.inner.up", f"{layer}.{names.up}", True, 0),
+            *linear(f"{target}.ffn.inner.down", f"{layer}.{names.down}", True, 1),
+            *norm(f"{target}.ffn.outer", f"{layer}.{names.ffn_norm}", bias=True),
+        ]
+    return entries
+
+
+def masked_lm_weights(head: MaskedLm, *, dense: str, layer_norm: str, output: str, bias: str | None) -> list[Entry]:
+    """A masked-language-model head under these names.
+
+    Args:
+        output: of the matrix, which may be stored instead of the token table that it is tied to.
+        bias: of the output's bias, where it may have a name of its own; the matrix's own bias goes first, since it is
+            what is added where both are stored.
+    """
+    biases = [f"{output}.bias"] if bias is None else [f"{output}.bias", bias]
+    return [
+        *linear("head.dense", dense, True, 0),
+        *norm("head.norm", layer_norm, bias=True),
+        *(Entry("head.output.bias", (name,), shard_axis=0) for name in biases),
+        Entry("encoder.embedding.tokens" if head.tied else "head.output.weight", (f"{output}.weight",), shard_axis=0),
+    ]
+
+
+def first_token_weights(dense: str, output: str) -> list[Entry]:
+    """Two layers over the first token under these names."""
+    return [*linear("head.dense", dense, True, 0), *linear("head.output", output, True, 0)]
+
+
+def token_weights(source: str) -> list[Entry]:
+    """One matrix over each token under this name."""
+    return linear("head.output", source, True, 0)
