@@ -181,6 +181,13 @@ def test_no_parameter_is_left_at_its_first_value(subject: Subject) -> None:
         assert parameter.numel() == 1 or bool((parameter != parameter.flatten()[0]).any()), name
 
 
+def test_tokens_without_position_are_among_the_inputs(subject: Subject) -> None:
+    """Ids of RoBERTa's padding, not only at an input's ends."""
+    unplaced = subject.engine.runner.model.unplaced
+    found = [input for input in subject.model.inputs() if unplaced in list(input.token_ids)[1:-1]]
+    assert (len(found) > 3) == (unplaced is not None)
+
+
 def test_lengths_of_inputs() -> None:
     """From one token to 300."""
     assert min(LENGTHS) == 1

@@ -193,6 +193,7 @@ class Tokens:
         token_types: number of segment embeddings added, 0 for none.
         norm: applied to the sum.
         projection: features that the vectors are mapped to by a matrix without bias, before positions are added.
+        expansion: features that the normed sum is mapped to at last, by a matrix with a bias (arXiv:2003.10555).
     """
 
     vocab_size: int
@@ -202,6 +203,7 @@ class Tokens:
     token_types: int = 0
     norm: Norm | None = None
     projection: int | None = None
+    expansion: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

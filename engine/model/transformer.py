@@ -49,6 +49,7 @@ class TokenEmbedding(nn.Module):
         if isinstance(part.positions, Sinusoidal):
             self.waves = SinusoidalTable(part.positions, hidden, length, place)
         self.norm = build_norm(part.norm, hidden, place)
+        self.expansion = None if part.expansion is None else Linear(hidden, part.expansion, True, place)
         # Rounded to the weights' format, as the checkpoint was trained.
         self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
 
@@ -66,6 +67,8 @@ class TokenEmbedding(nn.Module):
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.norm is not None:
             x = self.norm(x)
+        if self.expansion is not None:
+            x = self.expansion(x)
         return x
 
 

@@ -24,21 +24,26 @@ def spec(config: Any) -> ModelSpec:
     return ModelSpec(encoder=stack(config, Learned(config.max_position_embeddings)), decoder=None, head=_head(config))
 
 
-def stack(config: Any, positions: Learned) -> Stack:
+def stack(config: Any, positions: Learned, width: int | None = None) -> Stack:
     """The encoder of a config of BERT's kind.
+
+    Args:
+        width: features of the vectors that it begins with, hidden_size by default.
 
     Raises:
         UnsupportedModelError: a setting that no part expresses.
     """
     refuse_decoders(config)
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
+    width = width or config.hidden_size
     return post_norm_encoder(
         Tokens(
             vocab_size=config.vocab_size,
-            width=config.hidden_size,
+            width=width,
             positions=positions,
             token_types=config.type_vocab_size,
             norm=layer_norm,
+            expansion=None if width == config.hidden_size else config.hidden_size,
         ),
         hidden_size=config.hidden_size,
         layers=config.num_hidden_layers,
@@ -105,7 +110,6 @@ FAMILY = Family(
         "BertForTokenClassification",
         "BertModel",
     ),
-    headless=("BertModel",),
     brings="encoder, learned positions, segments",
     spec=spec,
     weights=weights,

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import even_head_dim, linear, norm, qkv
-from engine.model.positions import RelativeBuckets
+from engine.model.positions import Learned, RelativeBuckets
 from engine.model.spec import (
     Activation,
     Attention,
@@ -42,6 +42,21 @@ def refuse_decoders(config: Any) -> None:
             f"position_embedding_type of the config is {kind!r}; implemented: absolute (positions that are added to "
             "the tokens' vectors)."
         )
+
+
+def positions_after_padding(config: Any, padding: int | None) -> Learned:
+    """Learned positions that begin after the padding's row, and do not count tokens of its id (fairseq).
+
+    Raises:
+        UnsupportedModelError: the id is none, or the table has no row after its own.
+    """
+    size = config.max_position_embeddings
+    if not isinstance(padding, int) or not 0 <= padding < size - 1:
+        raise UnsupportedModelError(
+            f"pad_token_id of the config must be from 0 to {size - 2}, below its max_position_embeddings {size}, since "
+            f"positions are counted from the row after it; got {padding!r}."
+        )
+    return Learned(size, offset=padding + 1, unplaced=padding)
 
 
 def post_norm_encoder(
@@ -149,7 +164,9 @@ def stack_weights(
     return entries
 
 
-def masked_lm_weights(head: MaskedLm, *, dense: str, layer_norm: str, output: str, bias: str | None) -> list[Entry]:
+def masked_lm_weights(
+    head: MaskedLm, *, dense: str, layer_norm: str, output: str, bias: str | None = None
+) -> list[Entry]:
     """A masked-language-model head under these names.
 
     Args:

@@ -1,0 +1,100 @@
+"""DistilBERT: BERT's encoder without segments, under names of its own (arXiv:1910.01108)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model.families.common import activation
+from engine.model.families.encoder_only import (
+    LayerNames,
+    first_token_classifier,
+    first_token_weights,
+    masked_lm_weights,
+    post_norm_encoder,
+    refuse_decoders,
+    stack_weights,
+    token_classifier,
+    token_weights,
+)
+from engine.model.positions import Learned
+from engine.model.spec import Classifier, Dense, Head, MaskedLm, ModelSpec, Norm, Pool, Tokens
+from engine.model.table import Family, WeightTable
+
+_NORM = Norm("layer", 1e-12, bias=True)
+_LAYER = LayerNames(
+    queries="attention.q_lin",
+    keys="attention.k_lin",
+    values="attention.v_lin",
+    out="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    up="ffn.lin1",
+    down="ffn.lin2",
+    ffn_norm="output_layer_norm",
+)
+
+
+def spec(config: Any) -> ModelSpec:
+    refuse_decoders(config)
+    encoder = post_norm_encoder(
+        Tokens(
+            vocab_size=config.vocab_size,
+            width=config.dim,
+            # With sinusoidal_pos_embds they are only not trained: checkpoints store them as any others.
+            positions=Learned(config.max_position_embeddings),
+            norm=_NORM,
+        ),
+        hidden_size=config.dim,
+        layers=config.n_layers,
+        heads=config.n_heads,
+        ffn=Dense(config.hidden_dim, activation(config.activation), bias=True),
+        layer_norm=_NORM,
+    )
+    return ModelSpec(encoder=encoder, decoder=None, head=_head(config))
+
+
+def _head(config: Any) -> Head:
+    match config.architectures[0]:
+        case "DistilBertForMaskedLM":
+            return MaskedLm(tied=config.tie_word_embeddings, activation=activation(config.activation), norm=_NORM)
+        case "DistilBertForSequenceClassification":
+            return first_token_classifier(config, "relu")
+        case "DistilBertForTokenClassification":
+            return token_classifier(config)
+        case _:
+            return Pool()
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    entries = stack_weights(model, "distilbert", layers="transformer.layer", names=_LAYER)
+    ignored = [r"distilbert\.embeddings\.position_ids"]
+    match model.head:
+        case MaskedLm():
+            entries += masked_lm_weights(
+                model.head, dense="vocab_transform", layer_norm="vocab_layer_norm", output="vocab_projector"
+            )
+        case Classifier(pooling=None):
+            entries += token_weights("classifier")
+        case Classifier():
+            entries += first_token_weights("pre_classifier", "classifier")
+        case _:
+            ignored += [r"vocab_(transform|layer_norm|projector)\..*", r"(pre_)?classifier\..*", r"qa_outputs\..*"]
+    return WeightTable(
+        tuple(entries),
+        prefix="distilbert.",
+        ignored=tuple(ignored),
+        head="vocab_projector.weight" if isinstance(model.head, MaskedLm) else None,
+    )
+
+
+FAMILY = Family(
+    name="DistilBERT",
+    architectures=(
+        "DistilBertForMaskedLM",
+        "DistilBertForSequenceClassification",
+        "DistilBertForTokenClassification",
+        "DistilBertModel",
+    ),
+    brings="BERT's encoder without segments",
+    spec=spec,
+    weights=weights,
+)

@@ -1,0 +1,86 @@
+"""ELECTRA: BERT's encoder over vectors of another width, generators and discriminators (arXiv:2003.10555)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model.families.bert import stack
+from engine.model.families.common import linear
+from engine.model.families.encoder_only import (
+    first_token_classifier,
+    first_token_weights,
+    masked_lm_weights,
+    stack_weights,
+    token_classifier,
+    token_weights,
+)
+from engine.model.positions import Learned
+from engine.model.spec import Classifier, Head, MaskedLm, ModelSpec, Norm, Pool, Tokens
+from engine.model.table import Family, WeightTable
+
+
+def spec(config: Any) -> ModelSpec:
+    encoder = stack(config, Learned(config.max_position_embeddings), config.embedding_size)
+    return ModelSpec(encoder=encoder, decoder=None, head=_head(config))
+
+
+def _head(config: Any) -> Head:
+    """GELU, whatever hidden_act says."""
+    match config.architectures[0]:
+        case "ElectraForMaskedLM":
+            norm = Norm("layer", config.layer_norm_eps, bias=True)
+            return MaskedLm(tied=config.tie_word_embeddings, activation="gelu", norm=norm)
+        case "ElectraForSequenceClassification":
+            return first_token_classifier(config, "gelu")
+        case "ElectraForTokenClassification":
+            return token_classifier(config)
+        case _:
+            return Pool()
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    entries = stack_weights(model, "electra")
+    assert model.encoder is not None
+    assert isinstance(model.encoder.embedding, Tokens)
+    if model.encoder.embedding.expansion is not None:
+        entries += linear("encoder.embedding.expansion", "electra.embeddings_project", True, 0)
+    ignored = [
+        r"electra\.embeddings\.((position|token_type)_ids|token_type_embeddings\.weight)",
+        # What tells replaced tokens from others in pretraining.
+        r"discriminator_predictions\..*",
+    ]
+    match model.head:
+        case MaskedLm():
+            entries += masked_lm_weights(
+                model.head,
+                dense="generator_predictions.dense",
+                layer_norm="generator_predictions.LayerNorm",
+                output="generator_lm_head",
+            )
+        case Classifier(pooling=None):
+            entries += token_weights("classifier")
+        case Classifier():
+            entries += first_token_weights("classifier.dense", "classifier.out_proj")
+        case _:
+            ignored.append(r"(generator_predictions|generator_lm_head|classifier|qa_outputs)\..*")
+    return WeightTable(
+        tuple(entries),
+        prefix="electra.",
+        ignored=tuple(ignored),
+        head="generator_lm_head.weight" if isinstance(model.head, MaskedLm) else None,
+    )
+
+
+FAMILY = Family(
+    name="ELECTRA",
+    architectures=(
+        "ElectraForMaskedLM",
+        "ElectraForPreTraining",
+        "ElectraForSequenceClassification",
+        "ElectraForTokenClassification",
+        "ElectraModel",
+    ),
+    brings="BERT's encoder over narrower vectors",
+    spec=spec,
+    weights=weights,
+)
