@@ -84,6 +84,9 @@ class Engine:
             show_progress=config.show_progress,
         )
         model.pack()
+        if model.spec != spec:  # the head it names is not stored, for example
+            spec = model.spec
+            abilities = find_abilities(hf_config, spec, pipeline)
         shapes = model.kv_shapes()
         whole, num_blocks = spec.decoder is None, 0
         if not whole:

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from engine.attention.base import AttentionBackend
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import families
-from engine.model.spec import Lm, MaskedLm, ModelSpec
+from engine.model.spec import Lm, MaskedLm, ModelSpec, Pool
 from engine.model.table import Transform, WeightTable
 from engine.model.transformer import Transformer
 
@@ -226,11 +226,17 @@ def _no_weights(path: Path) -> str:
 
 def _as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> ModelSpec:
     """The model, with an output matrix and token tables of their own where the checkpoint has such although they are
-    said to be one: then they are used, as in transformers.
+    said to be one: then they are used, as in transformers; and without a head where an encoder's config names one that
+    is not stored.
 
     Raises:
         UnsupportedModelError: it is not clear which table the output matrix is tied to.
     """
+    heads = [name for entry in table.entries if entry.target.startswith("head.") for name in entry.sources]
+    if isinstance(model.head, MaskedLm) and not any(name in checkpoint.names for name in heads):
+        # Sentence encoders often keep the name of the class that they were pretrained as.
+        logger.info("%s: no masked-language-model head is stored, so masks cannot be filled.", checkpoint.path)
+        return replace(model, head=Pool())
     target = EMBEDDING if model.decoder is not None else ENCODER_EMBEDDING
     embedding = next(entry.sources[0] for entry in table.chosen(checkpoint.names) if entry.target == target)
     if isinstance(model.head, Lm | MaskedLm) and model.head.tied and _differs(checkpoint, table.head, embedding):

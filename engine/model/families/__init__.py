@@ -133,14 +133,14 @@ def describe(config: Any) -> ModelSpec:
     Raises:
         UnsupportedModelError: unknown architecture, or a setting that no part expresses.
     """
-    family = find(config)
-    _refuse_overrides(config)
-    return family.spec(config)
+    model = find(config).spec(config)
+    _refuse_overrides(config, model)
+    return model
 
 
-def _refuse_overrides(config: Any) -> None:
+def _refuse_overrides(config: Any, model: ModelSpec) -> None:
     """transformers heeds these in any config, although no family has them as settings of its own."""
-    if getattr(config, "is_causal", True) is False:
+    if model.decoder is not None and getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(
             "The config sets is_causal to false: its tokens would see later ones, so it could not generate text."
         )
