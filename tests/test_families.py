@@ -13,6 +13,7 @@ import transformers
 
 from engine.errors import UnsupportedModelError
 from engine.model import families
+from engine.model.spec import MaskedLm, ModelSpec, Norm, Pool
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,23 +40,47 @@ def test_the_readme_has_the_current_table() -> None:
     assert tool.replaced(README, tool.table()) == README, f"README's table of families is not current: {tool.COMMAND}"
 
 
+DECODING = "greedy, top-k, top-p, min-p, beams"
+
+
 def test_the_table_has_one_line_for_each_family_that_is_served() -> None:
     lines = tool.table().splitlines()[2:]
     assert [line.split(" | ")[0] for line in lines] == [f"| {family.name}" for family in SERVED]
     for family, line in zip(SERVED, lines, strict=True):
-        shown = set(family.architectures) - set(family.headless)
-        assert all(f"`{name}`" in line for name in shown)
-        assert not [name for name in family.headless if f"`{name}`" in line]
-        assert line.endswith(" | greedy, top-k, top-p, min-p, beams |")
+        served = line.removesuffix(" |").split(" | ")[-1]
+        hidden = set(family.headless) if DECODING in served else set()
+        assert all((f"`{name}`" in line) == (name not in hidden) for name in family.architectures)
         assert line.count(" | ") == 3
 
 
+def test_the_table_says_what_each_kind_of_model_serves() -> None:
+    ends = {line.split(" | ")[0][2:]: line.removesuffix(" |").split(" | ")[-1] for line in tool.table().splitlines()}
+    assert ends["LLaMA"] == f"{DECODING}, embeddings"
+    assert ends["BART"] == DECODING
+    assert ends["BERT"] == "embeddings, classes, classes of tokens, masked tokens"
+
+
 def test_what_a_family_can_do_follows_from_its_parts() -> None:
-    model = families.describe(transformers.LlamaConfig(architectures=["LlamaForCausalLM"]))
-    assert tool.decoding(model) == tuple(tool.MODES)
-    described = next(family for family in families.FAMILIES if family.weights is None)
+    (llama,) = (family for family in SERVED if "LlamaForCausalLM" in family.architectures)
+    assert tool.tasks_of(llama, "LlamaForCausalLM") == ("generate", "embed")
+    assert tool.decoding() == tuple(tool.MODES)
+
+    def unfinished(config: object) -> ModelSpec:
+        return replace(llama.spec(config), head=MaskedLm(tied=True, activation="gelu", norm=Norm("layer", 1e-5)))
+
     with pytest.raises(UnsupportedModelError, match="parts that are not implemented"):
-        tool.line(replace(described, weights=lambda model: pytest.fail("not asked for")))
+        tool.line(replace(llama, spec=unfinished))
+
+
+def test_models_of_a_family_that_generates_serve_the_same() -> None:
+    (llama,) = (family for family in SERVED if "LlamaForCausalLM" in family.architectures)
+
+    def changing(config: transformers.PretrainedConfig) -> ModelSpec:
+        model = llama.spec(config)
+        return model if config.architectures == ["LlamaForCausalLM"] else replace(model, head=Pool())
+
+    with pytest.raises(AssertionError, match=r"LLaMA differ in what they can do: \{'LlamaModel': "):
+        tool.line(replace(llama, spec=changing, headless=()))
 
 
 def test_a_name_of_older_checkpoints_stands_beside_the_newer_one() -> None:

@@ -3,7 +3,7 @@
 
     make docs               or: python3 tools/setup.py docs
 
-What a family can be asked for follows from its parts: those of its architectures' default configs.
+What a family can be asked for follows from the parts of its architectures' default configs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_PRETRAINING_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
 from engine.errors import UnsupportedModelError
+from engine.model.abilities import find_abilities
 from engine.model.families import FAMILIES
 from engine.model.missing import unsupported
-from engine.model.spec import Lm, ModelSpec
+from engine.model.spec import ModelSpec
 from engine.model.table import Family
+from engine.outputs import Task
 from engine.request import SamplingParams
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -33,12 +39,29 @@ COMMAND = "python3 tools/setup.py docs"
 BEGIN = "<!-- families: written by `make docs` from the registry; do not edit by hand -->"
 END = "<!-- end of families -->"
 HEAD = """\
-| family | what it brings | architectures | decoding |
+| family | what it brings | architectures | serves |
 |---|---|---|---|
 """
 
 # What can be done with the next token's probabilities, and the setting of a request that asks for it.
 MODES = {"greedy": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "beams": "num_beams"}
+# What else models are asked for.
+TASKS: dict[Task, str] = {
+    "embed": "embeddings",
+    "classify": "classes",
+    "token_classify": "classes of tokens",
+    "fill_mask": "masked tokens",
+}
+# Where transformers lists the classes of each kind.
+MAPPINGS: tuple[Any, ...] = (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 
 
 def table(families: Iterable[Family] = FAMILIES) -> str:
@@ -51,39 +74,48 @@ def table(families: Iterable[Family] = FAMILIES) -> str:
 
 
 def line(family: Family) -> str:
-    """A family's line."""
+    """A family's line: of one that generates without the names of headless models, which are asked for the same."""
+    tasks = {name: tasks_of(family, name) for name in family.architectures}
     names = [name for name in family.architectures if name not in family.headless]
-    modes = {name: decoding(default_model(family, name)) for name in names}
-    assert len(set(modes.values())) == 1, f"the architectures of {family.name} differ in what they can do: {modes}"
-    shown = (family.name, family.brings, ", ".join(f"`{name}`" for name in names), ", ".join(modes[names[0]]))
+    generating = {name for name in names if "generate" in tasks[name]}
+    if generating:
+        differ = {name: tasks[name] for name in names if tasks[name] != tasks[names[0]]}
+        assert not differ, f"the architectures of {family.name} differ in what they can do: {differ}"
+    else:
+        names = list(family.architectures)
+    served = {task for name in names for task in tasks[name]}
+    serves = [*(decoding() if generating else ()), *(word for task, word in TASKS.items() if task in served)]
+    shown = (family.name, family.brings, ", ".join(f"`{name}`" for name in names), ", ".join(serves))
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in shown)} |\n"
 
 
-def decoding(model: ModelSpec) -> tuple[str, ...]:
-    """How answers of a model with these parts can be chosen: in every way, where it has a language model's head.
+def decoding() -> tuple[str, ...]:
+    """How answers of a model that generates can be chosen."""
+    settings = {field.name for field in fields(SamplingParams)}
+    return tuple(mode for mode, setting in MODES.items() if setting in settings)
+
+
+def tasks_of(family: Family, architecture: str) -> tuple[Task, ...]:
+    """What models of this architecture can serve.
 
     Raises:
         UnsupportedModelError: parts are not implemented.
     """
+    config, model = default_model(family, architecture)
     if missing := unsupported(model):
         raise UnsupportedModelError(f"needs parts that are not implemented: {', '.join(missing)}")
-    settings = {field.name for field in fields(SamplingParams)} if isinstance(model.head, Lm) else set()
-    return tuple(mode for mode, setting in MODES.items() if setting in settings)
+    return find_abilities(config, model).tasks
 
 
-def default_model(family: Family, architecture: str) -> ModelSpec:
-    """The parts of the model that transformers makes of this name by default."""
-    mappings: tuple[Any, ...] = (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_MAPPING_NAMES,
-    )
-    kinds = {name: kind for mapping in mappings for kind, name in mapping.items() if isinstance(name, str)}
+def default_model(family: Family, architecture: str) -> tuple[Any, ModelSpec]:
+    """The config and parts of the model that transformers makes of this name by default."""
+    kinds = {name: kind for mapping in MAPPINGS for kind, name in mapping.items() if isinstance(name, str)}
     # A name that only older checkpoints have stands for the family's first.
     known = [name for name in (architecture, *family.architectures) if name in kinds]
     if not known:
         raise UnsupportedModelError(f"{family.name}: transformers has none of {', '.join(family.architectures)}")
-    return family.spec(CONFIG_MAPPING[kinds[known[0]]](architectures=[architecture]))
+    config = CONFIG_MAPPING[kinds[known[0]]](architectures=[architecture])
+    return config, family.spec(config)
 
 
 def replaced(text: str, content: str) -> str:
