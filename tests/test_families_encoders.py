@@ -167,7 +167,8 @@ def older(tensors: Tensors) -> Tensors:
     for new, old in news.items():
         tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
     assert any(name.endswith("gamma") for name in tensors)
-    return tensors | {"bert.embeddings.position_ids": torch.arange(330)[None]}
+    (model,) = {name.partition(".")[0] for name in tensors if ".embeddings." in name}
+    return tensors | {f"{model}.embeddings.position_ids": torch.arange(330)[None]}
 
 
 def swapped(old: str, new: str) -> Callable[[Tensors], Tensors]:
@@ -199,6 +200,7 @@ OTHER_HEAD = {"cls__seq_relationship__weight": random(2, 32), "bert__pooler__den
         ("bert-masked", swapped(BIAS, f"{DECODER}.bias")),
         ("bert-masked", added(cls__predictions__decoder__bias=random(61))),
         ("bert-tokens", added(bert__pooler__dense__weight=random(32, 32), bert__pooler__dense__bias=random(32))),
+        ("electra-classes", older),
         ("roberta-masked", swapped("lm_head.bias", "lm_head.decoder.bias")),
         ("roberta-masked", added(lm_head__decoder__weight=random(61, 32))),
         ("roberta-classes", added(roberta__pooler__dense__weight=random(32, 32), lm_head__bias=random(61))),
@@ -324,6 +326,7 @@ def test_settings_that_change_nothing(make: Callable[[str], EncoderCheckpoint]) 
         (BERT_BASE, {"is_decoder": True}, "The config sets is_decoder: this architecture is served as an encoder only"),
         (ROBERTA_BASE, {"add_cross_attention": True}, "The config sets add_cross_attention"),
         (BERT_BASE, {"position_embedding_type": "relative_key"}, "position_embedding_type .* 'relative_key'; impl"),
+        (DISTILBERT_BASE, {"pruned_heads": {"1": [0]}}, "The config has pruned_heads: layers with fewer heads"),
         (ELECTRA_SMALL_DISCRIMINATOR, {"is_decoder": True}, "The config sets is_decoder"),
         (BERT_BASE, {"hidden_act": "mish"}, "the activation 'mish', which is not implemented"),
         (BERT_BASE, {"num_attention_heads": 7}, "768 hidden features, which 7 attention heads cannot share"),

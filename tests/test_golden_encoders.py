@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import random_prompt
 from support.driving import finish, make_engine
 from support.encoder_shape import LENGTHS, first_tokens
 from support.encoders import ENCODER_SHAPES, EncoderCheckpoint, make_encoder_checkpoint
@@ -21,6 +22,7 @@ from support.pages import close
 from torch import Tensor
 
 from engine import Engine, PoolingParams, TokenInput
+from engine.errors import InvalidRequestError
 from engine.execution.invariance import min_invariant_rows
 from engine.model import families
 from engine.outputs import Pooled
@@ -111,10 +113,24 @@ def test_hidden_states_equal_reference(subject: Subject, caplog: pytest.LogCaptu
         min_invariant_rows(subject.engine.runner.model)
     promised = "may depend" not in caplog.text
     for input, crowd in zip(inputs, together, strict=True):
-        close(crowd, subject.model.hidden(input))
+        expected = subject.model.hidden(input)
+        close(crowd, expected)
         (alone,) = read(subject, [input])
-        close(alone, subject.model.hidden(input))
+        close(alone, expected)
         assert not promised or torch.equal(alone, crowd)
+
+
+def test_the_longest_input(subject: Subject) -> None:
+    """As many tokens as there are positions, whatever the ids; one more is refused with the limit."""
+    longest, vocab = subject.engine.info.max_model_len, subject.model.shape.vocab
+    input = TokenInput(random_prompt(vocab, 3, longest))
+    (ours,) = read(subject, [input])
+    close(ours, subject.model.hidden(input))
+    with pytest.raises(
+        InvalidRequestError, match=f"it has {longest + 1} tokens, and this model takes at most {longest} "
+    ):
+        pooled(subject.engine, [(TokenInput([0] * (longest + 1)), subject.params(input))])
+    assert not subject.engine.has_unfinished_requests()
 
 
 def test_vectors_are_means_of_norm_one(subject: Subject) -> None:

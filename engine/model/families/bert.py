@@ -6,11 +6,12 @@ from typing import Any
 
 from engine.model.families.common import activation
 from engine.model.families.encoder_only import (
+    OLD_NORMS,
+    check_settings,
     first_token_classifier,
     first_token_weights,
     masked_lm_weights,
     post_norm_encoder,
-    refuse_decoders,
     stack_weights,
     token_classifier,
     token_weights,
@@ -33,7 +34,7 @@ def stack(config: Any, positions: Learned, width: int | None = None) -> Stack:
     Raises:
         UnsupportedModelError: a setting that no part expresses.
     """
-    refuse_decoders(config)
+    check_settings(config)
     layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
     width = width or config.hidden_size
     return post_norm_encoder(
@@ -95,8 +96,7 @@ def weights(model: ModelSpec) -> WeightTable:
         tuple(entries),
         prefix="bert.",
         ignored=tuple(ignored),
-        # Checkpoints converted from TensorFlow.
-        renamed=((r"\.gamma$", ".weight"), (r"\.beta$", ".bias")),
+        renamed=OLD_NORMS,
         head="cls.predictions.decoder.weight" if isinstance(model.head, MaskedLm) else None,
     )
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from engine.model.families.common import activation
 from engine.model.families.encoder_only import (
+    OLD_NORMS,
     LayerNames,
+    check_settings,
     first_token_classifier,
     first_token_weights,
     masked_lm_weights,
     post_norm_encoder,
-    refuse_decoders,
     stack_weights,
     token_classifier,
     token_weights,
@@ -34,7 +35,7 @@ _LAYER = LayerNames(
 
 
 def spec(config: Any) -> ModelSpec:
-    refuse_decoders(config)
+    check_settings(config)
     encoder = post_norm_encoder(
         Tokens(
             vocab_size=config.vocab_size,
@@ -81,6 +82,7 @@ def weights(model: ModelSpec) -> WeightTable:
     return WeightTable(
         tuple(entries),
         prefix="distilbert.",
+        renamed=OLD_NORMS,
         ignored=tuple(ignored),
         head="vocab_projector.weight" if isinstance(model.head, MaskedLm) else None,
     )

@@ -7,6 +7,7 @@ from typing import Any
 from engine.model.families.bert import stack
 from engine.model.families.common import linear
 from engine.model.families.encoder_only import (
+    OLD_NORMS,
     first_token_classifier,
     first_token_weights,
     masked_lm_weights,
@@ -66,6 +67,7 @@ def weights(model: ModelSpec) -> WeightTable:
     return WeightTable(
         tuple(entries),
         prefix="electra.",
+        renamed=OLD_NORMS,
         ignored=tuple(ignored),
         head="generator_lm_head.weight" if isinstance(model.head, MaskedLm) else None,
     )

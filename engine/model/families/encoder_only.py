@@ -23,12 +23,15 @@ from engine.model.spec import (
 )
 from engine.model.table import Entry
 
+# How checkpoints converted from TensorFlow name what norms hold.
+OLD_NORMS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 
-def refuse_decoders(config: Any) -> None:
+
+def check_settings(config: Any) -> None:
     """Refuse the settings that make something else of such a model.
 
     Raises:
-        UnsupportedModelError: it is to be a decoder, or to tell positions apart in attention.
+        UnsupportedModelError: it is to be a decoder, to tell positions apart in attention, or lacks heads.
     """
     for name in ("is_decoder", "add_cross_attention"):
         if getattr(config, name, False):
@@ -41,6 +44,11 @@ def refuse_decoders(config: Any) -> None:
         raise UnsupportedModelError(
             f"position_embedding_type of the config is {kind!r}; implemented: absolute (positions that are added to "
             "the tokens' vectors)."
+        )
+    if getattr(config, "pruned_heads", None):
+        raise UnsupportedModelError(
+            "The config has pruned_heads: layers with fewer heads than others are not implemented. Use the checkpoint "
+            "that it was made of."
         )
 
 

@@ -7,10 +7,11 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation
 from engine.model.families.encoder_only import (
+    OLD_NORMS,
     LayerNames,
+    check_settings,
     positions_after_padding,
     post_norm_encoder,
-    refuse_decoders,
     stack_weights,
 )
 from engine.model.families.roberta import head_of, head_weights
@@ -33,7 +34,7 @@ _LAYER = LayerNames(
 
 
 def spec(config: Any) -> ModelSpec:
-    refuse_decoders(config)
+    check_settings(config)
     if config.relative_attention_num_buckets != _BIAS.buckets:
         raise UnsupportedModelError(
             f"relative_attention_num_buckets of the config must be {_BIAS.buckets}, which transformers counts with "
@@ -64,6 +65,7 @@ def weights(model: ModelSpec) -> WeightTable:
             *more,
         ),
         prefix="mpnet.",
+        renamed=OLD_NORMS,
         ignored=ignored,
         head="lm_head.decoder.weight" if isinstance(model.head, MaskedLm) else None,
     )

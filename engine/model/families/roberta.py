@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.model.families.bert import stack
 from engine.model.families.encoder_only import (
+    OLD_NORMS,
     first_token_classifier,
     first_token_weights,
     masked_lm_weights,
@@ -48,6 +49,7 @@ def weights(model: ModelSpec) -> WeightTable:
     return WeightTable(
         tuple(entries + more),
         prefix="roberta.",
+        renamed=OLD_NORMS,
         ignored=(*ignored, r"roberta\.embeddings\.(token_type_ids|token_type_embeddings\.weight)"),
         head="lm_head.decoder.weight" if isinstance(model.head, MaskedLm) else None,
     )

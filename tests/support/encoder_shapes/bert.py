@@ -20,17 +20,17 @@ SHAPES = {
     "bert-narrow-relu": EncoderShape("BertModel", NARROW | {"hidden_act": "relu", "type_vocab_size": 1}, seed=1),
     "bert-masked": EncoderShape("BertForMaskedLM", BASE | {"type_vocab_size": 3}, seed=2),
     "bert-masked-untied": EncoderShape(
-        "BertForMaskedLM", NARROW | {"tie_word_embeddings": False, "hidden_act": "gelu_new"}, vocab=83, seed=3
+        "BertForMaskedLM", NARROW | {"tie_word_embeddings": False, "hidden_act": "gelu_new"}, seed=3
     ),
     "bert-pretraining": EncoderShape("BertForPreTraining", NARROW, seed=4),
     "bert-classes": EncoderShape("BertForSequenceClassification", BASE | {"num_labels": 5}, seed=5),
     "bert-one-class": EncoderShape("BertForSequenceClassification", NARROW | {"num_labels": 1}, seed=6),
     "bert-many-classes": EncoderShape(
-        "BertForSequenceClassification", BASE | {"num_labels": 3, "problem_type": "multi_label_classification"}, seed=7
+        "BertForSequenceClassification", BASE | {"num_labels": 5, "problem_type": "multi_label_classification"}, seed=7
     ),
     "bert-regression": EncoderShape(
-        "BertForSequenceClassification", NARROW | {"num_labels": 2, "problem_type": "regression"}, seed=8
+        "BertForSequenceClassification", NARROW | {"num_labels": 3, "problem_type": "regression"}, seed=8
     ),
-    "bert-tokens": EncoderShape("BertForTokenClassification", BASE | {"num_labels": 7}, seed=9),
+    "bert-tokens": EncoderShape("BertForTokenClassification", BASE | {"num_labels": 5}, seed=9),
     "bert-tokens-narrow": EncoderShape("BertForTokenClassification", NARROW | {"num_labels": 3}, seed=10),
 }

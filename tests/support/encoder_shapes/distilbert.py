@@ -20,12 +20,14 @@ SHAPES = {
     "distilbert-sinusoidal": EncoderShape("DistilBertModel", NARROW, seed=1),
     "distilbert-masked": EncoderShape("DistilBertForMaskedLM", BASE, seed=2),
     "distilbert-masked-untied": EncoderShape("DistilBertForMaskedLM", NARROW | {"tie_word_embeddings": False}, seed=3),
-    "distilbert-classes": EncoderShape("DistilBertForSequenceClassification", BASE, seed=4),
+    "distilbert-classes": EncoderShape("DistilBertForSequenceClassification", BASE | {"num_labels": 5}, seed=4),
     "distilbert-many-classes": EncoderShape(
         "DistilBertForSequenceClassification",
-        NARROW | {"num_labels": 6, "problem_type": "multi_label_classification"},
+        NARROW | {"num_labels": 3, "problem_type": "multi_label_classification"},
         seed=5,
     ),
-    "distilbert-tokens": EncoderShape("DistilBertForTokenClassification", BASE | {"num_labels": 9}, seed=6),
-    "distilbert-tokens-sinusoidal": EncoderShape("DistilBertForTokenClassification", NARROW, seed=7),
+    "distilbert-tokens": EncoderShape("DistilBertForTokenClassification", BASE | {"num_labels": 5}, seed=6),
+    "distilbert-tokens-sinusoidal": EncoderShape(
+        "DistilBertForTokenClassification", NARROW | {"num_labels": 3}, seed=7
+    ),
 }
