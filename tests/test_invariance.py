@@ -134,6 +134,7 @@ class RecordingModel:
     spec = SimpleNamespace(head=Lm(tied=True))
 
     spec = SimpleNamespace(head=Lm(tied=True))
+
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.rows: list[int] = []

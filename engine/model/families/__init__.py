@@ -133,19 +133,16 @@ def describe(config: Any) -> ModelSpec:
     Raises:
         UnsupportedModelError: unknown architecture, or a setting that no part expresses.
     """
-    model = find(config).spec(config)
-    _refuse_overrides(config, model)
-    return model
-
-
-def _refuse_overrides(config: Any, model: ModelSpec) -> None:
-    """transformers heeds these in any config, although no family has them as settings of its own."""
+    family = find(config)
+    # transformers heeds these in any config, although no family has them as settings of its own.
+    if getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
+    model = family.spec(config)
     if model.decoder is not None and getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(
             "The config sets is_causal to false: its tokens would see later ones, so it could not generate text."
         )
-    if getattr(config, "is_heterogeneous", False):
-        raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
+    return model
 
 
 def build_spec(config: Any) -> ModelSpec:
