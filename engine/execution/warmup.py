@@ -60,7 +60,8 @@ def measure(
         return _measure_whole(min(max_tokens, max_model_len), timed)
     try:
         one, plain = timed(0, 1), timed(0, count)
-        late, scored = timed(far, count), timed(0, count, scored=True)
+        late = timed(far, count)
+        scored = timed(0, count, scored=True) if runner.model.head is not None else plain
     finally:
         runner.cache.clear_scratch()
     # Where memory, not arithmetic, sets the pace, 32 tokens take hardly longer than one, and say little of many.
@@ -97,4 +98,5 @@ def _plan(runner: ModelRunner, start: int, count: int, *, scored: bool = False) 
     group.prompt_logprobs = [None] * (start + 1)
     sequence = group.sequences[0]
     sequence.table.extend([0] * pages_needed(start + count, size))
-    return build_plan([Row(group, sequence, start, count, count == 1)], [], size)
+    sampled = count == 1 and runner.model.head is not None
+    return build_plan([Row(group, sequence, start, count, sampled)], [], size)
