@@ -510,6 +510,7 @@ class Part:
     causal: bool = True
     window: Window | None = None
     softcap: float | None = None
+    content_bias: bool = False
 
 
 def test_select_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,6 +48,30 @@ class PositionBias:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentBias:
+    """Terms of the scores that depend on distance and on what stands there (arXiv:2006.03654, 3.1).
+
+    The score of a query and a key at distance d = key position - query position becomes
+    scale * (query . key + query . keys[c] + key . queries[c]), where c = columns[d + zero]. Only for heads that
+    share no keys.
+
+    Attributes:
+        keys: [heads, N, head_dim] what queries are multiplied with, None for no such term.
+        queries: [heads, N, head_dim] what keys are multiplied with, None for no such term.
+        columns: [distances] int64 which of the N vectors belongs to a distance.
+        zero: entry of distance 0; distances beyond either end take the end's.
+    """
+
+    keys: Tensor | None
+    queries: Tensor | None
+    columns: Tensor
+    zero: int
+
+
+Bias = DistanceBias | PositionBias | ContentBias
+
+
+@dataclass(frozen=True, slots=True)
 class Paged:
     """K and V of one layer in pages.
 
@@ -155,6 +179,9 @@ class AttentionPart(Protocol):
     def window(self) -> Window | None: ...
     @property
     def softcap(self) -> float | None: ...
+    @property
+    def content_bias(self) -> bool:
+        """Whether a `ContentBias` is added."""
 
 
 class AttentionBackend(ABC):
@@ -183,7 +210,7 @@ class AttentionBackend(ABC):
         causal: bool = True,
         window: Window | None = None,
         scale: float,
-        bias: DistanceBias | PositionBias | None = None,
+        bias: Bias | None = None,
         softcap: float | None = None,
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].

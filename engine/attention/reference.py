@@ -12,6 +12,8 @@ from engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     AttentionPart,
+    Bias,
+    ContentBias,
     DistanceBias,
     Paged,
     PositionBias,
@@ -19,7 +21,7 @@ from engine.attention.base import (
     Window,
 )
 from engine.attention.formats import FORMATS, dequantise
-from engine.attention.tiles import Group, Shape, Step, plan
+from engine.attention.tiles import TILE, Group, Shape, Step, plan
 
 # MKL multiplies rows four at a time, and a remainder by kernels whose sums differ in the last bits. Tiles
 # of one query are padded to whole fours, so that they too get the bits that a larger tile gives; so are heads.
@@ -51,6 +53,8 @@ class TorchReference(AttentionBackend):
     ) -> list[str]:
         """Computes every part over every format of the cache; made for the CPU and CUDA."""
         reasons = []
+        if part.content_bias and part.heads != part.kv_heads:
+            reasons.append(f"{cls.name} attention has no content bias for heads that share keys")
         if device.type not in ("cpu", "cuda"):
             reasons.append(f"{cls.name} attention runs on cpu and cuda; the device is {device.type}")
         if cache_dtype is not None and cache_dtype not in FORMATS:
@@ -67,7 +71,7 @@ class TorchReference(AttentionBackend):
         causal: bool = True,
         window: Window | None = None,
         scale: float,
-        bias: DistanceBias | PositionBias | None = None,
+        bias: Bias | None = None,
         softcap: float | None = None,
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
@@ -86,9 +90,19 @@ class TorchReference(AttentionBackend):
                 f"q {tuple(q.shape)}, keys {tuple(kv.keys.shape)} and values {tuple(kv.values.shape)} do not "
                 "agree: heads must be a multiple of kv_heads, and head_dim the same"
             )
-        if bias is not None and bias.table.shape[0] != heads:
-            raise ValueError(f"the bias has {bias.table.shape[0]} heads, the queries have {heads}")
-        groups = self._groups(metadata, kv, Shape(heads, kv_heads, head_dim, causal, window))
+        tables = _tables(bias)
+        if any(table.shape[0] != heads for table in tables):
+            raise ValueError(f"the bias has {tables[0].shape[0]} heads, the queries have {heads}")
+        lines = 0
+        if isinstance(bias, ContentBias):
+            lines = len(tables)
+            if heads != kv_heads or any(table.shape[2] != head_dim for table in tables):
+                shapes = ", ".join(str(tuple(table.shape)) for table in tables)
+                raise ValueError(
+                    f"q {tuple(q.shape)}, {kv_heads} key heads and tables {shapes} do not agree: a content bias is for "
+                    "heads that share no keys, and head_dim the same"
+                )
+        groups = self._groups(metadata, kv, Shape(heads, kv_heads, head_dim, causal, window, lines))
         if q.shape[0] < sum(metadata.query_lens):
             raise ValueError(f"q has {q.shape[0]} tokens, the rows have {sum(metadata.query_lens)} queries")
         if isinstance(kv, Paged):  # view, not reshape: a copy of the whole pool must never happen silently
@@ -142,7 +156,7 @@ def _attend_group(
     group: Group,
     kv_heads: int,
     scale: float,
-    bias: DistanceBias | PositionBias | None,
+    bias: Bias | None,
     softcap: float | None,
 ) -> Tensor:
     """Results [tiles * width, heads, head_dim] float32 of a group."""
@@ -161,11 +175,14 @@ def _attend_group(
     acc = torch.zeros_like(folded)
     for step in group.steps:
         n = step.tiles * kv_heads
-        scores = torch.bmm(folded[:n], keys.chunks(step.rows, group.keys, padded).transpose(1, 2))
+        chunk = keys.chunks(step.rows, group.keys, padded)
+        scores = torch.bmm(folded[:n], chunk.transpose(1, 2))
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         tiled = scores.view(step.tiles, *shape[1:], group.keys)
-        if bias is not None:
+        if isinstance(bias, ContentBias):
+            _add_content(tiled[:, :, 0], bias, folded[:n], chunk, step, scale)
+        elif bias is not None:
             tiled[:, :, :fold].add_(_bias(bias, step, kv_heads, group))
         if step.mask is not None:
             tiled[step.masked :].add_(step.mask)
@@ -191,3 +208,47 @@ def _bias(bias: DistanceBias | PositionBias, step: Step, kv_heads: int, group: G
     lines = bias.table.index_select(1, line.clamp_(0, columns - 1).view(-1))
     lines = lines.view(kv_heads, heads // kv_heads, *line.shape).permute(2, 0, 1, 3)
     return lines.unfold(3, group.keys, 1)
+
+
+def _add_content(scores: Tensor, bias: ContentBias, queries: Tensor, keys: Tensor, step: Step, scale: float) -> None:
+    """Add the terms of a content bias to scores [tiles, heads, width, keys].
+
+    Each tile and chunk take the vectors of the width + keys distances between them. Along a line of products of one
+    query (one key) with those, its scores are `keys` (`width`) neighbours, which begin one further for each query
+    (each key): a strided view.
+
+    Args:
+        queries: [tiles * heads, rows, features], times `scale`; the first `width` rows are of queries.
+        keys: [tiles * heads, keys, features].
+    """
+    (tiles, heads, width, size), (count, rows, features) = scores.shape, queries.shape
+    reach = width + size
+    place = step.distance + torch.arange(reach, device=scores.device) + bias.zero
+    columns = bias.columns[place.clamp_(0, len(bias.columns) - 1)]
+
+    def lines(table: Tensor) -> Tensor:
+        """[tiles * heads, reach, features] of the distances."""
+        first = torch.arange(heads, device=scores.device)[:, None] * table.shape[1]
+        found = (columns[:, None] + first).view(-1)
+        return _Vectors(table.reshape(-1, table.shape[2])).chunks(found, reach, features)
+
+    if bias.keys is not None:
+        products = torch.bmm(queries, lines(bias.keys).transpose(1, 2))
+        seen = products.as_strided((count, width, size), (rows * reach, reach + 1, 1))
+        scores.add_(seen.view(tiles, heads, width, size))
+    if bias.queries is not None:
+        vectors = lines(bias.queries)
+        # Of a key's products with all distances only `width` are needed, so a few keys at a time meet their own.
+        some = min(size, TILE)
+        for begin in range(0, size, some):
+            near = vectors[:, begin : begin + some + width]
+            products = torch.bmm(keys[:, begin : begin + some], near.transpose(1, 2))
+            seen = products.as_strided((count, width, some), (some * (some + width), 1, some + width + 1))
+            scores[..., begin : begin + some].add_(seen.view(tiles, heads, width, some), alpha=scale)
+
+
+def _tables(bias: Bias | None) -> list[Tensor]:
+    """What a bias reads, each [heads, ...]."""
+    if isinstance(bias, ContentBias):
+        return [table for table in (bias.keys, bias.queries) if table is not None]
+    return [] if bias is None else [bias.table]

@@ -36,13 +36,18 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a layer's shape the index work depends on."""
+    """What of a layer's shape the index work depends on.
+
+    Attributes:
+        lines: tables of vectors by distance that a tile and a chunk read a part of, 0 to 2.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     causal: bool
     window: Window | None
+    lines: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,8 @@ def _widths(lens: Ints, causal: bool) -> Ints:
 
 
 def _tile_bytes(width: int, keys: int, shape: Shape) -> int:
-    return 4 * keys * (2 * shape.kv_heads * shape.head_dim + (shape.heads + 3 * shape.kv_heads) * width)
+    lines = shape.lines * shape.heads * (width + keys) * (shape.head_dim + width)
+    return 4 * (keys * (2 * shape.kv_heads * shape.head_dim + (shape.heads + 3 * shape.kv_heads) * width) + lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from engine.attention.base import AttentionBackend, Paged
 from engine.errors import UnsupportedModelError
 from engine.model import spec
+from engine.model.convolution import TokenConvolution
+from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward
 from engine.model.layers import (
     CrossAttention,
@@ -17,6 +19,7 @@ from engine.model.layers import (
     Step,
     build_norm,
 )
+from engine.model.positions import Disentangled
 
 
 class Sublayer(nn.Module):
@@ -69,7 +72,8 @@ class SequentialBlock(nn.Module):
         attention_norms, cross_norms, ffn_norms = (
             {name: build_norm(three[i], hidden_size, place) for name, three in norms.items()} for i in range(3)
         )
-        self.attention = Sublayer(SelfAttention(block.attention, hidden_size, backend, place), **attention_norms)
+        own = build_attention(block.attention, hidden_size, backend, place)
+        self.attention = Sublayer(own, **attention_norms)
         self.cross = None
         if block.cross is not None:
             inner = CrossAttention(block.cross, hidden_size, memory_size, backend, place)
@@ -94,7 +98,8 @@ class ParallelBlock(nn.Module):
         super().__init__()
         assert isinstance(block.placement, spec.Parallel)
         norms = [build_norm(norm, hidden_size, place) for norm in block.placement.norms]
-        self.attention = Sublayer(SelfAttention(block.attention, hidden_size, backend, place), before=norms[0])
+        own = build_attention(block.attention, hidden_size, backend, place)
+        self.attention = Sublayer(own, before=norms[0])
         self.ffn = Sublayer(
             build_feed_forward(block.ffn, hidden_size, place), before=norms[1] if len(norms) > 1 else None
         )
@@ -106,6 +111,27 @@ class ParallelBlock(nn.Module):
         fed = self.ffn.inner(normed if self.ffn.before is None else self.ffn.before(x), step)
         out: Tensor = x + attended + fed
         return out
+
+
+class ConvolvedBlock(nn.Module):
+    """norm(y + convolution(x)) of y = inner(x), a layer."""
+
+    def __init__(self, inner: nn.Module, part: spec.Convolution, hidden_size: int, place: Place):
+        super().__init__()
+        self.inner = inner
+        self.convolution = TokenConvolution(part, hidden_size, place)
+        self.norm = build_norm(part.norm, hidden_size, place)
+
+    def forward(self, x: Tensor, cache: Paged | None, step: Step) -> Tensor:
+        assert self.norm is not None
+        out: Tensor = self.norm(self.inner(x, cache, step) + self.convolution(x, step))
+        return out
+
+
+def build_attention(part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place) -> SelfAttention:
+    """The module of a block's attention to its own tokens."""
+    kind = DisentangledAttention if isinstance(part.position, Disentangled) else SelfAttention
+    return kind(part, hidden_size, backend, place)
 
 
 def build_feed_forward(part: spec.FeedForward, hidden_size: int, place: Place) -> nn.Module:
@@ -128,4 +154,5 @@ def build_block(
         memory_size: features of the encoder's hidden states, for a block that attends to them.
     """
     kind = ParallelBlock if isinstance(block.placement, spec.Parallel) else SequentialBlock
-    return kind(block, hidden_size, memory_size, backend, place)
+    layer = kind(block, hidden_size, memory_size, backend, place)
+    return layer if block.beside is None else ConvolvedBlock(layer, block.beside, hidden_size, place)

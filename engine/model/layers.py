@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, DistanceBias, Paged, PositionBias, Ragged
+from engine.attention.base import AttentionBackend, AttentionMetadata, Bias, DistanceBias, Paged, PositionBias, Ragged
 from engine.model import spec
 from engine.model.positions import AttentionPosition, Rotary
 from engine.model.rotary import rotate
+
+if TYPE_CHECKING:
+    from engine.model.disentangled import DistanceTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Step:
         rotations: for each rotary part, (cos [Tp, 1, head_dim], sin [Tp, 1, dim / 2]).
         biases: for each part that adds a bias to the scores, what a backend is handed.
         shared_bias: the bias that all self-attentions of the stack add.
+        distances: the vectors that disentangled attentions of the stack read.
         slots: [T] int64, where the new tokens' K and V go in the flattened pages; None for an encoder, which
             keeps none.
         cross: where each row finds the encoder's K and V, for decoders that attend to one.
@@ -75,6 +80,7 @@ class Step:
     rotations: dict[Rotary, tuple[Tensor, Tensor]]
     biases: dict[AttentionPosition, DistanceBias | PositionBias]
     shared_bias: DistanceBias | None = None
+    distances: DistanceTable | None = None
     slots: Tensor | None = None
     cross: CrossPages | None = None
     min_rows: int = 1
@@ -288,11 +294,16 @@ class SelfAttention(nn.Module):
             causal=part.causal,
             window=part.window,
             scale=part.scale,
-            bias=step.shared_bias if part.position is None else step.biases.get(part.position),
+            bias=self.bias(step),
             softcap=part.softcap,
         )
         out: Tensor = self.out(attended.reshape(total, part.heads * part.head_dim))
         return out
+
+    def bias(self, step: Step) -> Bias | None:
+        """What is added to the scores."""
+        position = self.part.position
+        return step.shared_bias if position is None else step.biases.get(position)
 
 
 class CrossAttention(nn.Module):

@@ -22,6 +22,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
             missing.extend(_unsupported_embedding(stack.embedding))
             for block in stack.blocks:
                 missing.extend(_unsupported_block(block))
+                if isinstance(block.attention.position, Disentangled) and stack.distances is None:
+                    missing.append("Disentangled attention without vectors of distances")
                 if stack.shared_bias is not None and block.attention.position is not None:
                     missing.append(f"a shared bias beside {type(block.attention.position).__name__}")
     if model.decoder is not None:
@@ -40,6 +42,10 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
     for block in stack.blocks:
         if not block.attention.causal:
             missing.append("bidirectional attention in a decoder")
+        if block.attention.content_bias:
+            missing.append("Disentangled attention in a decoder")
+        if block.beside is not None:
+            missing.append("a convolution in a decoder")  # it would see later tokens
         if block.cross is not None:
             found = _unsupported_cross(block.cross, block.attention)
             missing.extend(found if has_encoder else ["cross-attention without an encoder"])
@@ -65,10 +71,20 @@ def _unsupported_block(block: spec.Block) -> list[str]:
     found = {
         "experts with biases": isinstance(ffn, spec.Experts) and expert.bias,
         f"activation {expert.activation}": expert.activation not in ACTIVATIONS,
-        f"{type(attention.position).__name__} in attention": isinstance(
-            attention.position, RelativeBuckets | Disentangled
-        ),
+        "RelativeBuckets in attention": isinstance(attention.position, RelativeBuckets),
+        "Disentangled attention of heads that share keys": attention.content_bias
+        and attention.heads != attention.kv_heads,
+        **_unsupported_convolution(block.beside),
         "cross-attention between these norms": block.cross is not None
         and not isinstance(block.placement, spec.Pre | spec.Post),
     }
     return [name for name, present in found.items() if present]
+
+
+def _unsupported_convolution(part: spec.Convolution | None) -> dict[str, bool]:
+    if part is None:
+        return {}
+    return {
+        f"activation {part.activation}": part.activation not in ACTIVATIONS,
+        f"a convolution of {part.kernel} tokens": part.kernel % 2 == 0,
+    }

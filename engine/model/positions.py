@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.model.spec import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +160,41 @@ class RoundedSlopes:
 
 @dataclass(frozen=True, slots=True)
 class Disentangled:
-    """Separate content and position terms in the scores (DeBERTa, arXiv:2006.03654)."""
+    """Scores of what stands there with its distance, beside those of both contents (DeBERTa, arXiv:2006.03654, 3.1).
 
-    buckets: int
-    max_distance: int
+    The vectors of distances are the stack's (`DistanceVectors`); each layer projects them to keys and queries of its
+    own. All three terms are multiplied by the attention's scale.
+
+    Attributes:
+        content_to_position: queries are multiplied with the keys of distances.
+        position_to_content: keys are multiplied with the queries of distances.
+        shared: distances are projected by the matrices that project tokens; otherwise by two more.
+    """
+
     content_to_position: bool = True
     position_to_content: bool = True
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceVectors:
+    """A learned vector for each bucket of distances, for the disentangled attention of a stack's layers.
+
+    Attributes:
+        max_distance: the last distance, in tokens; where there are buckets, the last of them begins about there.
+        buckets: how many there are on either side: the nearer half hold one distance each, the others widen
+            geometrically. None: each distance has its own vector.
+        norm: of the vectors.
+    """
+
+    max_distance: int
+    buckets: int | None = None
+    norm: Norm | None = None
+
+    @property
+    def span(self) -> int:
+        """Vectors on either side of distance 0."""
+        return self.buckets or self.max_distance
 
 
 AttentionPosition = Rotary | RelativeBuckets | Slopes | RoundedSlopes | Disentangled

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.attention.base import Window
-from engine.model.positions import AttentionPosition, Positions, RelativeBuckets
+from engine.model.positions import AttentionPosition, Disentangled, DistanceVectors, Positions, RelativeBuckets
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
 
@@ -79,6 +79,11 @@ class Attention:
     out_bias: bool = False
     clip: float | None = None
     softcap: float | None = None
+
+    @property
+    def content_bias(self) -> bool:
+        """Whether the scores have terms of what stands at a distance."""
+        return isinstance(self.position, Disentangled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +177,31 @@ class Parallel:
 Placement = Pre | NormedResidual | Post | AfterSublayer | Sandwich | Parallel
 
 
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A convolution over the tokens of an input beside a layer f: norm(f(x) + activation(convolution(x))).
+
+    Attributes:
+        kernel: tokens that it sees at a time, odd; there are zeros before the first and after the last.
+        activation, norm: as above.
+        groups: features see those of their own group only.
+    """
+
+    kernel: int
+    activation: Activation
+    norm: Norm
+    groups: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One layer. `cross` attends to the encoder's output."""
+    """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer."""
 
     placement: Placement
     attention: Attention
     ffn: FeedForward
     cross: Attention | None = None
+    beside: Convolution | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +216,7 @@ class Tokens:
         norm: applied to the sum.
         projection: features that the vectors are mapped to by a matrix without bias, before positions are added.
         expansion: features that the normed sum is mapped to at last, by a matrix with a bias (arXiv:2003.10555).
+        projects_sum: the matrix comes after positions and segments, which have `width` features then.
     """
 
     vocab_size: int
@@ -204,6 +227,7 @@ class Tokens:
     norm: Norm | None = None
     projection: int | None = None
     expansion: int | None = None
+    projects_sum: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +252,7 @@ class Stack:
         blocks: one per layer; they may differ.
         shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
         projection: features that the hidden states are mapped to at last, by a matrix without bias.
+        distances: what blocks with disentangled attention share.
     """
 
     hidden_size: int
@@ -236,6 +261,7 @@ class Stack:
     final_norm: Norm | None
     shared_bias: RelativeBuckets | None = None
     projection: int | None = None
+    distances: DistanceVectors | None = None
 
     @property
     def output_size(self) -> int:

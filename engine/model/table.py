@@ -113,6 +113,30 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
+class Taps:
+    """A convolution's kernel, stored [out, in / groups, taps].
+
+    The parameter is a matrix [out, taps * in], the first tap's features first; zeros stand where a feature does not see
+    another group's.
+    """
+
+    taps: int
+    groups: int = 1
+
+    def shapes(self, target: Size) -> list[Size]:
+        outputs, inputs = target[0], target[1] // self.taps
+        return [Size((outputs, inputs // self.groups, self.taps))]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        outputs, inputs = target.shape[0] // self.groups, source.shape[1]
+        target.zero_()
+        for group in range(self.groups):
+            rows = slice(group * outputs, (group + 1) * outputs)
+            own = slice(group * inputs, (group + 1) * inputs)
+            target[rows].view(outputs, self.taps, -1)[:, :, own].copy_(source[rows].transpose(1, 2))
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One parameter.
 

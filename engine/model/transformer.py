@@ -17,6 +17,7 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import spec
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.blocks import build_block
+from engine.model.disentangled import DistanceTable
 from engine.model.experts import ExpertMatrices
 from engine.model.heads import build_head
 from engine.model.layers import CrossAttention, CrossPages, Linear, Place, Step, build_norm
@@ -37,17 +38,19 @@ class TokenEmbedding(nn.Module):
     def __init__(self, part: spec.Tokens, length: int, place: Place, shared: nn.Parameter | None = None):
         super().__init__()
         hidden = part.projection or part.width
+        added = part.width if part.projects_sum else hidden
         self.tokens = place.parameter(part.vocab_size, part.width) if shared is None else shared
         self.projection = None if part.projection is None else Linear(part.width, hidden, False, place)
-        self.types = None if not part.token_types else place.parameter(part.token_types, hidden)
+        self.projects_sum = part.projects_sum
+        self.types = None if not part.token_types else place.parameter(part.token_types, added)
         self.positions = None
         self.offset = 0
         if isinstance(part.positions, Learned):
-            self.positions = place.parameter(part.positions.size, hidden)
+            self.positions = place.parameter(part.positions.size, added)
             self.offset = part.positions.offset
         self.waves = None
         if isinstance(part.positions, Sinusoidal):
-            self.waves = SinusoidalTable(part.positions, hidden, length, place)
+            self.waves = SinusoidalTable(part.positions, added, length, place)
         self.norm = build_norm(part.norm, hidden, place)
         self.expansion = None if part.expansion is None else Linear(hidden, part.expansion, True, place)
         # Rounded to the weights' format, as the checkpoint was trained.
@@ -57,7 +60,7 @@ class TokenEmbedding(nn.Module):
         x = F.embedding(token_ids, self.tokens)
         if self.scale != 1.0:
             x = x * self.scale
-        if self.projection is not None:
+        if self.projection is not None and not self.projects_sum:
             x = self.projection(x)
         if self.positions is not None:
             x = x + F.embedding(positions + self.offset if self.offset else positions, self.positions)
@@ -65,6 +68,8 @@ class TokenEmbedding(nn.Module):
             x = x + self.waves(positions)
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
+        if self.projection is not None and self.projects_sum:
+            x = self.projection(x)
         if self.norm is not None:
             x = self.norm(x)
         if self.expansion is not None:
@@ -112,6 +117,9 @@ class TransformerStack(nn.Module):
         self.shared_bias = None
         if stack.shared_bias is not None:
             self.shared_bias = BucketTable(stack.shared_bias, stack.blocks[0].attention.heads, place)
+        self.distances = None
+        if stack.distances is not None:
+            self.distances = DistanceTable(stack.distances, stack.hidden_size, length, place)
 
     def forward(
         self,
@@ -135,6 +143,7 @@ class TransformerStack(nn.Module):
             rotations={part: table(positions, x.dtype) for part, table in rotary},
             biases={part: table() for part, table in biases},
             shared_bias=None if self.shared_bias is None else self.shared_bias(),
+            distances=self.distances,
             slots=slots,
             cross=cross,
             min_rows=min_rows,

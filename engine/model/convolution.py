@@ -1,0 +1,43 @@
+"""Convolutions over the tokens of each input."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention.base import AttentionMetadata
+from engine.model import spec
+from engine.model.layers import ACTIVATIONS, Linear, Place, Step, activate
+
+
+class TokenConvolution(nn.Module):
+    """activation(convolution(x)) of inputs laid end to end, as one product of matrices.
+
+    The window of each token, its neighbours' features one after the other, meets the kernel [out, taps * in]. Tokens
+    before the first and after the last of an input are zeros: no input sees its neighbour in the batch.
+    """
+
+    def __init__(self, part: spec.Convolution, hidden_size: int, place: Place):
+        super().__init__()
+        self.taps = part.kernel
+        self.kernel = Linear(part.kernel * hidden_size, hidden_size, True, place)
+        self.activation = ACTIVATIONS[part.activation]
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[Tp, hidden] to [Tp, hidden]; tokens past `step.tokens` are padding."""
+        nothing = len(x)
+        places = neighbours(step.metadata, self.taps, nothing).to(x.device)
+        places = F.pad(places, (0, 0, 0, len(x) - step.tokens), value=nothing)
+        windows = F.pad(x, (0, 0, 0, 1)).index_select(0, places.view(-1)).view(len(x), -1)
+        return activate(self.activation, self.kernel(windows))
+
+
+def neighbours(metadata: AttentionMetadata, taps: int, nothing: int) -> Tensor:
+    """[T, taps] int64 on the host: the tokens around each, `nothing` where the token's own row has none."""
+    lens = torch.tensor(metadata.query_lens, device="cpu")
+    end = lens.cumsum(0).repeat_interleave(lens)
+    begin = end - lens.repeat_interleave(lens)
+    places = torch.arange(len(end), device="cpu")[:, None] + torch.arange(taps, device="cpu") - taps // 2
+    inside = (places >= begin[:, None]) & (places < end[:, None])
+    return places.where(inside, nothing)
