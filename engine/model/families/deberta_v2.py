@@ -6,7 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, even_head_dim, linear, norm, qkv
+from engine.model.families.common import activation, even_head_dim, linear, norm
+from engine.model.families.encoder_only import (
+    BERT_LAYER,
+    first_token_classifier,
+    first_token_weights,
+    layer_target,
+    masked_lm_weights,
+    stack_weights,
+    token_classifier,
+    token_weights,
+)
 from engine.model.positions import Disentangled, DistanceVectors, Learned
 from engine.model.spec import (
     Attention,
@@ -141,9 +151,9 @@ def _head(config: Any, layer_norm: Norm) -> Head:
                     f"pooler_hidden_size of the config is {config.pooler_hidden_size}; the head reads and gives "
                     f"hidden_size {config.hidden_size} features, so both must be equal."
                 )
-            return Classifier(labels=config.num_labels, pooling="cls", activation=activation(config.pooler_hidden_act))
+            return first_token_classifier(config, activation(config.pooler_hidden_act))
         case "DebertaV2ForTokenClassification":
-            return Classifier(labels=config.num_labels, pooling=None)
+            return token_classifier(config)
         case _:
             return Pool()
 
@@ -155,101 +165,74 @@ _UNUSED = (
     r"deberta\.embeddings\.position_(ids|embeddings\..*)",
     r"deberta\.encoder\.(rel_embeddings|LayerNorm)\..*",
 )
-
-
-# The older masked-language-model head's matrix.
-_OUTPUT = "cls.predictions.decoder"
+_LAYER = replace(
+    BERT_LAYER,
+    queries="attention.self.query_proj",
+    keys="attention.self.key_proj",
+    values="attention.self.value_proj",
+)
 
 
 def weights(model: ModelSpec) -> WeightTable:
+    older = isinstance(model.head, MaskedLm) and model.head.width is None
     return WeightTable(
-        (*_stack_weights(model), *_head_weights(model)),
+        (*stack_weights(model, "deberta", names=_LAYER), *_own_weights(model), *_head_weights(model)),
         prefix="deberta.",
         ignored=_UNUSED,
-        head=f"{_OUTPUT}.weight" if isinstance(model.head, MaskedLm) and model.head.width is None else None,
+        head="cls.predictions.decoder.weight" if older else None,
     )
 
 
-def _stack_weights(model: ModelSpec) -> list[Entry]:
+def _own_weights(model: ModelSpec) -> list[Entry]:
+    """What a stack has beside BERT's parts."""
     stack = model.encoder
     assert stack is not None
     assert isinstance(stack.embedding, Tokens)
-    present = {
-        "tokens": ("word_embeddings", True),
-        "positions": ("position_embeddings", stack.embedding.positions is not None),
-        "types": ("token_type_embeddings", stack.embedding.token_types > 0),
-    }
-    entries = [
-        Entry(f"encoder.embedding.{ours}", (f"deberta.embeddings.{theirs}.weight",), shard_axis=0)
-        for ours, (theirs, there) in present.items()
-        if there
-    ]
+    entries: list[Entry] = []
     if stack.embedding.projection is not None:
         entries += linear("encoder.embedding.projection", "deberta.embeddings.embed_proj", False, 0)
-    entries += norm("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True)
     if stack.distances is not None:
         entries.append(Entry("encoder.distances.weight", ("deberta.encoder.rel_embeddings.weight",)))
         if stack.distances.norm is not None:
             entries += norm("encoder.distances.norm", "deberta.encoder.LayerNorm", bias=True)
     for i, block in enumerate(stack.blocks):
-        target, source = f"encoder.blocks.{i}", f"deberta.encoder.layer.{i}"
         if block.beside is not None:
-            kernel, conv = f"{target}.convolution.kernel", "deberta.encoder.conv.conv"
+            target, source = f"encoder.blocks.{i}", "deberta.encoder.conv"
+            taps = Taps(block.beside.kernel, block.beside.groups)
             entries += [
-                Entry(f"{kernel}.weight", (f"{conv}.weight",), Taps(block.beside.kernel, block.beside.groups)),
-                Entry(f"{kernel}.bias", (f"{conv}.bias",)),
-                *norm(f"{target}.norm", "deberta.encoder.conv.LayerNorm", bias=True),
+                Entry(f"{target}.convolution.kernel.weight", (f"{source}.conv.weight",), taps),
+                Entry(f"{target}.convolution.kernel.bias", (f"{source}.conv.bias",)),
+                *norm(f"{target}.norm", f"{source}.LayerNorm", bias=True),
             ]
-            target = f"{target}.inner"
-        entries += _layer_weights(target, source, block.attention)
-    return entries
-
-
-def _layer_weights(target: str, source: str, attention: Attention) -> list[Entry]:
-    own, inner = f"{source}.attention.self", f"{target}.attention.inner"
-    entries = [
-        *qkv(f"{inner}.qkv", (f"{own}.query_proj", f"{own}.key_proj", f"{own}.value_proj"), attention),
-        *linear(f"{inner}.out", f"{source}.attention.output.dense", True, 1),
-        *norm(f"{target}.attention.outer", f"{source}.attention.output.LayerNorm", bias=True),
-        *linear(f"{target}.ffn.inner.up", f"{source}.intermediate.dense", True, 0),
-        *linear(f"{target}.ffn.inner.down", f"{source}.output.dense", True, 1),
-        *norm(f"{target}.ffn.outer", f"{source}.output.LayerNorm", bias=True),
-    ]
-    position = attention.position
-    if isinstance(position, Disentangled) and not position.shared:
-        if position.content_to_position:
-            entries += linear(f"{inner}.distance_keys", f"{own}.pos_key_proj", True, 0)
-        if position.position_to_content:
-            entries += linear(f"{inner}.distance_queries", f"{own}.pos_query_proj", True, 0)
+        position = block.attention.position
+        if isinstance(position, Disentangled) and not position.shared:
+            target, source = f"{layer_target(i, block)}.attention.inner", f"deberta.encoder.layer.{i}.attention.self"
+            if position.content_to_position:
+                entries += linear(f"{target}.distance_keys", f"{source}.pos_key_proj", True, 0)
+            if position.position_to_content:
+                entries += linear(f"{target}.distance_queries", f"{source}.pos_query_proj", True, 0)
     return entries
 
 
 def _head_weights(model: ModelSpec) -> list[Entry]:
     match model.head:
-        case MaskedLm(tied=tied, width=None):
-            return [*_masked_lm("cls.predictions.transform", _OUTPUT, "cls.predictions"), *_output_table(tied)]
-        case MaskedLm():
-            return _masked_lm("lm_predictions.lm_head", "lm_predictions.lm_head")
+        case MaskedLm(width=None) as part:
+            older = "cls.predictions"
+            return masked_lm_weights(
+                part,
+                dense=f"{older}.transform.dense",
+                layer_norm=f"{older}.transform.LayerNorm",
+                output=f"{older}.decoder",
+                bias=f"{older}.bias",
+            )
+        case MaskedLm() as part:
+            newer = "lm_predictions.lm_head"
+            return masked_lm_weights(part, dense=f"{newer}.dense", layer_norm=f"{newer}.LayerNorm", output=newer)
         case Classifier(pooling=None):
-            return linear("head.output", "classifier", True, 0)
+            return token_weights("classifier")
         case Classifier():
-            return [*linear("head.dense", "pooler.dense", True, 0), *linear("head.output", "classifier", True, 0)]
+            return first_token_weights("pooler.dense", "classifier")
     return []
-
-
-def _masked_lm(layers: str, *biases: str) -> list[Entry]:
-    """The first layer of a head under this name, and the second's bias under one of several."""
-    return [
-        *linear("head.dense", f"{layers}.dense", True, 0),
-        *norm("head.norm", f"{layers}.LayerNorm", bias=True),
-        *(Entry("head.output.bias", (f"{name}.bias",), shard_axis=0) for name in biases),
-    ]
-
-
-def _output_table(tied: bool) -> list[Entry]:
-    """The older head's matrix, which may be stored instead of the token table that it is tied to."""
-    target = "encoder.embedding.tokens" if tied else "head.output.weight"
-    return [Entry(target, (f"{_OUTPUT}.weight",), shard_axis=0)]
 
 
 FAMILY = Family(

@@ -150,7 +150,9 @@ def stack_weights(
     assert model.encoder is not None
     assert isinstance(model.encoder.embedding, Tokens)
     embedding = model.encoder.embedding
-    tables = {"tokens": "word_embeddings", "positions": "position_embeddings"}
+    tables = {"tokens": "word_embeddings"}
+    if embedding.positions is not None:
+        tables["positions"] = "position_embeddings"
     if embedding.token_types:
         tables["types"] = "token_type_embeddings"
     entries = [
@@ -159,7 +161,7 @@ def stack_weights(
     ]
     entries += norm("encoder.embedding.norm", f"{source}.embeddings.LayerNorm", bias=True)
     for i, block in enumerate(model.encoder.blocks):
-        target, layer = f"encoder.blocks.{i}", f"{source}.{layers}.{i}"
+        target, layer = layer_target(i, block), f"{source}.{layers}.{i}"
         projections = (f"{layer}.{names.queries}", f"{layer}.{names.keys}", f"{layer}.{names.values}")
         entries += [
             *qkv(f"{target}.attention.inner.qkv", projections, block.attention),
@@ -170,6 +172,11 @@ def stack_weights(
             *norm(f"{target}.ffn.outer", f"{layer}.{names.ffn_norm}", bias=True),
         ]
     return entries
+
+
+def layer_target(number: int, block: Block) -> str:
+    """What the names of a layer's parameters begin with; what is beside it is not among them."""
+    return f"encoder.blocks.{number}" if block.beside is None else f"encoder.blocks.{number}.inner"
 
 
 def masked_lm_weights(
