@@ -1,4 +1,4 @@
-"""Settings of published DeBERTa checkpoints, as far as their config.json says more than defaults."""
+"""Settings of published DeBERTa checkpoints. v3's own config names no architecture; saving the model adds it."""
 
 from __future__ import annotations
 
