@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, rotary
+from engine.model.families.common import activation, even_head_dim, linear, norm, rotary
 from engine.model.spec import (
     Attention,
     Block,
@@ -21,72 +21,133 @@ from engine.model.spec import (
     Stack,
     Tokens,
 )
-from engine.model.table import Family
+from engine.model.table import Entry, Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
-    norm = Norm("layer", config.norm_eps, bias=config.norm_bias)
-    head_dim = config.hidden_size // config.num_attention_heads
-    blocks = []
-    for layer, layer_type in enumerate(config.layer_types):
-        reach = config.local_attention // 2
-        attention = Attention(
-            heads=config.num_attention_heads,
-            kv_heads=config.num_attention_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            position=rotary(config, head_dim, layer_type),
-            causal=False,
-            window=Window(reach, reach) if layer_type == "sliding_attention" else None,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
+    layer_norm = Norm("layer", config.norm_eps, bias=config.norm_bias)
+    heads = config.num_attention_heads
+    head_dim = even_head_dim(config.hidden_size, heads)
+    blocks = tuple(
+        Block(
+            # The embedding's own norm stands before the first attention.
+            placement=Pre(attention=layer_norm if layer else None, ffn=layer_norm),
+            attention=Attention(
+                heads=heads,
+                kv_heads=heads,
+                head_dim=head_dim,
+                scale=head_dim**-0.5,
+                position=rotary(config, head_dim, layer_type, in_float32=True),
+                causal=False,
+                window=window,
+                qkv_bias=config.attention_bias,
+                out_bias=config.attention_bias,
+            ),
+            ffn=Gated(config.intermediate_size, activation(config.hidden_activation), bias=config.mlp_bias),
         )
-        blocks.append(
-            Block(
-                # The embedding's own norm stands before the first attention.
-                placement=Pre(attention=norm if layer else None, ffn=norm),
-                attention=attention,
-                ffn=Gated(config.intermediate_size, activation(config.hidden_activation), bias=config.mlp_bias),
-            )
-        )
+        for layer, (layer_type, window) in enumerate(zip(config.layer_types, _windows(config), strict=True))
+    )
     encoder = Stack(
         hidden_size=config.hidden_size,
-        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, norm=norm),
-        blocks=tuple(blocks),
-        final_norm=norm,
+        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, norm=layer_norm),
+        blocks=blocks,
+        final_norm=layer_norm,
     )
-    return ModelSpec(encoder=encoder, decoder=None, head=_head(config, norm))
+    return ModelSpec(encoder=encoder, decoder=None, head=_head(config, layer_norm))
 
 
-def _head(config: Any, norm: Norm) -> Head:
-    name = config.architectures[0] if config.architectures else "ModernBertModel"
+def _windows(config: Any) -> list[Window | None]:
+    """The window of each layer: a local one sees half of `local_attention` to either side, and itself."""
+    types = config.layer_types
+    if len(types) != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "
+            f"{config.num_hidden_layers}, but has {len(types)}."
+        )
+    if others := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise UnsupportedModelError(
+            f"layer_types of the config holds {others[0]!r}; implemented: full_attention, sliding_attention."
+        )
+    if config.local_attention < 0:
+        raise UnsupportedModelError(
+            f"local_attention of the config must not be negative, got {config.local_attention}."
+        )
+    reach = config.local_attention // 2
+    return [Window(reach, reach) if layer_type == "sliding_attention" else None for layer_type in types]
+
+
+def _head(config: Any, layer_norm: Norm) -> Head:
+    name = config.architectures[0]
     act = activation(config.classifier_activation)
-    match name:
-        case "ModernBertModel":
-            return Pool()
-        case "ModernBertForMaskedLM":
-            return MaskedLm(
-                tied=config.tie_word_embeddings,
-                activation=act,
-                norm=norm,
-                dense_bias=config.classifier_bias,
-                bias=config.decoder_bias,
-            )
-        case "ModernBertForSequenceClassification":
-            return Classifier(
-                labels=config.num_labels,
-                pooling=config.classifier_pooling,
-                activation=act,
-                norm=norm,
-                dense_bias=config.classifier_bias,
-            )
+    if name == "ModernBertForMaskedLM":
+        return MaskedLm(
+            tied=config.tie_word_embeddings,
+            activation=act,
+            norm=layer_norm,
+            dense_bias=config.classifier_bias,
+            bias=config.decoder_bias,
+        )
+    if name == "ModernBertModel":
+        return Pool()
+    return Classifier(
+        labels=config.num_labels,
+        pooling=None if name == "ModernBertForTokenClassification" else config.classifier_pooling,
+        activation=act,
+        norm=layer_norm,
+        dense_bias=config.classifier_bias,
+    )
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    assert model.encoder is not None
+    assert model.encoder.final_norm is not None
+    norm_bias = model.encoder.final_norm.bias
+    entries = [
+        Entry("encoder.embedding.tokens", ("model.embeddings.tok_embeddings.weight",), shard_axis=0),
+        *norm("encoder.embedding.norm", "model.embeddings.norm", bias=norm_bias),
+        *norm("encoder.final_norm", "model.final_norm", bias=norm_bias),
+    ]
+    for i, block in enumerate(model.encoder.blocks):
+        target, source = f"encoder.blocks.{i}", f"model.layers.{i}"
+        part = block.attention
+        assert isinstance(block.placement, Pre)
+        assert isinstance(block.ffn, Gated)
+        if block.placement.attention is not None:
+            entries += norm(f"{target}.attention.before", f"{source}.attn_norm", bias=norm_bias)
+        entries += [
+            *linear(f"{target}.attention.inner.qkv", f"{source}.attn.Wqkv", part.qkv_bias, 0),
+            *linear(f"{target}.attention.inner.out", f"{source}.attn.Wo", part.out_bias, 1),
+            *norm(f"{target}.ffn.before", f"{source}.mlp_norm", bias=norm_bias),
+            # What is activated comes first, as in our own matrix.
+            *linear(f"{target}.ffn.inner.gate_up", f"{source}.mlp.Wi", block.ffn.bias, 0),
+            *linear(f"{target}.ffn.inner.down", f"{source}.mlp.Wo", block.ffn.bias, 1),
+        ]
+    head, ignored = model.head, []
+    match head:
+        case MaskedLm(dense_bias=dense_bias) | Classifier(dense_bias=dense_bias):
+            entries += linear("head.dense", "head.dense", dense_bias, 0)
+            entries += norm("head.norm", "head.norm", bias=norm_bias)
         case _:
-            raise UnsupportedModelError(f"ModernBERT has no head named {name!r} here.")
+            ignored = [r"(head|decoder|classifier)\..*"]
+    match head:
+        case MaskedLm(tied=tied, bias=bias):
+            output = linear("head.output", "decoder", bias, 0)
+            entries += output[1:] if tied else output
+        case Classifier():
+            entries += linear("head.output", "classifier", True, 0)
+    return WeightTable(tuple(entries), prefix="model.", ignored=tuple(ignored), head="decoder.weight")
 
 
 FAMILY = Family(
     name="ModernBERT",
-    architectures=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+    architectures=(
+        "ModernBertModel",
+        "ModernBertForMaskedLM",
+        "ModernBertForSequenceClassification",
+        "ModernBertForTokenClassification",
+    ),
+    headless=("ModernBertModel",),
     brings="encoder, local and global attention with a rotary base each",
     spec=spec,
+    weights=weights,
 )
