@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import transformers
 import engine.model
 from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
-from engine.model import families
+from engine.model import checkpoint, families
 from engine.model.missing import unsupported
 from engine.model.positions import BandScaling, Learned, LinearScaling, RelativeBuckets, Rotary, Slopes
 from engine.model.spec import (
@@ -43,6 +44,7 @@ CLASSES = {
     "ModernBertModel": transformers.ModernBertConfig,
     "ModernBertForMaskedLM": transformers.ModernBertConfig,
     "ModernBertForSequenceClassification": transformers.ModernBertConfig,
+    "ModernBertForTokenClassification": transformers.ModernBertConfig,
 }
 
 
@@ -253,7 +255,7 @@ def test_modernbert_by_default() -> None:
     assert blocks[0].ffn == Gated(1152, "gelu")
     assert model.encoder.embedding.norm == norm  # type: ignore[union-attr]
     assert model.head == MaskedLm(tied=True, activation="gelu", norm=norm, dense_bias=False, bias=True)
-    assert unsupported(model) == ["models without a decoder", "MaskedLm heads"]
+    assert unsupported(model) == []
 
 
 def test_modernbert_altered() -> None:
@@ -281,6 +283,120 @@ def test_modernbert_altered() -> None:
     assert blocks[0].attention.qkv_bias
     assert isinstance(blocks[0].ffn, Gated)
     assert blocks[0].ffn.bias
+    tokens = make("ModernBertForTokenClassification", num_labels=2, classifier_pooling="mean").head
+    assert isinstance(tokens, Classifier)
+    assert (tokens.labels, tokens.pooling) == (2, None)
+
+
+# The settings of answerdotai/ModernBERT-base, as they are published.
+MODERNBERT_BASE = {
+    "architectures": ["ModernBertForMaskedLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 50281,
+    "classifier_activation": "gelu",
+    "classifier_bias": False,
+    "classifier_dropout": 0.0,
+    "classifier_pooling": "mean",
+    "cls_token_id": 50281,
+    "decoder_bias": True,
+    "deterministic_flash_attn": False,
+    "embedding_dropout": 0.0,
+    "eos_token_id": 50282,
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "gradient_checkpointing": False,
+    "hidden_activation": "gelu",
+    "hidden_size": 768,
+    "initializer_cutoff_factor": 2.0,
+    "initializer_range": 0.02,
+    "intermediate_size": 1152,
+    "layer_norm_eps": 1e-05,
+    "local_attention": 128,
+    "local_rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "mlp_dropout": 0.0,
+    "model_type": "modernbert",
+    "norm_bias": False,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 22,
+    "pad_token_id": 50283,
+    "position_embedding_type": "absolute",
+    "reference_compile": True,
+    "sep_token_id": 50282,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "transformers_version": "4.47.0.dev0",
+    "vocab_size": 50368,
+}
+
+
+def test_modernbert_as_published(tmp_path: Path) -> None:
+    """The same parts as the defaults', the numbers of older configs read."""
+    (tmp_path / "config.json").write_text(json.dumps(MODERNBERT_BASE), encoding="utf-8")
+    assert families.build_spec(checkpoint.read_config(tmp_path)) == make("ModernBertForMaskedLM")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers 22, but has 1"),
+        (
+            {"layer_types": ["chunked_attention"] * 22},
+            "holds 'chunked_attention'; implemented: full_attention, sliding",
+        ),
+        ({"local_attention": -2}, "local_attention of the config must not be negative, got -2"),
+        ({"num_attention_heads": 7}, "768 hidden features, which 7 attention heads"),
+        ({"hidden_activation": "mish"}, "activation 'mish'"),
+    ],
+)
+def test_modernbert_refusals(changes: dict[str, Any], message: str) -> None:
+    config = transformers.ModernBertConfig(architectures=["ModernBertModel"])
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    with pytest.raises(UnsupportedModelError, match=message):
+        families.describe(config)
+
+
+@pytest.mark.parametrize("name", ["ModernBertForMultipleChoice", "ModernBertForQuestionAnswering"])
+def test_modernbert_with_other_heads(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"'{name}' is not supported.* nearest supported one: ModernBert"):
+        families.build_spec(transformers.ModernBertConfig(architectures=[name]))
+
+
+# ---------------------------------------------------------------- classifiers over decoders
+
+
+def test_a_decoder_has_classifiers() -> None:
+    """One rule for all families: of texts by the last token, of each token."""
+    config = transformers.LlamaConfig(architectures=["LlamaForSequenceClassification"], num_labels=4, pad_token_id=9)
+    model = families.build_spec(config)
+    plain = families.build_spec(transformers.LlamaConfig(architectures=["LlamaForCausalLM"]))
+    assert model.head == Classifier(labels=4, pooling="last", bias=False, padding_id=9)
+    assert replace(model, head=plain.head) == plain
+    config = transformers.LlamaConfig(architectures=["LlamaForTokenClassification"], num_labels=4)
+    assert families.build_spec(config).head == Classifier(labels=4, pooling=None)
+    config.token_classification_bias = False
+    assert families.build_spec(config).head == Classifier(labels=4, pooling=None, bias=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BartConfig(architectures=["BartForSequenceClassification"]),
+        transformers.T5Config(architectures=["T5ForTokenClassification"]),
+        transformers.MambaConfig(architectures=["MambaForSequenceClassification"]),
+        transformers.LlamaConfig(architectures=["LlamaForQuestionAnswering"]),
+    ],
+    ids=lambda config: config.architectures[0],
+)
+def test_other_classifiers_are_refused(config: Any) -> None:
+    name = config.architectures[0]
+    message = rf"'{name}' is not supported.*classifiers over decoders, such as LlamaForSequenceClassification"
+    with pytest.raises(UnsupportedModelError, match=message):
+        families.build_spec(config)
 
 
 def test_the_attention_span_is_the_longest_window_unless_a_layer_sees_all() -> None:
@@ -347,12 +463,19 @@ def test_parts_of_encoder_decoder_models_without_a_module_are_named() -> None:
     ]
 
 
-def test_described_families_are_refused_for_serving() -> None:
-    architecture = "ModernBertForMaskedLM"
-    config = CLASSES[architecture](architectures=[architecture])
-    with pytest.raises(UnsupportedModelError, match=rf"{architecture} needs parts .*MaskedLm heads.*LlamaForCausalLM"):
+def test_families_without_weights_are_refused_for_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family may be described before its parts are implemented."""
+    config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"])
+    model = families.describe(config)
+    described = replace(families.find(config), weights=None)
+    monkeypatch.setitem(families._BY_ARCHITECTURE, "LlamaForCausalLM", described)
+    assert "LlamaForCausalLM" not in families.supported()
+    with pytest.raises(UnsupportedModelError, match="LLaMA cannot be served yet"):
+        families.weight_table(config, model)
+    masked = replace(model, head=MaskedLm(tied=True, activation="gelu", norm=Norm("rms", 1e-6)))
+    monkeypatch.setitem(families._BY_ARCHITECTURE, "LlamaForCausalLM", replace(described, spec=lambda config: masked))
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM needs parts .*MaskedLm heads over a decoder"):
         families.build_spec(config)
-    assert architecture not in families.supported()
 
 
 def test_unknown_architecture_lists_the_supported() -> None:
@@ -363,11 +486,14 @@ def test_unknown_architecture_lists_the_supported() -> None:
         families.build_spec(transformers.LlamaConfig())
 
 
-def test_a_headless_model_generates_with_a_tied_head() -> None:
+def test_a_headless_model_writes_where_its_head_is_tied() -> None:
     tied = transformers.LlamaConfig(architectures=["LlamaModel"], tie_word_embeddings=True)
     assert families.build_spec(tied).head == Lm(tied=True)
     untied = transformers.LlamaConfig(architectures=["LlamaModel"], tie_word_embeddings=False)
     assert families.build_spec(untied).head == Pool()
+    with_encoder = transformers.MBartConfig(architectures=["MBartModel"], tie_word_embeddings=False)
+    with pytest.raises(UnsupportedModelError, match="no language-model head"):
+        families.build_spec(with_encoder)
 
 
 def test_no_family_is_named_in_the_transformer() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.model import spec
 from engine.model.heads import classes
 from engine.outputs import Activation, PoolingMode
-from engine.scheduling.plan import Float64, PooledRow, PoolingRow, StepPlan
+from engine.scheduling.plan import Float64, Int32, PooledRow, PoolingRow, StepPlan
 
 _TINY = 1e-12  # as torch.nn.functional.normalize has it
 
@@ -58,7 +58,7 @@ class Pooler:
                 case "embed":
                     found = self._embed(hidden, rows, spans)
                 case "classify":
-                    found = self._classify(hidden, rows, spans)
+                    found = self._classify(hidden, plan, rows, spans)
                 case "token_classify":
                     found = self._classify_tokens(hidden, rows, spans)
                 case _:
@@ -84,19 +84,34 @@ class Pooler:
         return answers
 
     def _classify(
-        self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
+        self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
         assert isinstance(self._head, spec.Classifier)
-        assert self._head.pooling is not None
-        mode: PoolingMode = self._head.pooling
-        vectors = torch.stack([_pooled(hidden[a:b], mode) for a, b in spans])
-        return self._scores(self._apply(vectors), rows, [1] * len(rows))
+        states = [
+            _state(self._head, hidden[a:b], plan.token_ids[a:b], row.before)
+            for row, (a, b) in zip(rows, spans, strict=True)
+        ]
+        answers = {
+            i: PooledRow(values=states[i][None].double().cpu().numpy())
+            for i, row in enumerate(rows)
+            if not row.complete
+        }
+        complete = [i for i, row in enumerate(rows) if row.complete]
+        if complete:
+            vectors = torch.stack([states[i] for i in complete])
+            scores = self._scores(self._apply(vectors), [rows[i] for i in complete], [1] * len(complete))
+            answers.update(zip(complete, scores, strict=True))
+        return [answers[i] for i in range(len(rows))]
 
     def _classify_tokens(
         self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
     ) -> list[PooledRow]:
         tokens = torch.cat([hidden[a:b] for a, b in spans])
-        return self._scores(self._apply(tokens), rows, [b - a for a, b in spans])
+        found = self._scores(self._apply(tokens), rows, [b - a for a, b in spans])
+        return [
+            new if row.before is None else PooledRow(values=np.concatenate((row.before, new.values), dtype=np.float64))
+            for row, new in zip(rows, found, strict=True)
+        ]
 
     def _scores(self, numbers: Tensor, rows: Sequence[PoolingRow], counts: Sequence[int]) -> list[PooledRow]:
         meant = classes(numbers, self._activation).cpu().numpy()
@@ -122,11 +137,22 @@ class Pooler:
         return answers
 
 
-def _pooled(states: Tensor, mode: PoolingMode) -> Tensor:
-    """One vector of hidden states [T, hidden], in their format."""
-    if mode == "mean":
+def _state(head: spec.Classifier, states: Tensor, tokens: Int32, before: Float64 | None) -> Tensor:
+    """The vector that a head classifies, [hidden], of an input's tokens so far.
+
+    Args:
+        states, tokens: [T, hidden] and [T] of its newest tokens.
+        before: [1, hidden] what this was without them. Only "last" is asked for in parts.
+    """
+    if head.pooling == "mean":
         return states.double().mean(0).to(states.dtype)
-    return states[0] if mode == "cls" else states[-1]
+    if head.pooling == "cls":
+        return states[0]
+    wanted = np.arange(len(tokens)) if head.padding_id is None else np.flatnonzero(tokens != head.padding_id)
+    if len(wanted):
+        return states[int(wanted[-1])]
+    # Nothing but padding: as the reference has it, the first token then.
+    return states[0] if before is None else torch.from_numpy(before[0]).to(states)
 
 
 def _parts(states: Tensor, row: PoolingRow) -> Float64:

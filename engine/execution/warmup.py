@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from engine.attention.tiles import TILE
 from engine.execution.runner import ModelRunner
+from engine.model.spec import Lm
 from engine.request import Decoding, Request
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.budget import Costs, StepWork
@@ -61,7 +62,7 @@ def measure(
     try:
         one, plain = timed(0, 1), timed(0, count)
         late = timed(far, count)
-        scored = timed(0, count, scored=True) if runner.model.head is not None else plain
+        scored = timed(0, count, scored=True) if isinstance(runner.model.spec.head, Lm) else plain
     finally:
         runner.cache.clear_scratch()
     # Where memory, not arithmetic, sets the pace, 32 tokens take hardly longer than one, and say little of many.
@@ -98,5 +99,5 @@ def _plan(runner: ModelRunner, start: int, count: int, *, scored: bool = False) 
     group.prompt_logprobs = [None] * (start + 1)
     sequence = group.sequences[0]
     sequence.table.extend([0] * pages_needed(start + count, size))
-    sampled = count == 1 and runner.model.head is not None
+    sampled = count == 1 and isinstance(runner.model.spec.head, Lm)
     return build_plan([Row(group, sequence, start, count, sampled)], [], size)

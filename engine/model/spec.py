@@ -318,6 +318,7 @@ class Classifier:
         norm: after that layer.
         dense_bias, bias: biases of the two layers.
         width: features of the dense layer, None for as many as the hidden states have.
+        padding_id: the last hidden state is that of the last token with another id than this.
     """
 
     labels: int
@@ -327,6 +328,7 @@ class Classifier:
     dense_bias: bool = True
     bias: bool = True
     width: int | None = None
+    padding_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,16 +59,13 @@ def load_model(
         UnsupportedModelError: a part is not implemented.
         ConfigError: max_model_len exceeds what the checkpoint has positions for.
     """
-    family = families.find(config)
-    if family.weights is None:
-        raise UnsupportedModelError(f"{family.name} cannot be served yet.")
+    table = families.weight_table(config, model_spec)
     with Checkpoint(path) as checkpoint:
-        table = family.weights(model_spec)
         checkpoint.rename(table)
         as_stored = _as_stored(checkpoint, table, model_spec)
         if as_stored != model_spec:
             model_spec = as_stored
-            table = family.weights(model_spec)
+            table = families.weight_table(config, model_spec)
         try:
             model = Transformer(model_spec, backend, max_model_len, device=device, dtype=dtype)
         except RuntimeError as error:

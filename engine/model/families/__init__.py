@@ -12,9 +12,10 @@ from typing import Any
 import transformers
 
 from engine.errors import UnsupportedModelError
+from engine.model.families.classification import classifier, headless, with_head
 from engine.model.missing import unsupported
 from engine.model.spec import Lm, ModelSpec, Pool
-from engine.model.table import Family
+from engine.model.table import Family, WeightTable
 
 
 def _discover() -> tuple[Family, ...]:
@@ -103,7 +104,10 @@ def _alternatives(config: Any) -> str:
         near = f"The nearest supported one, by its settings: {other}."
     else:
         near = "No supported architecture has a similar name or similar settings."
-    return f"{near} Supported: {', '.join(_with_head())}."
+    return (
+        f"{near} Supported: {', '.join(_with_head())}; classifiers over decoders, such as "
+        "LlamaForSequenceClassification and LlamaForTokenClassification."
+    )
 
 
 def architecture(config: Any) -> str:
@@ -120,11 +124,16 @@ def find(config: Any) -> Family:
     name = architecture(config)
     if not name:
         raise UnsupportedModelError(f'config.json holds no "architectures". Supported: {", ".join(_with_head())}.')
-    if name not in _BY_ARCHITECTURE:
-        # A config inside the config: text is one of several things that such a model takes.
-        why = "multimodal, which is not supported" if getattr(config, "text_config", None) else "not supported"
-        raise UnsupportedModelError(f"The architecture {name!r} is {why}. {_alternatives(config)}")
-    return _BY_ARCHITECTURE[name]
+    family = _BY_ARCHITECTURE.get(name) or _BY_ARCHITECTURE.get(headless(name) or "")
+    if family is None:
+        raise _unknown(config)
+    return family
+
+
+def _unknown(config: Any) -> UnsupportedModelError:
+    # A config inside the config: text is one of several things that such a model takes.
+    why = "multimodal, which is not supported" if getattr(config, "text_config", None) else "not supported"
+    return UnsupportedModelError(f"The architecture {architecture(config)!r} is {why}. {_alternatives(config)}")
 
 
 def describe(config: Any) -> ModelSpec:
@@ -133,16 +142,27 @@ def describe(config: Any) -> ModelSpec:
     Raises:
         UnsupportedModelError: unknown architecture, or a setting that no part expresses.
     """
-    family = find(config)
-    # transformers heeds these in any config, although no family has them as settings of its own.
-    if getattr(config, "is_heterogeneous", False):
-        raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
+    family, name = find(config), architecture(config)
+    _refuse_overrides(config)
     model = family.spec(config)
+    decoder_only = model.decoder is not None and model.encoder is None
+    if name not in _BY_ARCHITECTURE:
+        if not decoder_only:
+            raise _unknown(config)
+        model = replace(model, head=classifier(config, name))
+    elif name in family.headless and decoder_only and isinstance(model.head, Lm) and not model.head.tied:
+        model = replace(model, head=Pool())  # no text without a head, but vectors
     if model.decoder is not None and getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(
-            "The config sets is_causal to false: its tokens would see later ones, so it could not generate text."
+            "The config sets is_causal to false: tokens would see later ones, which is not implemented for decoders."
         )
     return model
+
+
+def _refuse_overrides(config: Any) -> None:
+    """transformers heeds this in any config, although no family has it as a setting of its own."""
+    if getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
 
 
 def build_spec(config: Any) -> ModelSpec:
@@ -158,10 +178,21 @@ def build_spec(config: Any) -> ModelSpec:
             f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(config)}"
         )
     if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
-        if model.encoder is not None:
-            raise UnsupportedModelError(
-                f"{name} has no language-model head, and tie_word_embeddings is false, so it cannot generate text. "
-                "Use the checkpoint of the full model."
-            )
-        return replace(model, head=Pool())  # it can still make vectors
+        raise UnsupportedModelError(
+            f"{name} has no language-model head, and tie_word_embeddings is false, so it cannot generate text. "
+            "Use the checkpoint of the full model."
+        )
     return model
+
+
+def weight_table(config: Any, model: ModelSpec) -> WeightTable:
+    """The names of the weights of a config's model.
+
+    Raises:
+        UnsupportedModelError: the family is described only.
+    """
+    family = find(config)
+    if family.weights is None:
+        raise UnsupportedModelError(f"{family.name} cannot be served yet.")
+    table = family.weights(model)
+    return table if model.decoder is None else with_head(table, model.head)
