@@ -194,8 +194,31 @@ def test_gemma2_altered() -> None:
     assert blocks[0].attention.softcap is None
     assert blocks[0].attention.scale == 1 / 12
     assert model.head == Lm(tied=True)
-    both_ways = make("Gemma2ForCausalLM", use_bidirectional_attention=True)
-    assert unsupported(both_ways) == ["bidirectional attention in a decoder"]
+    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention of the config must be false"):
+        make("Gemma2ForCausalLM", use_bidirectional_attention=True)
+
+
+def test_a_decoder_that_sees_both_sides_is_read_as_an_encoder() -> None:
+    """Where it has another head than a language model's, or none."""
+
+    def described(architecture: str, **settings: Any) -> ModelSpec:
+        config = transformers.Gemma3TextConfig(
+            architectures=[architecture], use_bidirectional_attention=True, sliding_window=512, **settings
+        )
+        return families.describe(config)
+
+    for tied in (True, False):
+        model = described("Gemma3TextModel", tie_word_embeddings=tied)
+        assert model.decoder is None
+        assert model.encoder is not None
+        assert model.head == Pool()
+        assert {b.attention.window for b in model.encoder.blocks} == {None, Window(256, 256)}
+        assert unsupported(model) == []
+    head = described("Gemma3TextForSequenceClassification", num_labels=2).head
+    assert head == Classifier(labels=2, pooling="last", bias=False, padding_id=0)
+    assert unsupported(described("Gemma3ForCausalLM")) == ["bidirectional attention in a decoder"]
+    with pytest.raises(UnsupportedModelError, match="is_causal to false"):
+        described("Gemma3TextModel", is_causal=False)
 
 
 def test_t5_by_default() -> None:

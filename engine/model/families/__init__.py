@@ -27,6 +27,7 @@ def _discover() -> tuple[Family, ...]:
 
 FAMILIES: tuple[Family, ...] = _discover()
 _BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
+_HEADLESS: frozenset[str] = frozenset(name for family in FAMILIES for name in family.headless)
 
 
 def supported() -> list[str]:
@@ -72,8 +73,7 @@ def _likeness(words: list[str], others: list[str]) -> tuple[int, int, float]:
 
 def _with_head() -> list[str]:
     """Supported architectures that have heads of their own."""
-    headless = {name for family in FAMILIES for name in family.headless}
-    return [name for name in supported() if name not in headless]
+    return [name for name in supported() if name not in _HEADLESS]
 
 
 def nearest_by_settings(config: Any) -> str | None:
@@ -145,18 +145,31 @@ def describe(config: Any) -> ModelSpec:
     family, name = find(config), architecture(config)
     _refuse_overrides(config)
     model = family.spec(config)
-    decoder_only = model.decoder is not None and model.encoder is None
-    if name not in _BY_ARCHITECTURE:
-        if not decoder_only:
-            raise _unknown(config)
-        model = replace(model, head=classifier(config, name))
-    elif name in family.headless and decoder_only and isinstance(model.head, Lm) and not model.head.tied:
-        model = replace(model, head=Pool())  # no text without a head, but vectors
     if model.decoder is not None and getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(
             "The config sets is_causal to false: tokens would see later ones, which is not implemented for decoders."
         )
+    if model.decoder is not None and model.encoder is None:
+        return _with_head_of(name, config, model)
+    if name not in _BY_ARCHITECTURE:
+        raise _unknown(config)
     return model
+
+
+def _with_head_of(name: str, config: Any, model: ModelSpec) -> ModelSpec:
+    """A decoder-only model that ends as this architecture does, given one that its family describes.
+
+    A decoder whose tokens see later ones writes nothing: without a language model's head, it is read as an encoder.
+    """
+    assert model.decoder is not None
+    causal = all(block.attention.causal for block in model.decoder.blocks)
+    if name not in _BY_ARCHITECTURE:
+        model = replace(model, head=classifier(config, name))
+    elif name in _HEADLESS and isinstance(model.head, Lm) and not (causal and model.head.tied):
+        model = replace(model, head=Pool())
+    if causal or isinstance(model.head, Lm):
+        return model
+    return replace(model, encoder=model.decoder, decoder=None)
 
 
 def _refuse_overrides(config: Any) -> None:
@@ -177,7 +190,7 @@ def build_spec(config: Any) -> ModelSpec:
         raise UnsupportedModelError(
             f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(config)}"
         )
-    if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
+    if name in _HEADLESS and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(
             f"{name} has no language-model head, and tie_word_embeddings is false, so it cannot generate text. "
             "Use the checkpoint of the full model."
@@ -194,5 +207,13 @@ def weight_table(config: Any, model: ModelSpec) -> WeightTable:
     family = find(config)
     if family.weights is None:
         raise UnsupportedModelError(f"{family.name} cannot be served yet.")
-    table = family.weights(model)
-    return table if model.decoder is None else with_head(table, model.head)
+    # A decoder that is read as an encoder is stored under the same names as one that is not.
+    turned = model.decoder is None and family.spec(config).decoder is not None
+    stored = replace(model, encoder=None, decoder=model.encoder) if turned else model
+    table = family.weights(stored)
+    if stored.decoder is not None:
+        table = with_head(table, model.head)
+    if turned:
+        entries = (replace(entry, target=re.sub(r"^decoder\.", "encoder.", entry.target)) for entry in table.entries)
+        table = replace(table, entries=tuple(entries))
+    return table

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, layer_window, rms_decoder_table, rotary
 from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Norm, Sandwich, Stack, Tokens
 from engine.model.table import Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
+    if config.use_bidirectional_attention:
+        # The reference reads the setting and masks later tokens all the same, but not with every kernel.
+        raise UnsupportedModelError(
+            "use_bidirectional_attention of the config must be false for Gemma 2, for which bidirectional attention is "
+            f"not defined; got {config.use_bidirectional_attention}."
+        )
     norm = Norm("rms", config.rms_norm_eps, unit_offset=True)
-    causal = not config.use_bidirectional_attention
     blocks = []
     for layer_type in config.layer_types:
         blocks.append(
@@ -23,8 +29,7 @@ def spec(config: Any) -> ModelSpec:
                     head_dim=config.head_dim,
                     scale=config.query_pre_attn_scalar**-0.5,
                     position=rotary(config, config.head_dim),
-                    causal=causal,
-                    window=layer_window(config, layer_type, causal=causal),
+                    window=layer_window(config, layer_type),
                     qkv_bias=config.attention_bias,
                     out_bias=config.attention_bias,
                     softcap=config.attn_logit_softcapping,
