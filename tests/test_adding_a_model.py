@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 import test_golden_families as golden
+import torch
 import transformers
-from support.driving import make_engine
+from support.decoder_classes import logits, make_classifier
+from support.driving import finish, make_engine
 from support.family_shape import FamilyShape, make_family_checkpoint
+from support.pages import close
 
+from engine import PoolingParams
 from engine.errors import UnsupportedModelError
 from engine.model import families, positions, spec, table
 
@@ -80,6 +84,18 @@ def subject(
 )
 def test_the_family_equals_reference(subject: golden.Subject, proof: Callable[[golden.Subject], None]) -> None:
     proof(subject)
+
+
+def test_the_family_has_classifiers(family: ModuleType, tmp_path: Path) -> None:
+    """As the document says, for naming the model without a head."""
+    shape = next(iter(SHAPES.values()))
+    model = make_classifier(shape, transformers.StableLmForSequenceClassification, tmp_path)
+    engine = make_engine(tmp_path, max_model_len=shape.max_model_len, max_num_batched_tokens=16)
+    engine.add_request("0", model.ragged()[0], PoolingParams(task="classify", use_activation=False))
+    pooled = finish(engine)["0"].pooled
+    engine.close()
+    assert pooled is not None
+    close(torch.tensor(pooled.values()), logits(model, model.ragged()[0]))
 
 
 def test_the_family_refuses_what_it_has_no_part_for(family: ModuleType) -> None:

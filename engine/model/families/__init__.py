@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.classification import classifier, headless, with_head
+from engine.model.families.classification import base_model, classifier, with_head
 from engine.model.missing import unsupported
 from engine.model.spec import Lm, ModelSpec, Pool
 from engine.model.table import Family, WeightTable
@@ -27,7 +27,6 @@ def _discover() -> tuple[Family, ...]:
 
 FAMILIES: tuple[Family, ...] = _discover()
 _BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
-_HEADLESS: frozenset[str] = frozenset(name for family in FAMILIES for name in family.headless)
 
 
 def supported() -> list[str]:
@@ -73,7 +72,7 @@ def _likeness(words: list[str], others: list[str]) -> tuple[int, int, float]:
 
 def _with_head() -> list[str]:
     """Supported architectures that have heads of their own."""
-    return [name for name in supported() if name not in _HEADLESS]
+    return [name for name in supported() if name not in _BY_ARCHITECTURE[name].headless]
 
 
 def nearest_by_settings(config: Any) -> str | None:
@@ -124,7 +123,7 @@ def find(config: Any) -> Family:
     name = architecture(config)
     if not name:
         raise UnsupportedModelError(f'config.json holds no "architectures". Supported: {", ".join(_with_head())}.')
-    family = _BY_ARCHITECTURE.get(name) or _BY_ARCHITECTURE.get(headless(name) or "")
+    family = _BY_ARCHITECTURE.get(name) or _BY_ARCHITECTURE.get(base_model(name) or "")
     if family is None:
         raise _unknown(config)
     return family
@@ -150,13 +149,13 @@ def describe(config: Any) -> ModelSpec:
             "The config sets is_causal to false: tokens would see later ones, which is not implemented for decoders."
         )
     if model.decoder is not None and model.encoder is None:
-        return _with_head_of(name, config, model)
+        return _with_head_of(name, config, model, headless=name in family.headless)
     if name not in _BY_ARCHITECTURE:
         raise _unknown(config)
     return model
 
 
-def _with_head_of(name: str, config: Any, model: ModelSpec) -> ModelSpec:
+def _with_head_of(name: str, config: Any, model: ModelSpec, *, headless: bool) -> ModelSpec:
     """A decoder-only model that ends as this architecture does, given one that its family describes.
 
     A decoder whose tokens see later ones writes nothing: without a language model's head, it is read as an encoder.
@@ -165,7 +164,7 @@ def _with_head_of(name: str, config: Any, model: ModelSpec) -> ModelSpec:
     causal = all(block.attention.causal for block in model.decoder.blocks)
     if name not in _BY_ARCHITECTURE:
         model = replace(model, head=classifier(config, name))
-    elif name in _HEADLESS and isinstance(model.head, Lm) and not (causal and model.head.tied):
+    elif headless and isinstance(model.head, Lm) and not (causal and model.head.tied):
         model = replace(model, head=Pool())
     if causal or isinstance(model.head, Lm):
         return model
@@ -190,7 +189,7 @@ def build_spec(config: Any) -> ModelSpec:
         raise UnsupportedModelError(
             f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(config)}"
         )
-    if name in _HEADLESS and isinstance(model.head, Lm) and not model.head.tied:
+    if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(
             f"{name} has no language-model head, and tie_word_embeddings is false, so it cannot generate text. "
             "Use the checkpoint of the full model."

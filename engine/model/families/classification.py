@@ -14,7 +14,7 @@ _TEXTS, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _NAMES = ("score", "classifier")  # of the matrix
 
 
-def headless(name: str) -> str | None:
+def base_model(name: str) -> str | None:
     """The model without a head that a classifier of this name reads: LlamaModel for LlamaForTokenClassification.
 
     None for architectures that are no classifiers.

@@ -141,10 +141,10 @@ def weights(model: ModelSpec) -> WeightTable:
 FAMILY = Family(
     name="ModernBERT",
     architectures=(
-        "ModernBertModel",
         "ModernBertForMaskedLM",
         "ModernBertForSequenceClassification",
         "ModernBertForTokenClassification",
+        "ModernBertModel",
     ),
     headless=("ModernBertModel",),
     brings="encoder, local and global attention with a rotary base each",
