@@ -29,6 +29,7 @@ from engine.errors import UnsupportedModelError
 from engine.model.abilities import find_abilities
 from engine.model.families import FAMILIES
 from engine.model.missing import unsupported
+from engine.model.sentence import Pipeline
 from engine.model.spec import ModelSpec
 from engine.model.table import Family
 from engine.outputs import Task
@@ -104,7 +105,7 @@ def tasks_of(family: Family, architecture: str) -> tuple[Task, ...]:
     config, model = default_model(family, architecture)
     if missing := unsupported(model):
         raise UnsupportedModelError(f"needs parts that are not implemented: {', '.join(missing)}")
-    return find_abilities(config, model).tasks
+    return find_abilities(config, model, Pipeline(transformer=Path())).tasks
 
 
 def default_model(family: Family, architecture: str) -> tuple[Any, ModelSpec]:
