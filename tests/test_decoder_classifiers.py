@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.decoder_classes import make_classifier
-from support.driving import make_engine
+from support.decoder_classes import logits, make_classifier
+from support.driving import finish, make_engine
 from support.families import FAMILY_SHAPES
-from support.pages import load
+from support.pages import close, load
 from torch import Tensor
 
 from engine import InvalidRequestError, ModelLoadError, PoolingParams, SamplingParams
@@ -112,6 +112,23 @@ def test_tasks_without_a_head_for_them_are_refused(texts: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"cannot serve generate: .* It serves embed\."):
         engine.add_request("1", [1, 2], SamplingParams(max_tokens=2))
     assert not engine.has_unfinished_requests()
+    engine.close()
+
+
+@pytest.mark.parametrize("padding", [None, -1, 4])
+def test_the_token_that_is_classified(padding: int | None, tmp_path: Path) -> None:
+    """The last, and before tokens of the padding's id where there is one."""
+    model = make_classifier(SHAPE, transformers.MistralForSequenceClassification, tmp_path, pad_token_id=padding)
+    engine = make_engine(model.path, max_model_len=64, max_num_batched_tokens=4)
+    short, padded = [3, 9, 6, 2, 8], [3, 9, 6, 2, 8, 4, 4, 4, 4, 4, 4]
+    found = []
+    for prompt in (short, padded):
+        engine.add_request("0", prompt, PoolingParams(task="classify", use_activation=False))
+        pooled = finish(engine)["0"].pooled
+        assert pooled is not None
+        found.append(torch.tensor(pooled.values()))
+        close(found[-1], logits(model, prompt))
+    assert torch.allclose(*found, atol=1e-5) == (padding == 4)
     engine.close()
 
 
