@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.encoding import Encoding
 from engine.errors import InvalidRequestError
 from engine.outputs import ChoiceDelta, CompletionOutput, FinishReason, RequestDelta, TokenLogprobs
 from engine.request import SamplingParams
 from engine.stop_strings import StopMatcher, StopStrings
 from engine.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["ChoiceText", "OutputProcessor", "Tokenizer", "load_tokenizer"]
+__all__ = ["ChoiceText", "Encoding", "OutputProcessor", "Tokenizer", "load_tokenizer"]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer
+from engine.encoding import Encoding, Side, encode_fast, encode_slow
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.languages import Languages
 from engine.outputs import Logprob, TokenLogprobs
@@ -54,6 +55,11 @@ class Tokenizer:
     Attributes:
         eos_token_id: the tokenizer's own end-of-sequence id, or None.
         bos_token_id: the tokenizer's own beginning-of-sequence id, or None.
+        mask_token_id, mask_token: the token that stands for one to be predicted, and how texts write it, or None.
+        unk_token_id: the token for what the vocabulary has no token for, or None.
+        pad_token_id: the token that other programs fill up short inputs with, or None.
+        truncation_side: where tokens are left out of what is too long.
+        subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
         vocab_size: number of ids, added tokens included.
         languages: those that it knows by tokens of their own.
     """
@@ -72,6 +78,14 @@ class Tokenizer:
             self._special = frozenset(hf.all_special_ids)
         self.eos_token_id: int | None = hf.eos_token_id
         self.bos_token_id: int | None = hf.bos_token_id
+        self.mask_token_id: int | None = getattr(hf, "mask_token_id", None)
+        self.mask_token: str | None = getattr(hf, "mask_token", None)
+        self.unk_token_id: int | None = getattr(hf, "unk_token_id", None)
+        self.pad_token_id: int | None = getattr(hf, "pad_token_id", None)
+        self.truncation_side: Side = "left" if getattr(hf, "truncation_side", "right") == "left" else "right"
+        model = None if self._fast is None else self._fast.model
+        self.subword_prefix: str | None = getattr(model, "continuing_subword_prefix", None) or None
+        self._segments = "token_type_ids" in getattr(hf, "model_input_names", ())
         # Marian's two sides may have a vocabulary each.
         self.vocab_size: int = max(len(hf), len(getattr(hf, "target_encoder", ())))
         special = {text: hf.convert_tokens_to_ids(text) for text in hf.all_special_tokens}
@@ -107,6 +121,26 @@ class Tokenizer:
             ids = list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
         return ids if source is None else self.languages.marked(ids, source)
 
+    def encode_input(
+        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, max_length: int | None = None
+    ) -> Encoding:
+        """A text, or a pair of texts, to what an encoder reads.
+
+        Args:
+            max_length: leave out what is more than so many tokens, on the tokenizer's side; of a pair from the longer
+                text first (transformers' `truncation=True`). Special tokens stay.
+
+        Raises:
+            InvalidRequestError: a text is not valid Unicode, there is no room for the special tokens, or the tokenizer
+                takes no pairs.
+        """
+        texts = (text,) if pair is None else (text, pair)
+        for part in texts:
+            _check_unicode(part, "input")
+        encode, by = (encode_slow, self._hf) if self._fast is None else (encode_fast, self._fast)
+        side = self.truncation_side
+        return encode(by, texts, special=add_special_tokens, segments=self._segments, max_length=max_length, side=side)
+
     def encode_answer(self, text: str) -> list[int]:
         """The beginning of an encoder-decoder model's answer to ids, without special tokens.
 
@@ -134,6 +168,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids to text, all at once; ids that the tokenizer does not know have no text."""
         return self._decode(self.visible(ids, skip_special_tokens))
+
+    def decode_tidy(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """`decode`, spaces tidied up as the model's own tokenizer has it: for what is read, not streamed."""
+        return str(self._hf.decode(self.visible(ids, skip_special_tokens), skip_special_tokens=False))
+
+    def written(self, token: int) -> str:
+        """How the vocabulary writes a token, its marks included."""
+        return str(self._hf.convert_ids_to_tokens(token))
 
     def visible(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """The ids that have text: known to the tokenizer and, if asked, not special."""
@@ -271,14 +313,14 @@ class Tokenizer:
         return 0, ""
 
 
-def _check_unicode(text: str) -> None:
+def _check_unicode(text: str, param: str = "prompt") -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
             f"The text is not valid Unicode: character {error.start} is the unpaired surrogate "
             f"{text[error.start]!a}. Send it as UTF-8.",
-            param="prompt",
+            param=param,
             code="invalid_value",
         ) from error
 

@@ -1,0 +1,142 @@
+"""From a text, or a pair of texts, to what an encoder reads: tokens, segments, and the places that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from engine.errors import InvalidRequestError
+
+Side = Literal["left", "right"]
+Offset = tuple[int, int]
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """A text, or a pair of texts, as a model reads it; the lists have one entry per token.
+
+    Attributes:
+        ids: the tokens.
+        type_ids: their segments; all 0 where the tokenizer knows none.
+        offsets: the characters [start, end) of its own text that a token stands for, (0, 0) for one that the tokenizer
+            added. None where they are not known: from tokenizers written in Python, and for inputs that came as ids.
+        sequence: 0 for tokens of the first text, 1 for the second's, None for those that the tokenizer added.
+        truncated: tokens were left out.
+    """
+
+    ids: list[int]
+    type_ids: list[int]
+    offsets: list[Offset] | None
+    sequence: list[int | None]
+    truncated: bool = False
+
+    @classmethod
+    def of_ids(cls, ids: Sequence[int], max_length: int | None = None, side: Side = "right") -> Encoding:
+        """What came as ids: a single text, with whatever special tokens it brought; cut at `side` to `max_length`."""
+        listed = list(ids)
+        kept = listed if max_length is None else _cut(listed, max_length, side)
+        return cls(kept, [0] * len(kept), None, [0] * len(kept), len(kept) < len(listed))
+
+
+def encode_fast(
+    fast: Any, texts: tuple[str, ...], *, special: bool, segments: bool, max_length: int | None, side: Side
+) -> Encoding:
+    """Encode one text or two by a tokenizer of the tokenizers library, which must be set to neither truncate nor pad.
+
+    The library would truncate before it adds special tokens, by a setting that all threads share. Leaving out the same
+    tokens afterwards gives the same.
+
+    Raises:
+        InvalidRequestError: the special tokens alone are more than `max_length`.
+    """
+    # Not `encode`: that holds Python's lock meanwhile, and with it whatever else the process does.
+    whole = fast.encode_batch([texts if len(texts) == 2 else texts[0]], add_special_tokens=special)[0]
+    ids, sequence, offsets = whole.ids, whole.sequence_ids, whole.offsets
+    type_ids = whole.type_ids if segments else [0] * len(ids)
+    if max_length is None or len(ids) <= max_length:
+        return Encoding(ids, type_ids, offsets, sequence)
+    places = [[at for at, owner in enumerate(sequence) if owner == number] for number in range(len(texts))]
+    added = [at for at, owner in enumerate(sequence) if owner is None]
+    room = _room(max_length, len(added))
+    lengths = _longest_first([len(part) for part in places], room, odd_to_first=False)
+    parts = [_cut(part, length, side) for part, length in zip(places, lengths, strict=True)]
+    kept = sorted([*added, *(at for part in parts for at in part)])
+    return Encoding(
+        [ids[at] for at in kept],
+        [type_ids[at] for at in kept],
+        [offsets[at] for at in kept],
+        [sequence[at] for at in kept],
+        truncated=True,
+    )
+
+
+def encode_slow(
+    hf: Any, texts: tuple[str, ...], *, special: bool, segments: bool, max_length: int | None, side: Side
+) -> Encoding:
+    """Encode one text or two by a `transformers` tokenizer written in Python, which knows no offsets.
+
+    Raises:
+        InvalidRequestError: the special tokens alone are more than `max_length`, or the tokenizer takes no pairs.
+    """
+    parts = [list(hf.encode(text, add_special_tokens=False, verbose=False)) for text in texts]
+    total = sum(map(len, parts))
+    added = len(_joined(hf, [[] for _ in texts])) if special else 0
+    truncated = max_length is not None and total + added > max_length
+    if max_length is not None and truncated:
+        lengths = _longest_first([len(part) for part in parts], _room(max_length, added), odd_to_first=True)
+        parts = [_cut(part, length, side) for part, length in zip(parts, lengths, strict=True)]
+    if not special:
+        ids = [token for part in parts for token in part]
+        return Encoding(ids, [0] * len(ids), None, [n for n, part in enumerate(parts) for _ in part], truncated)
+    ids = _joined(hf, parts)
+    # Which of them are of which text: numbers that no token has show the way through the same template.
+    marks = _joined(hf, [[-1 - number] * len(part) for number, part in enumerate(parts)])
+    sequence = [-1 - mark if mark < 0 else None for mark in marks]
+    type_ids = list(hf.create_token_type_ids_from_sequences(*parts)) if segments else [0] * len(ids)
+    return Encoding(ids, type_ids, None, sequence, truncated)
+
+
+def _joined(hf: Any, parts: list[list[int]]) -> list[int]:
+    """One text's or two texts' tokens with the special tokens around them."""
+    try:
+        return list(hf.build_inputs_with_special_tokens(*parts))
+    except (ValueError, NotImplementedError) as error:
+        raise InvalidRequestError(
+            f"the model's tokenizer cannot put {'two texts' if len(parts) == 2 else 'a text'} between its special "
+            f"tokens: {error}",
+            param="input",
+        ) from error
+
+
+def _room(max_length: int, added: int) -> int:
+    """Tokens of the text for which there is room beside the special ones."""
+    if max_length < added:
+        raise InvalidRequestError(
+            f"the input cannot be truncated to {max_length} tokens: the tokenizer adds {added} special tokens to it. "
+            f"Set truncate_prompt_tokens to at least {added}.",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
+    return max_length - added
+
+
+def _longest_first(lengths: list[int], room: int, *, odd_to_first: bool) -> list[int]:
+    """How long one or two texts are when tokens are taken away from the longer one, as long as it is longer, and then
+    from both. What one of two equal ones has more is, in the tokenizers library, for the one that was longer (the
+    second if none was); in Python's tokenizers for the first."""
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    first, second = lengths
+    if first + second <= room:
+        return lengths
+    if 2 * min(first, second) <= room:
+        return [first, room - first] if first <= second else [room - second, second]
+    half, more = room // 2, room - room // 2
+    return [more, half] if odd_to_first or first > second else [half, more]
+
+
+def _cut(items: list[Item], length: int, side: Side) -> list[Item]:
+    """The first so many, or the last where what is too much is taken from the left."""
+    return items[max(len(items) - length, 0) :] if side == "left" else items[:length]

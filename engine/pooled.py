@@ -1,0 +1,243 @@
+"""What pooling requests answer: from the engine's matrices to vectors, scores, classes, spans and tokens by name. Both
+faces, `LLM` and the server, use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.encoding import Encoding
+from engine.errors import InvalidRequestError
+from engine.outputs import EngineInfo, Pooled
+from engine.request import TokenInput
+from engine.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
+from engine.tokenizer import Tokenizer
+from engine.values import NumberRange, check_number
+
+__all__ = [
+    "AGGREGATIONS", "Aggregation", "ClassificationOutput", "EmbeddingOutput", "FillMaskOutput", "LabelScore",
+    "MaskedToken", "ScoreOutput", "Span", "TokenClassificationOutput", "check_aggregation", "check_scores", "cosine",
+    "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "spans_of", "token_input", "vector_of",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LabelScore:
+    """A class and its score."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedToken:
+    """A token that may stand where a mask stands.
+
+    Attributes:
+        token: its text, as it stands within a text.
+        token_id: its id.
+        score: its probability there.
+        sequence: the whole input read back with the token in the mask's place. Special tokens are shown in it only
+            where the input has other masks.
+    """
+
+    token: str
+    token_id: int
+    score: float
+    sequence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """Attributes:
+    prompt_token_ids: the input's tokens as the model read them.
+    text: the input's (first) text, or None where it came as ids.
+    """
+
+    prompt_token_ids: list[int] = field(repr=False)
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput(_Answer):
+    """One input's vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of the vector (vLLM's name)."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOutput:
+    """How well two texts go together: a cross-encoder's score, or the cosine of their vectors.
+
+    Attributes:
+        score: of a cross-encoder after its activation.
+        prompt_token_ids: a cross-encoder's input; the tokens of both texts, one after the other, where they were
+            embedded.
+    """
+
+    score: float
+    prompt_token_ids: list[int] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationOutput(_Answer):
+    """One input's classes.
+
+    Attributes:
+        probs: a score per class, in the model's order; probabilities unless the model's config, or the caller, wants
+            something else.
+        labels: the same with the names of the classes.
+    """
+
+    probs: list[float]
+    labels: list[LabelScore]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are (vLLM's name)."""
+        return len(self.probs)
+
+    @property
+    def label(self) -> str:
+        """The class with the highest score."""
+        return max(self.labels, key=lambda entry: entry.score).label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenClassificationOutput(_Answer):
+    """The classes of one input's tokens.
+
+    Attributes:
+        spans: what was found in the text; of an input that came as ids the places in the text are not known.
+        probs: a score per token, special ones included, and class.
+    """
+
+    spans: list[Span]
+    probs: list[list[float]] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillMaskOutput(_Answer):
+    """For each mask of one input, in their order, the most probable tokens in its place."""
+
+    masks: list[list[MaskedToken]]
+
+
+def vector_of(pooled: Pooled) -> list[float]:
+    """The vector in the answer to a request with the task "embed"."""
+    vector: list[float] = pooled.values()[0].tolist()
+    return vector
+
+
+def labels_of(pooled: Pooled, info: EngineInfo) -> list[LabelScore]:
+    """The classes in the answer to a request with the task "classify", in the model's order."""
+    return [LabelScore(*entry) for entry in zip(info.labels, pooled.values()[0].tolist(), strict=True)]
+
+
+def masks_of(pooled: Pooled, encoding: Encoding, tokenizer: Tokenizer) -> list[list[MaskedToken]]:
+    """The tokens in the answer to a request with the task "fill_mask", as transformers' FillMaskPipeline reads them
+    back: for each mask, in their order, the most probable ones first."""
+    places = mask_positions(encoding, tokenizer)
+    answers = []
+    for place, scores, tokens in zip(places, pooled.values().tolist(), pooled.token_ids().tolist(), strict=True):
+        row = []
+        for score, token in zip(scores, tokens, strict=True):
+            filled = [*encoding.ids[:place], token, *encoding.ids[place + 1 :]]
+            filled = [id for id in filled if id != tokenizer.pad_token_id]
+            sequence = tokenizer.decode_tidy(filled, skip_special_tokens=len(places) == 1)
+            row.append(MaskedToken(tokenizer.decode_tidy([token], skip_special_tokens=False), token, score, sequence))
+        answers.append(row)
+    return answers
+
+
+def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
+    """Where an input's masks are.
+
+    Raises:
+        InvalidRequestError: it has none, or the tokenizer knows no mask.
+    """
+    if tokenizer.mask_token_id is None:
+        raise InvalidRequestError(
+            "the model's tokenizer names no mask token, so it is not known which tokens are to be predicted. Set "
+            "mask_token in its tokenizer_config.json.",
+            param="input",
+            code="no_mask_token",
+        )
+    places = [at for at, token in enumerate(encoding.ids) if token == tokenizer.mask_token_id]
+    if not places:
+        cut = " in the part that truncate_prompt_tokens leaves of it" if encoding.truncated else ""
+        raise InvalidRequestError(
+            f"the input has no {tokenizer.mask_token}{cut}: write {tokenizer.mask_token} (token id "
+            f"{tokenizer.mask_token_id}) in the place of each token that is to be predicted.",
+            param="input",
+            code="no_mask_token",
+        )
+    return places
+
+
+def cosine(a: Pooled | Sequence[float], b: Pooled | Sequence[float]) -> float:
+    """The cosine of the angle between two vectors; 0 where one is zero."""
+    one, other = _vector(a), _vector(b)
+    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return float(one @ other) / norms if norms else 0.0
+
+
+def _vector(of: Pooled | Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.asarray(of.values()[0] if isinstance(of, Pooled) else of, dtype=np.float64)
+
+
+def is_cross_encoder(info: EngineInfo) -> bool:
+    """The model reads two texts together and gives them one score."""
+    return "classify" in info.tasks and len(info.labels) == 1
+
+
+def check_scores(info: EngineInfo) -> None:
+    """Refuse to compare texts with a model that cannot.
+
+    Raises:
+        InvalidRequestError: says why, and which tasks it can serve.
+    """
+    if is_cross_encoder(info) or "embed" in info.tasks:
+        return
+    lacks = (
+        f"its head tells {len(info.labels)} classes apart, and a cross-encoder's gives a single score"
+        if "classify" in info.tasks
+        else "it gives neither vectors to compare nor one score for a pair"
+    )
+    raise InvalidRequestError(
+        f"{info.model} cannot serve score: {lacks}. It serves {', '.join(info.tasks)}.",
+        param="task",
+        code="unsupported_task",
+    )
+
+
+def longest(truncate_prompt_tokens: int | None, info: EngineInfo) -> int | None:
+    """To how many tokens inputs are cut; None for not at all. -1 means the model's limit, as in vLLM.
+
+    Raises:
+        InvalidRequestError: no such number, or more than the model takes.
+    """
+    name, limit = "truncate_prompt_tokens", info.max_model_len
+    check_number(name, truncate_prompt_tokens, NumberRange(low=-1, integer=True))
+    if truncate_prompt_tokens == -1:
+        return limit
+    if truncate_prompt_tokens == 0 or (truncate_prompt_tokens or 0) > limit:
+        raise InvalidRequestError(
+            f"{name} is {truncate_prompt_tokens}; it must be at least 1 and at most {limit} (max_model_len), or -1 for "
+            "that limit.",
+            param=name,
+            code="invalid_value",
+        )
+    return truncate_prompt_tokens
+
+
+def token_input(encoding: Encoding, info: EngineInfo, text: str | None = None) -> TokenInput:
+    """An input for the engine. Segments are left out for models that tell none apart, whatever the tokenizer says."""
+    return TokenInput(encoding.ids, text, encoding.type_ids if info.token_types > 1 else None)
