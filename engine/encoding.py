@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -33,11 +33,25 @@ class Encoding:
     truncated: bool = False
 
     @classmethod
-    def of_ids(cls, ids: Sequence[int], max_length: int | None = None, side: Side = "right") -> Encoding:
-        """What came as ids: a single text, with whatever special tokens it brought; cut at `side` to `max_length`."""
-        listed = list(ids)
-        kept = listed if max_length is None else _cut(listed, max_length, side)
-        return cls(kept, [0] * len(kept), None, [0] * len(kept), len(kept) < len(listed))
+    def of_ids(
+        cls,
+        ids: Sequence[int],
+        max_length: int | None = None,
+        side: Side = "right",
+        *,
+        type_ids: Sequence[int] | None = None,
+        added: Collection[int] = (),
+    ) -> Encoding:
+        """What came as ids: a single text, with whatever special tokens it brought; cut at `side` to `max_length`.
+
+        Args:
+            type_ids: the segments; None: all 0.
+            added: ids that count as added by a tokenizer.
+        """
+        length = len(ids) if max_length is None else max_length
+        kept = _cut(list(ids), length, side)
+        segments = [0] * len(kept) if type_ids is None else _cut(list(type_ids), length, side)
+        return cls(kept, segments, None, [None if token in added else 0 for token in kept], len(kept) < len(ids))
 
 
 def encode_fast(

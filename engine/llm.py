@@ -1,8 +1,7 @@
-"""The offline face: prompts in, answers out."""
+"""The offline face: prompts in, answers out; texts in, vectors, scores, classes and masked tokens out."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +11,17 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.inputs import decoder_start, decoder_tokens
+from engine.llm_pooling import PROGRESS_FROM, PoolingMethods
 from engine.outputs import EngineStats, RequestOutput
+from engine.pooling import check_task
 from engine.request import SamplingParams, Seq2SeqInput, TokenInput
-from engine.text import OutputProcessor, Tokenizer, load_tokenizer
+from engine.text import OutputProcessor, load_tokenizer
 
 Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput
 
-# Shorter lists are done before a bar would tell anything.
-_PROGRESS_FROM = 32
 
-
-class LLM:
-    """A model to generate with, in this process.
+class LLM(PoolingMethods):
+    """A model in this process: to generate with, to embed, compare or classify texts, or to fill in masked tokens.
 
     Args:
         model: local folder or hub id.
@@ -35,15 +33,15 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any):
         config = EngineConfig(model=str(model), **settings)
-        self.engine = Engine(config)
-        self.tokenizer: Tokenizer | None = None
+        engine, tokenizer = Engine(config), None
         if not config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(
-                config.tokenizer or self.engine.info.model_path,
+            tokenizer = load_tokenizer(
+                config.tokenizer or engine.info.model_path,
                 revision=config.revision if config.tokenizer else None,
                 hf_token=config.hf_token,
+                lower_case=engine.info.lower_case,
             )
-        self._numbers = itertools.count()
+        super().__init__(engine, tokenizer)
 
     def generate(
         self,
@@ -64,6 +62,7 @@ class LLM:
             InvalidRequestError: a prompt or its parameters are impossible; nothing was generated.
             RequestFailedError: the engine failed on a request.
         """
+        check_task(self.engine.info, "generate")
         inputs = [self._input(prompt) for prompt in self._listed(prompts)]
         each = self._params(params, len(inputs))
         ids = [f"offline-{next(self._numbers)}" for _ in inputs]
@@ -74,7 +73,7 @@ class LLM:
                 self.engine.add_request(request_id, input, chosen)
                 result = results[request_id] = self._unanswered(request_id, input, chosen)
                 processors[request_id] = OutputProcessor(self.tokenizer, result.prompt_token_ids, chosen)
-            show = len(inputs) >= _PROGRESS_FROM if use_tqdm is None else use_tqdm
+            show = len(inputs) >= PROGRESS_FROM if use_tqdm is None else use_tqdm
             with tqdm(total=len(inputs), desc="generating", unit="prompt", disable=not show) as bar:
                 self._run(processors, results, bar)
         finally:

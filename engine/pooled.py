@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
 from engine.encoding import Encoding
 from engine.errors import InvalidRequestError
 from engine.outputs import EngineInfo, Pooled
+from engine.prefixes import find_prompt, prompt_tokens
 from engine.request import TokenInput
 from engine.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
 from engine.tokenizer import Tokenizer
@@ -18,8 +20,9 @@ from engine.values import NumberRange, check_number
 
 __all__ = [
     "AGGREGATIONS", "Aggregation", "ClassificationOutput", "EmbeddingOutput", "FillMaskOutput", "LabelScore",
-    "MaskedToken", "ScoreOutput", "Span", "TokenClassificationOutput", "check_aggregation", "check_scores", "cosine",
-    "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "spans_of", "token_input", "vector_of",
+    "MaskedToken", "PoolingOutput", "ScoreOutput", "Span", "TokenClassificationOutput", "check_aggregation",
+    "check_scores", "cosine", "find_prompt", "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of",
+    "prompt_tokens", "spans_of", "token_input", "vector_of",
 ]  # fmt: skip
 
 
@@ -50,18 +53,23 @@ class MaskedToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """Attributes:
-    prompt_token_ids: the input's tokens as the model read them.
-    text: the input's (first) text, or None where it came as ids.
+class PoolingOutput:
+    """What all answers have.
+
+    Attributes:
+        prompt_token_ids: the input's tokens as the model read them.
     """
 
     prompt_token_ids: list[int] = field(repr=False)
-    text: str | None = None
+
+    @property
+    def outputs(self) -> Self:
+        """The answer itself: vLLM's stands one step further down."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingOutput(_Answer):
+class EmbeddingOutput(PoolingOutput):
     """One input's vector."""
 
     embedding: list[float]
@@ -73,7 +81,7 @@ class EmbeddingOutput(_Answer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreOutput:
+class ScoreOutput(PoolingOutput):
     """How well two texts go together: a cross-encoder's score, or the cosine of their vectors.
 
     Attributes:
@@ -83,11 +91,10 @@ class ScoreOutput:
     """
 
     score: float
-    prompt_token_ids: list[int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassificationOutput(_Answer):
+class ClassificationOutput(PoolingOutput):
     """One input's classes.
 
     Attributes:
@@ -111,7 +118,7 @@ class ClassificationOutput(_Answer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenClassificationOutput(_Answer):
+class TokenClassificationOutput(PoolingOutput):
     """The classes of one input's tokens.
 
     Attributes:
@@ -124,7 +131,7 @@ class TokenClassificationOutput(_Answer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FillMaskOutput(_Answer):
+class FillMaskOutput(PoolingOutput):
     """For each mask of one input, in their order, the most probable tokens in its place."""
 
     masks: list[list[MaskedToken]]
@@ -186,7 +193,7 @@ def cosine(a: Pooled | Sequence[float], b: Pooled | Sequence[float]) -> float:
     """The cosine of the angle between two vectors; 0 where one is zero."""
     one, other = _vector(a), _vector(b)
     norms = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return float(one @ other) / norms if norms else 0.0
+    return min(max(float(one @ other) / norms, -1.0), 1.0) if norms else 0.0
 
 
 def _vector(of: Pooled | Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

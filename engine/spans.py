@@ -55,7 +55,7 @@ def spans_of(
     pooled: Pooled,
     encoding: Encoding,
     text: str | None,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     info: EngineInfo,
     aggregation: Aggregation = "simple",
     *,
@@ -70,7 +70,8 @@ def spans_of(
     other tokenizers, what stands between spaces.
 
     Args:
-        encoding, text: the input; `text` is its first text, or None for one that came as ids.
+        encoding, text: the input; `text` is None for one that came as ids.
+        tokenizer: None where there is none; then the spans have no text.
         ignore_labels: classes that are left out.
 
     Raises:
@@ -104,10 +105,10 @@ def check_aggregation(aggregation: object) -> None:
         fail("aggregation", f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {brief(aggregation)}.")
 
 
-def _follows(encoding: Encoding, text: str | None, tokenizer: Tokenizer, at: int) -> bool:
+def _follows(encoding: Encoding, text: str | None, tokenizer: Tokenizer | None, at: int) -> bool:
     """The token goes on in the word that the token before it is of."""
     token = encoding.ids[at]
-    if encoding.offsets is None or text is None or token == tokenizer.unk_token_id:
+    if tokenizer is None or encoding.offsets is None or text is None or token == tokenizer.unk_token_id:
         return False
     start, end = encoding.offsets[at]
     if tokenizer.subword_prefix:
@@ -169,8 +170,10 @@ def _place(encoding: Encoding, piece: _Piece) -> tuple[int | None, int | None]:
     return encoding.offsets[piece.first][0], encoding.offsets[piece.last][1]
 
 
-def _read(encoding: Encoding, text: str | None, tokenizer: Tokenizer, piece: _Piece) -> str:
+def _read(encoding: Encoding, text: str | None, tokenizer: Tokenizer | None, piece: _Piece) -> str:
     start, end = _place(encoding, piece)
     if text is not None and start is not None:
         return text[start:end]
+    if tokenizer is None:
+        return ""
     return tokenizer.decode(encoding.ids[piece.first : piece.last + 1], skip_special_tokens=False)

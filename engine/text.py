@@ -11,7 +11,8 @@ from engine.errors import InvalidRequestError
 from engine.outputs import ChoiceDelta, CompletionOutput, FinishReason, RequestDelta, TokenLogprobs
 from engine.request import SamplingParams
 from engine.stop_strings import StopMatcher, StopStrings
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.tokenizer import Tokenizer
+from engine.tokenizer_loading import load_tokenizer
 
 __all__ = ["ChoiceText", "Encoding", "OutputProcessor", "Tokenizer", "load_tokenizer"]
 

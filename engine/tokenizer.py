@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from engine.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer
 from engine.encoding import Encoding, Side, encode_fast, encode_slow
-from engine.errors import InvalidRequestError, ModelLoadError
+from engine.errors import InvalidRequestError
 from engine.languages import Languages
 from engine.outputs import Logprob, TokenLogprobs
-
-logger = logging.getLogger("octavo.tokenizer")
-
-# What a folder that has a tokenizer holds at least one of.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model*",
-    "vocab.json",
-    "vocab.txt",
-    "vocab.bpe",
-    "merges.txt",
-    "*.spm",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-    "tekken.json",
-)
-# Files that say which tokenizer class to use and complete it.
-COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
 
 
 def _byte_characters() -> dict[str, int]:
@@ -51,6 +29,7 @@ class Tokenizer:
 
     Args:
         hf: the tokenizer object, fast (Rust) or slow (Python).
+        lower_case: texts are lower-cased before all else.
 
     Attributes:
         eos_token_id: the tokenizer's own end-of-sequence id, or None.
@@ -58,20 +37,27 @@ class Tokenizer:
         mask_token_id, mask_token: the token that stands for one to be predicted, and how texts write it, or None.
         unk_token_id: the token for what the vocabulary has no token for, or None.
         pad_token_id: the token that other programs fill up short inputs with, or None.
+        frame_ids: the tokens that begin, separate, end or fill up inputs.
         truncation_side: where tokens are left out of what is too long.
         subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
         vocab_size: number of ids, added tokens included.
         languages: those that it knows by tokens of their own.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, *, lower_case: bool = False) -> None:
         self._hf = hf
+        self._lower_case = lower_case
         self._fast: Any = getattr(hf, "_tokenizer", None) if getattr(hf, "is_fast", False) else None
         if self._fast is not None:
             # A tokenizer.json may come with training's truncation and padding. They are switched off
             # once: `transformers` sets them anew for every call, which is not safe between threads.
             self._fast.no_truncation()
             self._fast.no_padding()
+            if lower_case:  # within the tokenizer, so that places in the text stay known
+                from tokenizers import normalizers
+
+                before = [] if self._fast.normalizer is None else [self._fast.normalizer]
+                self._fast.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
             added = self._fast.get_added_tokens_decoder()
             self._special = frozenset(token for token, what in added.items() if what.special)
         else:
@@ -82,6 +68,8 @@ class Tokenizer:
         self.mask_token: str | None = getattr(hf, "mask_token", None)
         self.unk_token_id: int | None = getattr(hf, "unk_token_id", None)
         self.pad_token_id: int | None = getattr(hf, "pad_token_id", None)
+        frame = (getattr(hf, f"{name}_token_id", None) for name in ("bos", "eos", "cls", "sep", "pad"))
+        self.frame_ids: frozenset[int] = frozenset(token for token in frame if token is not None)
         self.truncation_side: Side = "left" if getattr(hf, "truncation_side", "right") == "left" else "right"
         model = None if self._fast is None else self._fast.model
         self.subword_prefix: str | None = getattr(model, "continuing_subword_prefix", None) or None
@@ -113,7 +101,7 @@ class Tokenizer:
             InvalidRequestError: the text is not valid Unicode (unpaired surrogates), or the language has no token.
         """
         source = None if src_lang is None or not add_special_tokens else self.languages.id(src_lang, "src_lang")
-        _check_unicode(text)
+        text = self._given(text)
         if self._fast is not None:
             # Not `encode`: that holds Python's lock meanwhile, and with it whatever else the process does.
             ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -134,9 +122,7 @@ class Tokenizer:
             InvalidRequestError: a text is not valid Unicode, there is no room for the special tokens, or the tokenizer
                 takes no pairs.
         """
-        texts = (text,) if pair is None else (text, pair)
-        for part in texts:
-            _check_unicode(part, "input")
+        texts = tuple(self._given(part, "input") for part in (text, pair) if part is not None)
         encode, by = (encode_slow, self._hf) if self._fast is None else (encode_fast, self._fast)
         side = self.truncation_side
         return encode(by, texts, special=add_special_tokens, segments=self._segments, max_length=max_length, side=side)
@@ -149,7 +135,7 @@ class Tokenizer:
         """
         if self._fast is not None:
             return self.encode(text, add_special_tokens=False)
-        _check_unicode(text)
+        text = self._given(text)
         if self._answers is None:
             # A copy stays in that mode: the switch would reach other threads.
             answers = copy.copy(self._hf)
@@ -266,6 +252,19 @@ class Tokenizer:
             ) from error
         return str(text)
 
+    def _given(self, text: str, param: str = "prompt") -> str:
+        """A caller's text as the tokenizer takes it."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"The text is not valid Unicode: character {error.start} is the unpaired surrogate "
+                f"{text[error.start]!a}. Send it as UTF-8.",
+                param=param,
+                code="invalid_value",
+            ) from error
+        return text.lower() if self._lower_case and self._fast is None else text
+
     def _decode(self, ids: list[int]) -> str:
         """Ids to text, hiding none. The Rust tokenizer is asked directly: microseconds a call, and
         without `transformers`' clean-up of spaces, which cannot be undone once streamed."""
@@ -311,78 +310,3 @@ class Tokenizer:
             if text.strip() == text != "" and REPLACEMENT not in text:
                 return token, text
         return 0, ""
-
-
-def _check_unicode(text: str, param: str = "prompt") -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"The text is not valid Unicode: character {error.start} is the unpaired surrogate "
-            f"{text[error.start]!a}. Send it as UTF-8.",
-            param=param,
-            code="invalid_value",
-        ) from error
-
-
-def load_tokenizer(
-    path_or_id: str | Path, revision: str | None = None, hf_token: str | None = None
-) -> Tokenizer | None:
-    """Load a model's tokenizer, without running any code that comes with it.
-
-    Args:
-        path_or_id: a folder, or a model's id on the hub (offline mode is honoured).
-        revision: branch, tag or commit on the hub.
-        hf_token: access token for the hub.
-
-    Returns:
-        The tokenizer, or None where there are no tokenizer files at all.
-
-    Raises:
-        ModelLoadError: the tokenizer cannot be fetched, or its files cannot be read.
-    """
-    folder = Path(path_or_id)
-    if not folder.is_dir():
-        folder = _download(str(path_or_id), revision, hf_token)
-    if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
-        return None
-    try:
-        return Tokenizer(_load(folder))
-    except Exception as error:  # tokenizers fail with bare exceptions of many kinds
-        raise ModelLoadError(
-            f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "
-            "complete tokenizer.json is enough; SentencePiece's files (*.model, *.spm) need the package sentencepiece "
-            "(pip install sentencepiece), or tiktoken. To use the model with token ids only, remove the tokenizer's "
-            "files."
-        ) from error
-
-
-def _load(folder: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
-
-    settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), **settings)
-    except Exception:
-        # Marian's class reads no tokenizer.json, and others want packages or files that one makes needless.
-        if not (folder / "tokenizer.json").is_file():
-            raise
-        try:
-            return PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
-        except Exception as second:
-            logger.debug("tokenizer.json alone does not make a tokenizer either: %s", second)
-        raise
-
-
-def _download(model: str, revision: str | None, hf_token: str | None) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import
-
-    patterns = [*TOKENIZER_FILES, *COMPANION_FILES]
-    try:
-        return Path(snapshot_download(model, revision=revision, token=hf_token, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(
-            f"{model!r} is no local folder, and its tokenizer cannot be fetched from the hub"
-            f"{'' if revision is None else f' at revision {revision!r}'} ({type(error).__name__}: {error}). Check the "
-            "name and the revision, set HF_TOKEN for a gated model, or give a folder."
-        ) from error

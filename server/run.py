@@ -171,7 +171,8 @@ def _load(config: EngineConfig, policy: RestartPolicy, log_format: LogFormat) ->
     own = config.tokenizer is None
     source = client.info.model_path if own else config.tokenizer
     revision = config.revision if own else None
-    tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token)
+    lower_case = client.info.lower_case
+    tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token, lower_case=lower_case)
     adopt_libraries()
     return client, tokenizer
 

@@ -1,0 +1,142 @@
+"""What callers of `LLM` hand in to be pooled: texts, pairs of texts and token ids, and how the model reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.encoding import Encoding
+from engine.errors import InvalidRequestError
+from engine.outputs import EngineInfo
+from engine.pooled import token_input
+from engine.request import TokenInput
+from engine.tokenizer import Tokenizer
+from engine.values import brief
+
+# One input: a text, its tokens, or (see `LLM.classify`) a pair of texts.
+Input = str | Sequence[int] | TokenInput | tuple[str, str] | Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input as it came: a text, perhaps with a second one, or ids, perhaps with segments."""
+
+    text: str | None = None
+    pair: str | None = None
+    ids: tuple[int, ...] = ()
+    type_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One input as the model reads it.
+
+    Attributes:
+        encoding: its tokens.
+        text: the first text as it was tokenised, None where ids came.
+        input: the same for the engine.
+    """
+
+    encoding: Encoding
+    text: str | None
+    input: TokenInput
+
+
+def read_sources(inputs: Any, *, pairs: bool = False) -> list[Source]:
+    """One input or a list of them; a tuple of two texts is a pair where `pairs` are taken.
+
+    Raises:
+        InvalidRequestError: not what can be read.
+    """
+    single = isinstance(inputs, (str, TokenInput, Mapping)) or (pairs and _is_pair(inputs))
+    if not single and not isinstance(inputs, Sequence):
+        raise _refused(inputs, pairs)
+    if not single and inputs and all(_is_id(item) for item in inputs):
+        single = True
+    return [_source(item, pairs) for item in ([inputs] if single else inputs)]
+
+
+def _source(item: Any, pairs: bool) -> Source:
+    if isinstance(item, str):
+        return Source(text=item)
+    if isinstance(item, TokenInput):
+        types = None if item.token_type_ids is None else tuple(item.token_type_ids)
+        return Source(ids=tuple(item.token_ids), type_ids=types)
+    if isinstance(item, Mapping) and pairs:
+        known = set(item) <= {"text", "text_pair"} and "text" in item
+        if known and all(isinstance(text, str) for text in item.values()):
+            return Source(text=item["text"], pair=item.get("text_pair"))
+    elif isinstance(item, Sequence) and not isinstance(item, bytes):
+        if pairs and len(item) == 2 and all(isinstance(text, str) for text in item):
+            return Source(text=item[0], pair=item[1])
+        if all(_is_id(token) for token in item):
+            return Source(ids=tuple(item))
+    raise _refused(item, pairs)
+
+
+def _is_pair(inputs: Any) -> bool:
+    return isinstance(inputs, tuple) and len(inputs) == 2 and all(isinstance(text, str) for text in inputs)
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _refused(item: Any, pairs: bool) -> InvalidRequestError:
+    kinds = 'a TokenInput or a pair of texts (a tuple, or {"text": ..., "text_pair": ...})' if pairs else "a TokenInput"
+    rest = "; pairs of texts are for classifiers of whole inputs" if not pairs and _is_pair(item) else ""
+    return InvalidRequestError(
+        f"an input must be a text, a list of token ids{',' if pairs else ' or'} {kinds}, got {brief(item)}{rest}.",
+        param="inputs",
+        code="invalid_value",
+    )
+
+
+class Reader:
+    """Turns sources into what the engine takes.
+
+    Args:
+        tokenizer: None where the model has none; then only ids can be read.
+        max_length: cut inputs to so many tokens; None: leave them as they are.
+        prompt: stands in front of every text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, info: EngineInfo, max_length: int | None, prompt: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._info = info
+        self._max_length = max_length
+        self._prompt = prompt
+
+    def read(self, source: Source) -> Reading:
+        """One input as the model reads it.
+
+        Raises:
+            InvalidRequestError: a text without a tokenizer, or one that cannot be read (see `Tokenizer.encode_input`).
+        """
+        tokenizer, info = self._tokenizer, self._info
+        if source.text is None:
+            side, added = (
+                ("right", frozenset()) if tokenizer is None else (tokenizer.truncation_side, tokenizer.frame_ids)
+            )
+            found = Encoding.of_ids(source.ids, self._max_length, side, type_ids=source.type_ids, added=added)
+            types = None if source.type_ids is None else found.type_ids
+            return Reading(found, None, TokenInput(found.ids, None, types))
+        text = self._prompt + source.text
+        found = need_tokenizer(tokenizer, info).encode_input(text, source.pair, max_length=self._max_length)
+        return Reading(found, text, token_input(found, info, text))
+
+
+def need_tokenizer(tokenizer: Tokenizer | None, info: EngineInfo) -> Tokenizer:
+    """The model's tokenizer.
+
+    Raises:
+        InvalidRequestError: it has none.
+    """
+    if tokenizer is None:
+        raise InvalidRequestError(
+            f"{info.model} has no tokenizer, so inputs must be token ids. Set tokenizer to a folder that has one.",
+            param="inputs",
+            code="no_tokenizer",
+        )
+    return tokenizer
