@@ -1,0 +1,192 @@
+"""Tokenizers of the kinds that encoders have, trained in milliseconds, and tiny checkpoints of models with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as RustTokenizer
+
+CORPUS = [
+    "Ada Lovelace wrote to Charles Babbage in London about the engine.",
+    "the small red boats sailed from the harbour; nobody was waiting, and it rained all night long",
+    "Wörter mit Umlauten, accents comme été, naïve façade, Ωμέγα",
+    "unbelievable unhappiness is unlikely; walking, walked, walks",
+    "日本語 and emoji 😀😀 in one line, 1234 5678",
+]
+LABELS = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC", 5: "MISC"}
+
+
+def wordpiece(*, lower: bool = True) -> Any:
+    """BERT's: segments, [CLS] A [SEP] B [SEP]."""
+    plain = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
+    plain.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    plain.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    plain.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    )
+    return transformers.BertTokenizer(vocab=plain.get_vocab(), do_lower_case=lower)
+
+
+def _byte_level(special: list[str], size: int = 420) -> RustTokenizer:
+    plain = RustTokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    plain.train_from_iterator(CORPUS, trainer)
+    return plain
+
+
+def roberta(*, prefix_space: bool = False) -> Any:
+    """RoBERTa's: <s> A </s></s> B </s>, no segments, places without the leading space."""
+    plain = _byte_level(["<s>", "<pad>", "</s>", "<unk>"])
+    plain.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
+    sep, cls = (("</s>", 2), ("<s>", 0))
+    plain.post_processor = processors.RobertaProcessing(sep, cls, trim_offsets=True, add_prefix_space=prefix_space)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        bos_token="<s>",
+        cls_token="<s>",
+        eos_token="</s>",
+        sep_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def modernbert() -> Any:
+    """ModernBERT's: byte-level, [CLS] A [SEP] B [SEP], a template with segments for a model that has none."""
+    plain = _byte_level(["[UNK]", "[CLS]", "[SEP]", "[PAD]"])
+    plain.normalizer = normalizers.NFC()
+    plain.add_special_tokens([AddedToken("[MASK]", lstrip=True, special=True)])
+    plain.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def gpt2() -> Any:
+    """GPT-2's: byte-level, no special tokens around a text."""
+    plain = _byte_level(["<|endoftext|>"])
+    plain.post_processor = processors.ByteLevel(trim_offsets=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+
+
+def _unigram(special: list[str], unk: str) -> RustTokenizer:
+    plain = RustTokenizer(models.Unigram())
+    plain.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" {2,}", " ")])
+    plain.pre_tokenizer = pre_tokenizers.Metaspace()
+    plain.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=160, special_tokens=special, unk_token=unk, show_progress=False)
+    plain.train_from_iterator(CORPUS, trainer)
+    return plain
+
+
+def xlmr() -> Any:
+    """XLM-RoBERTa's: SentencePiece's Unigram, <s> A </s></s> B </s>."""
+    plain = _unigram(["<s>", "<pad>", "</s>", "<unk>", "<mask>"], "<unk>")
+    plain.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        bos_token="<s>",
+        cls_token="<s>",
+        eos_token="</s>",
+        sep_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def deberta() -> Any:
+    """DeBERTa-v3's and ALBERT's: Unigram, with segments; this one lower-cases and drops accents, as ALBERT's."""
+    plain = _unigram(["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"], "[UNK]")
+    plain.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()])
+    plain.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        mask_token="[MASK]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+
+
+def t5() -> Any:
+    """T5's: Unigram, A </s> B </s>."""
+    plain = _unigram(["<pad>", "</s>", "<unk>"], "<unk>")
+    plain.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "wordpiece": wordpiece,
+    "roberta": roberta,
+    "roberta-prefix-space": lambda: roberta(prefix_space=True),
+    "modernbert": modernbert,
+    "gpt2": gpt2,
+    "xlmr": xlmr,
+    "deberta": deberta,
+    "t5": t5,
+}
+
+
+def save_model(
+    kind: type[Any], config: Any, tokenizer: Any, folder: Path, *, seed: int = 0, spread: float = 0.3
+) -> Any:
+    """A random model of a transformers class, saved with its tokenizer; every parameter is random, and spread wide
+    enough that answers differ."""
+    torch.manual_seed(seed)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, spread)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def bert_config(tokenizer: Any, **settings: Any) -> Any:
+    """A tiny BERT for this tokenizer; inputs of up to 64 tokens unless told."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    given = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, **shape, **settings}
+    return transformers.BertConfig(**given)
