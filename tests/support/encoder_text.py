@@ -1,14 +1,18 @@
-"""Tokenizers of the kinds that encoders have, trained in milliseconds, and tiny checkpoints of models with them."""
+"""Tokenizers of the kinds that encoders have, made in milliseconds, and tiny checkpoints of models with them.
+
+The library trains WordPiece and Unigram in no fixed order; their vocabularies are spelled out here.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
 CORPUS = [
@@ -21,16 +25,21 @@ CORPUS = [
 LABELS = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC", 5: "MISC"}
 
 
+def _pieces(join: str, begin: str) -> list[str]:
+    """The characters, beginnings, endings and every other word of the corpus, marked where they go on in a word
+    (`join`) or begin one (`begin`)."""
+    words = sorted({word for text in CORPUS for word in re.findall(r"\w+|[^\w\s]", text + " " + text.lower())})
+    chars = sorted({char for word in words for char in word})
+    found = [begin + char for char in chars] + [join + char for char in chars]
+    found += [begin + word[:3] for word in words] + [join + word[-3:] for word in words]
+    return list(dict.fromkeys([*found, *(begin + word for word in words[::2])]))
+
+
 def wordpiece(*, lower: bool = True) -> Any:
     """BERT's: segments, [CLS] A [SEP] B [SEP]."""
-    plain = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
-    plain.normalizer = normalizers.BertNormalizer(lowercase=lower)
-    plain.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    plain.train_from_iterator(
-        CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
-    )
-    return transformers.BertTokenizer(vocab=plain.get_vocab(), do_lower_case=lower)
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_pieces("##", "")]
+    ids = {token: rank for rank, token in enumerate(vocab)}
+    return transformers.BertTokenizer(vocab=ids, do_lower_case=lower)
 
 
 def _byte_level(special: list[str], size: int = 420) -> RustTokenizer:
@@ -95,12 +104,14 @@ def gpt2() -> Any:
 
 
 def _unigram(special: list[str], unk: str) -> RustTokenizer:
-    plain = RustTokenizer(models.Unigram())
-    plain.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" {2,}", " ")])
+    pieces = dict.fromkeys(["▁", *_pieces("", "▁")])
+    scored = [(token, 0.0) for token in special]
+    scored += [(token, -9.0 - 0.001 * rank + len(token)) for rank, token in enumerate(pieces)]
+    plain = RustTokenizer(models.Unigram(scored, unk_id=special.index(unk)))
+    plain.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     plain.pre_tokenizer = pre_tokenizers.Metaspace()
     plain.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=160, special_tokens=special, unk_token=unk, show_progress=False)
-    plain.train_from_iterator(CORPUS, trainer)
+    plain.add_special_tokens(special)
     return plain
 
 
@@ -170,16 +181,17 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-def save_model(
-    kind: type[Any], config: Any, tokenizer: Any, folder: Path, *, seed: int = 0, spread: float = 0.3
-) -> Any:
-    """A random model of a transformers class, saved with its tokenizer; every parameter is random, and spread wide
-    enough that answers differ."""
+def save_model(kind: type[Any], config: Any, tokenizer: Any, folder: Path, *, seed: int = 0) -> Any:
+    """A random model of a transformers class, saved with its tokenizer; every parameter is random, and the matrices
+    carry enough of the input through that answers to different texts differ."""
     torch.manual_seed(seed)
     model = kind(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, spread)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0, 0.2)
+            else:
+                parameter.normal_(0, 1.0 if "embed" in name else 2.0 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
