@@ -67,7 +67,7 @@ class PoolingMethods:
             inputs: text, token ids, a `TokenInput`, or a list of these.
             pooling, normalize, dimensions: see `PoolingParams`; None: the model's own.
             prompt_name: put that prompt of the model's sentence-transformers config in front of the texts (token ids
-                stay as they are); None: its default prompt, if it has one.
+                stay as they are); None: its default prompt, if it has one; "": none.
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
             use_tqdm: progress bar; None shows one for long lists.
 

@@ -8,13 +8,13 @@ from engine.tokenizer import Tokenizer
 
 
 def find_prompt(info: EngineInfo, name: str | None = None) -> str:
-    """The prompt of that name, or the model's default; "" where it has none.
+    """The prompt of that name, the model's default for None, none at all for ""; "" where it has none.
 
     Raises:
         InvalidRequestError: there is no such prompt.
     """
     name = info.default_prompt if name is None else name
-    if name is None:
+    if not name:
         return ""
     if name not in info.prompts:
         named = f"It has {', '.join(info.prompts)}." if info.prompts else "It has none."

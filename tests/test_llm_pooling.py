@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from support.encoder_text import CORPUS, LABELS, bert_config, deberta, roberta, save_model, wordpiece
+from support.sentence import pipeline_folder, pooling
 
 from engine import LLM, InvalidRequestError, PoolingParams, RequestFailedError, SamplingParams, TokenInput
 from engine.encoding import Encoding
@@ -81,14 +82,14 @@ def test_vectors(model: Any, hf: Any) -> None:
     llm, theirs = model("plain")
     states = [run(theirs, hf, text).last_hidden_state[0].double() for text in TEXTS]
     expected = {"mean": [s.mean(0) for s in states], "cls": [s[0] for s in states], "last": [s[-1] for s in states]}
-    for pooling, vectors in expected.items():
-        answers = llm.embed(TEXTS, pooling=pooling, normalize=False)
+    for mode, vectors in expected.items():
+        answers = llm.embed(TEXTS, pooling=mode, normalize=False)
         for answer, vector, text in zip(answers, vectors, TEXTS, strict=True):
             close(answer.embedding, vector)
             assert answer.prompt_token_ids == hf(text)["input_ids"]
             assert answer.outputs.embedding is answer.embedding
             assert answer.hidden_size == 32
-        for answer, vector in zip(llm.embed(TEXTS, pooling, True), vectors, strict=True):
+        for answer, vector in zip(llm.embed(TEXTS, mode, True), vectors, strict=True):
             close(answer.embedding, vector / vector.norm())
     own = [answer.embedding for answer in llm.embed(TEXTS)]
     close(own, [answer.embedding for answer in llm.embed(TEXTS, "mean", True)])
@@ -420,35 +421,48 @@ def test_progress(model: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert "embedding" not in capfd.readouterr().err
 
 
-def test_prompts_and_lower_case(model: Any, hf: Any) -> None:
-    """What sentence-transformers does with these settings: the prompt before the text, its tokens perhaps left out of
-    the mean, and lower case before all else."""
-    llm, theirs = model("plain")
-    facts = llm.engine.info
-    prompts = {"query": "the engine: ", "passage": "boats "}
+@pytest.mark.parametrize("mode", ["mean", "lasttoken"])
+@pytest.mark.parametrize("include", [True, False])
+def test_prompts_and_lower_case(mode: str, include: bool, model: Any, hf: Any, tmp_path: Path) -> None:
+    """What sentence-transformers does with a folder that asks for these: the prompt before the text, its tokens
+    perhaps left out of the mean, and lower case before all else."""
+    plain, theirs = model("plain")
+    prompts = {"query": "the Engine: ", "passage": "boats "}
     query, passage = prompts.values()
-    try:
-        llm.engine.info = replace(facts, prompts=prompts, default_prompt="passage")
-        assert llm.embed("London")[0].prompt_token_ids == hf(passage + "London")["input_ids"]
-        found = llm.embed("London", prompt_name="query", normalize=False)[0]
-        states = run(theirs, hf, query + "London").last_hidden_state[0].double()
-        close(found.embedding, states.mean(0))
-        assert llm.embed(hf("London")["input_ids"])[0].prompt_token_ids == hf("London")["input_ids"]
-        assert llm.score("a", "b")[0].prompt_token_ids == [
-            *hf(passage + "a")["input_ids"],
-            *hf(passage + "b")["input_ids"],
-        ]
-        llm.engine.info = replace(llm.engine.info, include_prompt=False)
-        skipped = len(hf(query)["input_ids"]) - 1  # with [CLS], without [SEP]
-        found = llm.embed(["London", hf("boats")["input_ids"]], prompt_name="query", normalize=False)
-        close(found[0].embedding, states[skipped:].mean(0))
-        close(found[1].embedding, run(theirs, hf, "boats").last_hidden_state[0].double().mean(0))
-        with pytest.raises(InvalidRequestError, match=r"no prompt named 'title'.* It has query, passage"):
-            llm.embed("London", prompt_name="title")
-    finally:
-        llm.engine.info = facts
+    folder = pipeline_folder(
+        tmp_path / "m",
+        Path(plain.engine.info.model_path),
+        [pooling(mode, include_prompt=include)],
+        settings={"prompts": prompts, "default_prompt_name": "passage"},
+        limits={"max_seq_length": 20, "do_lower_case": True},
+    )
+    llm = load(folder)
+
+    def expected(prompt: str, text: str) -> Any:
+        given = (prompt + text).lower()
+        states = run(theirs, hf, given, truncation=True, max_length=20).last_hidden_state[0].double()
+        skipped = 0 if include or not prompt else len(hf(prompt.lower())["input_ids"]) - 1  # with [CLS], without [SEP]
+        return states[-1] if mode == "lasttoken" else states[skipped:].mean(0)
+
+    texts = ["London", "Ada BOATS", " ".join(["Été"] * 40)]
+    for name, prompt in ((None, passage), ("query", query), ("passage", passage), ("", "")):
+        answers = llm.embed(texts, prompt_name=name, normalize=False, truncate_prompt_tokens=-1)
+        for text, answer in zip(texts, answers, strict=True):
+            close(answer.embedding, expected(prompt, text))
+    assert len(llm.embed(texts[-1], truncate_prompt_tokens=-1)[0].prompt_token_ids) == 20
+    assert hf("LONDON")["input_ids"] != hf("london")["input_ids"]  # this tokenizer itself keeps the case
+    ids = hf("LONDON")["input_ids"]
+    found = llm.embed([ids, "LONDON"], normalize=False)
+    assert found[0].prompt_token_ids == ids
+    states = run(theirs, hf, "LONDON").last_hidden_state[0].double()
+    close(found[0].embedding, states[-1] if mode == "lasttoken" else states.mean(0))
+    scored = llm.score("A", "b")[0].prompt_token_ids
+    assert scored == [*hf(passage + "a")["input_ids"], *hf(passage + "b")["input_ids"]]
+    with pytest.raises(InvalidRequestError, match=r"no prompt named 'title'.* It has query, passage"):
+        llm.embed("London", prompt_name="title")
     with pytest.raises(InvalidRequestError, match="It has none"):
-        llm.embed("London", prompt_name="query")
+        plain.embed("London", prompt_name="query")
+    llm.close()
 
 
 def test_a_decoder_embeds_beside_generating(tmp_path: Path, hf: Any) -> None:
