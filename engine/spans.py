@@ -78,13 +78,13 @@ def spans_of(
         InvalidRequestError: there is no such aggregation.
     """
     check_aggregation(aggregation)
-    scores = pooled.values()
+    scores, by_word = pooled.values(), aggregation in ("first", "average", "max")
     found = [
-        _Piece(scores[at], at, at, _follows(encoding, text, tokenizer, at))
+        _Piece(scores[at], at, at, by_word and _follows(encoding, text, tokenizer, at))
         for at, owner in enumerate(encoding.sequence)
         if owner == 0
     ]
-    if aggregation in ("first", "average", "max"):
+    if by_word:
         found = [_agreed(word, aggregation) for word in _words(found)]
     labelled = [(info.labels[piece.best], float(piece.scores[piece.best]), piece) for piece in found]
     spans = labelled if aggregation == "none" else list(_joined(labelled))
