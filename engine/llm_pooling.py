@@ -149,7 +149,7 @@ class PoolingMethods:
             inputs: text, token ids, a `TokenInput`, or a list of these; of classifiers of whole inputs also pairs of
                 texts, as tuples or {"text": ..., "text_pair": ...}. A tuple of two texts is a pair.
             use_activation: False gives the head's own numbers; None or True what the model's config makes of them,
-                probabilities as a rule.
+                probabilities as a rule. The scores of spans follow it.
             aggregation: how tokens are joined to spans (see `spans_of`).
             truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
             use_tqdm: progress bar; None shows one for long lists.

@@ -64,9 +64,12 @@ class Tokenizer:
             self._special = frozenset(hf.all_special_ids)
         self.eos_token_id: int | None = hf.eos_token_id
         self.bos_token_id: int | None = hf.bos_token_id
-        self.mask_token_id: int | None = getattr(hf, "mask_token_id", None)
-        self.mask_token: str | None = getattr(hf, "mask_token", None)
         self.unk_token_id: int | None = getattr(hf, "unk_token_id", None)
+        mask = getattr(hf, "mask_token_id", None)
+        if mask == self.unk_token_id:  # one that is named, but not in the vocabulary
+            mask = None
+        self.mask_token_id: int | None = mask
+        self.mask_token: str | None = None if mask is None else hf.mask_token
         self.pad_token_id: int | None = getattr(hf, "pad_token_id", None)
         frame = (getattr(hf, f"{name}_token_id", None) for name in ("bos", "eos", "cls", "sep", "pad"))
         self.frame_ids: frozenset[int] = frozenset(token for token in frame if token is not None)

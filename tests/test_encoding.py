@@ -251,6 +251,17 @@ def test_lower_case_keeps_the_places() -> None:
     assert in_python.encode_input("ABC").ids == in_python.encode_input("abc").ids == in_python.encode("ABC")
 
 
+def test_a_mask_that_the_vocabulary_lacks_is_none() -> None:
+    hf = wordpiece()
+    assert (Tokenizer(copy.deepcopy(hf)).mask_token, Tokenizer(hf).mask_token_id) == ("[MASK]", 4)
+    named = transformers.PreTrainedTokenizerFast(tokenizer_object=hf._tokenizer, unk_token="[UNK]")
+    named._special_tokens_map["mask_token"] = "<blank>"
+    assert named.mask_token_id == named.unk_token_id
+    found = Tokenizer(named)
+    assert (found.mask_token_id, found.mask_token) == (None, None)
+    assert pair_of("gpt2")[0].mask_token_id is None
+
+
 def test_ids_are_cut_on_the_same_side() -> None:
     whole = Encoding.of_ids([5, 6, 7, 8], type_ids=[0, 0, 1, 1], added=(5, 8))
     assert whole == Encoding([5, 6, 7, 8], [0, 0, 1, 1], None, [None, 0, 0, None])
