@@ -24,7 +24,7 @@ from engine.text import Tokenizer
 
 TEXTS = [CORPUS[0], CORPUS[3], "Ada Ada 😀 in unbelievable London!", "boats", "été à London\n\nCharles"]
 PAIRS = [("boats sailed", "the harbour"), (CORPUS[0], "boats"), ("London", "")]
-FILLS = ["Ada [MASK] to London", "[MASK] [MASK]  Boats, walked the [MASK].", "the engine [MASK] [PAD] 😀"]
+FILLS = ["Ada [MASK] to London", "[MASK] [MASK]  Boats, [PAD] walked the [MASK].", "the engine [MASK] [PAD] 😀"]
 
 # name -> transformers' class and settings of its config
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
