@@ -61,15 +61,21 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> tuple[tuple[int,
             param="input",
             code="context_length_exceeded",
         )
-    types = input.token_type_ids if isinstance(input, TokenInput) else None
-    if not types or not any(types):
-        return tokens, ()
-    if len(types) != len(tokens):
-        raise InvalidRequestError(
-            f"token_type_ids has {len(types)} entries for {len(tokens)} tokens.", param="token_type_ids"
-        )
-    check_ids("token_type_ids", types, max(info.token_types, 1))
-    return tokens, tuple(types)
+    return tokens, _token_types(input.token_type_ids, len(tokens), info) if isinstance(input, TokenInput) else ()
+
+
+def _token_types(types: Any, count: int, info: EngineInfo) -> tuple[int, ...]:
+    if types is None:
+        return ()
+    name = "token_type_ids"
+    if not isinstance(types, Sequence) or isinstance(types, (str, bytes)):
+        raise InvalidRequestError(f"{name} must be a list of integers, got {types!r}.", param=name)
+    if len(types) != count:
+        raise InvalidRequestError(f"{name} has {len(types)} entries for {count} tokens.", param=name)
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in types):
+        raise InvalidRequestError(f"{name} must hold integers.", param=name)
+    check_ids(name, types, max(info.token_types, 1))
+    return tuple(types) if any(types) else ()
 
 
 def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -184,7 +185,8 @@ def encode_add(request_id: str, input: EngineInput, params: SamplingParams | Poo
             values = np.ascontiguousarray(input.pixel_values, dtype=np.float32)
             message.pixels = Pixels(values.shape, values.tobytes())
         else:
-            message.tokens = TokenInput(input.token_ids if isinstance(input, TokenInput) else input)
+            given = input if isinstance(input, TokenInput) else TokenInput(input)
+            message.tokens = replace(given, text=None)
         return _encoder.encode(message)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidRequestError(

@@ -102,7 +102,7 @@ class RequestDelta:
         prompt_logprobs: one entry per prompt token (the first is None), once, when all are known.
         num_cached_tokens: prompt tokens taken from the prefix cache when first admitted, and those of an encoder's
             input that was encoded already.
-        error: why the request failed, if it did.
+        error: why the request failed, if it did; of one with `PoolingParams`, "deadline" where that ended it.
         pooled: the whole answer to `PoolingParams`, in the last delta.
         scheduled_time: `time.monotonic()` seconds, which all processes of a machine share, at which a step
             first had room for the request; in the delta of its first sample, and where it failed.
@@ -140,7 +140,8 @@ class RequestOutput:
     """A request's answers so far; `finished` when they are complete.
 
     Of an encoder-decoder model, `prompt_token_ids` are the decoder's first tokens. Of a request with
-    `PoolingParams`, `pooled` is the answer, and `outputs` is empty.
+    `PoolingParams`, `pooled` is the answer, and `outputs` is empty; where it ended without an answer, `error` says
+    why (as in `RequestDelta`).
     """
 
     request_id: str
@@ -152,6 +153,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     encoder_token_ids: list[int] | None = None
     pooled: Pooled | None = None
+    error: str | None = None
 
     def accumulate(self, delta: RequestDelta) -> None:
         """Take in what a step brought."""
@@ -166,7 +168,7 @@ class RequestOutput:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = list(delta.prompt_logprobs)
-        self.pooled = delta.pooled
+        self.pooled, self.error = delta.pooled, delta.error
 
     def copy(self) -> RequestOutput:
         """The answers as they are now; later steps do not change it."""

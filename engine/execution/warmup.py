@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from engine.attention.tiles import TILE
 from engine.execution.runner import ModelRunner
-from engine.model.spec import Lm
+from engine.model.spec import Lm, MaskedLm
+from engine.pooling import Pooling
 from engine.request import Decoding, Request
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.budget import Costs, StepWork
@@ -21,7 +22,7 @@ Measured = list[tuple[StepWork, float]]
 
 _TOKENS = 32
 _CONTEXT = 1024
-_WHOLE = 256  # tokens of an input that is read whole
+_WHOLE = 256  # tokens of inputs that are read whole
 # A short step is timed twice, for it may have been interrupted; a long one is long enough once.
 _SHORT = 0.05
 
@@ -29,7 +30,7 @@ _SHORT = 0.05
 def trial(runner: ModelRunner) -> None:
     """Run a step of one token; whatever it raises is no request's fault."""
     try:
-        runner.execute(_plan(runner, 0, 1))
+        runner.execute(_read_plan(runner, [1]) if runner.model.decoder is None else _plan(runner, 0, 1))
     finally:
         runner.cache.clear_scratch()
 
@@ -43,13 +44,9 @@ def measure(
         max_tokens: of a step.
         clock: seconds.
     """
-    whole = runner.model.decoder is None
     trial(runner)  # what happens only once is not measured
-    count = max(min(_TOKENS, max_tokens, max_model_len - 1), 1)
-    far = max(min(_CONTEXT, max_model_len - 1) - count, 0)
 
-    def timed(start: int, tokens: int, *, scored: bool = False) -> tuple[StepWork, float]:
-        plan = _plan(runner, start, tokens, scored=scored)
+    def timed(plan: StepPlan) -> tuple[StepWork, float]:
         taken: list[float] = []
         while not taken or (len(taken) < 2 and taken[0] < _SHORT):
             began = clock()
@@ -57,12 +54,14 @@ def measure(
             taken.append(clock() - began)
         return StepWork.of(plan), min(taken)
 
-    if whole:  # no pages are written
-        return _measure_whole(min(max_tokens, max_model_len), timed)
+    if runner.model.decoder is None:  # no pages are written
+        return _measure_whole(runner, min(max_tokens, max_model_len), timed)
+    count = max(min(_TOKENS, max_tokens, max_model_len - 1), 1)
+    far = max(min(_CONTEXT, max_model_len - 1) - count, 0)
     try:
-        one, plain = timed(0, 1), timed(0, count)
-        late = timed(far, count)
-        scored = timed(0, count, scored=True) if isinstance(runner.model.spec.head, Lm) else plain
+        one, plain = timed(_plan(runner, 0, 1)), timed(_plan(runner, 0, count))
+        late = timed(_plan(runner, far, count))
+        scored = timed(_plan(runner, 0, count, scored=True)) if isinstance(runner.model.spec.head, Lm) else plain
     finally:
         runner.cache.clear_scratch()
     # Where memory, not arithmetic, sets the pace, 32 tokens take hardly longer than one, and say little of many.
@@ -76,23 +75,42 @@ def measure(
     return costs, [one, plain]
 
 
-def _measure_whole(max_tokens: int, timed: Callable[[int, int], tuple[StepWork, float]]) -> tuple[Costs, Measured]:
-    """The same for a model that reads whole inputs, where a few hundred tokens show what pairs cost."""
-    few, more, many = (min(count, max_tokens) for count in (1, _TOKENS, _WHOLE))
-    steps = [timed(0, count) for count in (few, more, many)]
-    (_, one), (_, short), (work, long) = steps
-    token = max((short - one) / max(more - few, 1), short / (4 * more))
-    pair = max((long - short) - token * (many - more), 0.0) / work.pairs / token
-    return Costs(pair=pair), steps
+def _measure_whole(
+    runner: ModelRunner, most: int, timed: Callable[[StepPlan], tuple[StepWork, float]]
+) -> tuple[Costs, Measured]:
+    """The same for a model that reads whole inputs: one and several of as many tokens differ in pairs alone."""
+    count = min(_TOKENS, most)
+    inputs = max(min(_WHOLE, most) // count, 1)
+    one, several = timed(_read_plan(runner, [1])), timed(_read_plan(runner, [count] * inputs))
+    joined = timed(_read_plan(runner, [count * inputs]))
+    token = several[1] / (count * inputs)
+    pairs = joined[0].pairs - several[0].pairs
+    score = 0.0
+    if isinstance(runner.model.spec.head, MaskedLm):
+        short, scored = timed(_read_plan(runner, [count])), timed(_read_plan(runner, [count], scored=True))
+        score = max(scored[1] - short[1], 0.0) / count / token
+    costs = Costs(pair=max(joined[1] - several[1], 0.0) / pairs / token if pairs else 0.0, score=score)
+    return costs, [one, several, joined]
+
+
+def _read_plan(runner: ModelRunner, lengths: list[int], *, scored: bool = False) -> StepPlan:
+    """Whole inputs of these lengths; with the logits of each token if they are scored."""
+    rows = []
+    for number, length in enumerate(lengths):
+        request = Request(
+            request_id="",
+            prompt_token_ids=(0,) * length,
+            decoding=Decoding(max_tokens=1),
+            pooling=Pooling(task="fill_mask", positions=tuple(range(length)), top_k=1) if scored else None,
+        )
+        group = SequenceGroup(request, number, b"", whole=True)
+        rows.append(Row(group, group.sequences[0], 0, length, False))
+    return build_plan(rows, [], runner.cache.block_size)
 
 
 def _plan(runner: ModelRunner, start: int, count: int, *, scored: bool = False) -> StepPlan:
     size = runner.cache.block_size
     decoding = Decoding(max_tokens=1, temperature=0.0, prompt_logprobs=0 if scored else None)
-    if runner.model.decoder is None:
-        request = Request(request_id="", prompt_token_ids=(0,) * count, decoding=decoding)
-        group = SequenceGroup(request, 0, b"", whole=True)
-        return build_plan([Row(group, group.sequences[0], 0, count, False)], [], size)
     # One token more than is computed has a next one to be scored by.
     request = Request(request_id="", prompt_token_ids=(0,) * (start + count + 1), decoding=decoding)
     group = SequenceGroup(request, 0, b"")

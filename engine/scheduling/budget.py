@@ -60,9 +60,10 @@ class Costs:
         """
         return self.score + count * (1.0 + self.score * scored + self.pair * (start + beside + (count + 1) / 2))
 
-    def encoding(self, count: int) -> float:
-        """Work of an encoder input of `count` tokens, each of which sees all."""
-        return count * (1.0 + self.pair * count)
+    def encoding(self, count: int, scored: int = 0) -> float:
+        """Work of an encoder input of `count` tokens, each of which sees all; logits are wanted for `scored` of
+        them."""
+        return count * (1.0 + self.pair * count) + self.score * scored
 
     def fits(self, work: float, start: int, scored: bool = False, beside: int = 0) -> int:
         """Most tokens from position `start` on that take no more than `work`, ending with a tile if they pass
@@ -125,6 +126,7 @@ class StepWork:
         sampled = () if plan.sampling is None else plan.sampling.rows
         prompts = counts[(counts > 1) | ~np.isin(plan.query_start[1:] - 1, sampled)]
         scores = len(sampled) + (0 if plan.prompt_logprobs is None else len(plan.prompt_logprobs.rows))
+        scores += sum(len(row.pooling.positions) for row in plan.pooling)
         whole = int(encoded.sum())
         return cls(
             plan.num_tokens + whole, int(prompts.sum()) + whole, int(pairs.sum()) + int((encoded**2).sum()), scores

@@ -83,6 +83,16 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> N
     if config.whole_inputs:
         return  # the first input of a step may be of any length
     prompt = len(request.prompt_token_ids)
+    if request.pooling is not None:
+        pages = min(pages_needed(prompt, size), config.most_pages(1))
+        if pages > total_pages:
+            raise InvalidRequestError(
+                f"the input of {prompt} tokens needs {pages} pages of {size} tokens, but the KV cache has "
+                f"{total_pages}. Shorten it, or raise --kv-cache-memory.",
+                param="input",
+                code="context_length_exceeded",
+            )
+        return
     whole = worst_case_pages(prompt, decoding.max_tokens, decoding.width, size)
     encoded = pages_needed(len(request.encoder_token_ids), size)
     pages = encoded + min(whole, config.most_pages(decoding.width))

@@ -73,7 +73,7 @@ class Step:
     def can_read(self, group: SequenceGroup) -> bool:
         """The group's input, which is read whole, may run now: it fits, or is the first prompt of this step."""
         count = group.sequences[0].num_tokens
-        return not self.num_prompts or (count <= self.budget and self.limit.costs.encoding(count) <= self.left)
+        return not self.num_prompts or (count <= self.budget and self._reading(group, count) <= self.left)
 
     def take(self, group: SequenceGroup, rows: list[Row]) -> None:
         """The group runs these rows."""
@@ -119,8 +119,12 @@ class Step:
     def _work(self, group: SequenceGroup, rows: list[Row]) -> float:
         costs, scored, beside = self.limit.costs, _scores(group), _beside(group)
         if group.whole:
-            return sum(costs.encoding(row.count) for row in rows)
+            return sum(self._reading(group, row.count) for row in rows)
         return sum(costs.work(row.start, row.count, scored, beside) for row in rows)
+
+    def _reading(self, group: SequenceGroup, count: int) -> float:
+        pooling = group.request.pooling
+        return self.limit.costs.encoding(count, 0 if pooling is None else len(pooling.positions))
 
 
 def _scores(group: SequenceGroup) -> bool:
