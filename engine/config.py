@@ -48,8 +48,8 @@ class EngineConfig:
             bfloat16.
         device: cpu, cuda (or cuda:N), auto.
         max_model_len: longest prompt plus answer, in tokens (default: what the model was made for).
-        max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens where that is less; no limit
-            but their tokens for models that read inputs whole, encoder-only ones).
+        max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens where that is less; for
+            models that read inputs whole, which hold nothing from step to step, no limit but their tokens).
         max_num_batched_tokens: most tokens in one step.
         max_step_time: seconds that a step should stay under: prompts come in smaller chunks where a step would
             take longer (default: 0.25 on a CPU, no limit on a GPU; 0: no limit).

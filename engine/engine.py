@@ -111,10 +111,8 @@ class Engine:
         self.defaults: GenerationDefaults = load_defaults(
             path, hf_config, model.vocab_size, honour=config.generation_config == "auto"
         )
-        # Inputs that are read whole and at once hold nothing that their number would have to limit.
-        max_num_seqs = config.max_num_batched_tokens if whole and config.max_num_seqs is None else config.most_seqs
         limits = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=config.max_num_batched_tokens if whole and config.max_num_seqs is None else config.most_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -133,7 +131,7 @@ class Engine:
             block_size=0 if whole else config.block_size,
             num_blocks=num_blocks,
             full_requests=0.0 if whole else limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0),
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=limits.max_num_seqs,
             max_num_beams=config.max_num_beams,
             max_encoder_len=model.max_encoder_len,
             encoder_vocab_size=None if model.max_encoder_len is None else spec.encoder_vocab_size,
@@ -333,8 +331,6 @@ class Engine:
         info = self.info
         tokens = info.num_blocks * info.block_size
         logger.info("loaded %s (%s, %s) in %.1f s", info.model, info.dtype, info.device, seconds)
-        if info.whole_inputs:
-            return
         logger.debug(  # the server says it with more
             "KV cache: %d pages of %d tokens = %d tokens in %s; %.1f requests of the full %d tokens fit, "
             "and at most %d sequences run in one step",

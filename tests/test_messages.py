@@ -45,7 +45,7 @@ from engine.messages import (
     receive_start,
     send_framed,
 )
-from engine.outputs import EngineInfo
+from engine.outputs import EngineInfo, Pooled
 from engine.process import Loop
 
 EVERYTHING = SamplingParams(
@@ -57,6 +57,14 @@ EVERYTHING = SamplingParams(
     bad_words_ids=[[11], [12, 13]], encoder_repetition_penalty=1.2, encoder_no_repeat_ngram_size=4,
     renormalize_logits=True, decoder_start_token_id=14, forced_bos_token_id=9, forced_eos_token_id=10,
 )  # fmt: skip
+
+POOLING = PoolingParams(
+    task="fill_mask", pooling="mean_sqrt_len", normalize=True, dimensions=7, use_activation=False, positions=[3, 1],
+    top_k=9, skip_tokens=2,
+)  # fmt: skip
+
+VALUES = np.array([[0.1, -0.0, 1e-45], [3.4e38, -2.5, 1 / 3]], dtype=np.float32)
+IDS = np.array([[0, 5, 2**31 - 1], [1, 2, 3]], dtype=np.int32)
 
 
 def added(input: Any, params: Any, **terms: Any) -> Add:
@@ -73,8 +81,9 @@ def added(input: Any, params: Any, **terms: Any) -> Add:
         SamplingParams(stop="one", early_stopping=True),
         SamplingParams(num_beams=4, n=2, early_stopping=False),
         PoolingParams(pooling="cls", normalize=False),
+        POOLING,
     ],
-    ids=["everything", "nothing", "one stop", "beams", "pooling"],
+    ids=["everything", "nothing", "one stop", "beams", "pooling", "all of pooling"],
 )
 def test_parameters(params: SamplingParams | PoolingParams) -> None:
     command = added([1, 2, 3], params, priority=-3, cache_salt="salt", deadline=12.5)
@@ -84,13 +93,12 @@ def test_parameters(params: SamplingParams | PoolingParams) -> None:
     assert (command.request_id, command.priority, command.cache_salt, command.deadline) == ("id", -3, "salt", 12.5)
 
 
-def test_everything_is_everything() -> None:
+@pytest.mark.parametrize("full", [EVERYTHING, POOLING], ids=lambda full: type(full).__name__)
+def test_everything_is_everything(full: SamplingParams | PoolingParams) -> None:
     """A field added later must be added above, too."""
-    plain = SamplingParams()
+    plain = type(full)()
     unset = [
-        field.name
-        for field in dataclasses.fields(SamplingParams)
-        if getattr(EVERYTHING, field.name) == getattr(plain, field.name)
+        field.name for field in dataclasses.fields(full) if getattr(full, field.name) == getattr(plain, field.name)
     ]
     assert unset == []
 
@@ -99,6 +107,9 @@ def test_everything_is_everything() -> None:
 def test_token_inputs(ids: Any) -> None:
     assert added(ids, SamplingParams()).input == TokenInput(list(ids))
     assert added(TokenInput(ids, "text stays behind"), SamplingParams()).input == TokenInput(list(ids))
+
+    types = TokenInput(ids, "text", token_type_ids=ids)
+    assert added(types, PoolingParams()).input == TokenInput(list(ids), token_type_ids=list(ids))
 
 
 def test_other_inputs() -> None:
@@ -164,12 +175,21 @@ def test_news() -> None:
             scheduled_time=0.125,
             first_token_time=1e9 + 0.1,
         ),
+        RequestDelta(request_id="vector", choices=[], finished=True, pooled=Pooled.of(VALUES)),
+        RequestDelta(request_id="masks", choices=[], finished=True, pooled=Pooled.of(VALUES, IDS)),
+        RequestDelta(request_id="late", choices=[], finished=True, error="deadline"),
     ]
     failed = {"refused": Failed.of(InvalidRequestError("no", param="prompt", code="too_long"))}
     stats = EngineStats(**{field.name: i for i, field in enumerate(dataclasses.fields(EngineStats))})  # type: ignore[arg-type]
     news = decode_news(encode(News(deltas, failed, stats, 12)))
     assert news == News(deltas, failed, stats, 12)
     assert (news.deltas[1].scheduled_time, news.deltas[1].first_token_time) == (0.125, 1e9 + 0.1)
+    vector, masks = news.deltas[2].pooled, news.deltas[3].pooled
+    assert vector is not None
+    assert masks is not None
+    assert vector.values().tobytes() == masks.values().tobytes() == VALUES.tobytes()
+    assert np.array_equal(masks.token_ids(), IDS)
+    assert (vector.values().shape, vector.ids) == ((2, 3), None)
     received = news.deltas[1].choices[0].logprobs
     assert received is not None
     assert list(received[0]) == [5, 3, 9]  # the chosen token first
@@ -219,6 +239,7 @@ def test_the_lifeline() -> None:
         model="m", model_path="p", dtype="float32", kv_cache_dtype="int8", device="cpu", max_model_len=64,
         vocab_size=10, block_size=16, num_blocks=10, full_requests=2.5, max_num_seqs=8, max_num_beams=16,
         prompts={"query": "q: "}, default_prompt="query",
+        tasks=("fill_mask", "embed"), pooling_modes=("cls", "mean"), labels=("no", "yes"), activation="sigmoid",
     )  # fmt: skip
     start = Start(EngineConfig(model="m", kv_cache_memory="4GiB", hf_token="x"), "ipc:///a", "/a", 20, "json")
     ours, theirs = socket.socketpair()

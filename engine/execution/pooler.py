@@ -13,6 +13,8 @@ from engine.model.heads import classes
 from engine.outputs import Activation, PoolingMode
 from engine.scheduling.plan import Float64, Int32, PooledRow, PoolingRow, StepPlan
 
+# Rows of logits at a time, so that masks need not have the logits of all of them at once.
+_LOGITS = 128
 _TINY = 1e-12  # as torch.nn.functional.normalize has it
 
 
@@ -67,13 +69,16 @@ class Pooler:
         return tuple(answers[row.row] for row in plan.pooling)
 
     def _embed(self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]) -> list[PooledRow]:
-        sums = [_add(row, _parts(hidden[a:b], row)) for row, (a, b) in zip(rows, spans, strict=True)]
-        ends = [row.start + b - a for row, (a, b) in zip(rows, spans, strict=True)]
+        parts = [_parts(hidden[a:b], row) for row, (a, b) in zip(rows, spans, strict=True)]
+        found = torch.cat(parts).cpu().numpy()  # at once: each transfer waits for the device
+        ends = np.cumsum([len(part) for part in parts])
+        sums = [_add(row, part) for row, part in zip(rows, np.split(found, ends[:-1]), strict=True)]
+        lengths = [row.start + b - a for row, (a, b) in zip(rows, spans, strict=True)]
         finished = [i for i, row in enumerate(rows) if row.complete]
         answers = [PooledRow(values=total) for total in sums]
         for i in finished:
             pooling = rows[i].pooling
-            divisors = np.array([_divisor(mode, ends[i], pooling.skip_tokens) for mode in pooling.modes])
+            divisors = np.array([_divisor(mode, lengths[i], pooling.skip_tokens) for mode in pooling.modes])
             vector = (sums[i] / divisors[:, None]).ravel().astype(np.float32)
             if self._project is not None:
                 vector = self._project(torch.from_numpy(vector)[None].to(hidden.device))[0].cpu().numpy()
@@ -125,10 +130,11 @@ class Pooler:
 
     def _predict(self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]) -> list[PooledRow]:
         wanted = [a + position for row, (a, _) in zip(rows, spans, strict=True) for position in row.pooling.positions]
-        index = torch.tensor(wanted, device=hidden.device)
+        chunks = torch.split(torch.tensor(wanted, device=hidden.device), _LOGITS)
         most = max(row.pooling.top_k for row in rows)
-        probabilities, tokens = self._apply(hidden[index]).softmax(-1).topk(most, dim=-1)
-        values, ids = probabilities.cpu().numpy(), tokens.to(torch.int32).cpu().numpy()
+        parts = [self._apply(hidden[part]).softmax(-1).topk(most, dim=-1) for part in chunks]
+        values = torch.cat([probabilities for probabilities, _ in parts]).cpu().numpy()
+        ids = torch.cat([tokens for _, tokens in parts]).to(torch.int32).cpu().numpy()
         answers, begin = [], 0
         for row in rows:
             end, k = begin + len(row.pooling.positions), row.pooling.top_k
@@ -155,29 +161,25 @@ def _state(head: spec.Classifier, states: Tensor, tokens: Int32, before: Float64
     return states[0] if before is None else torch.from_numpy(before[0]).to(states)
 
 
-def _parts(states: Tensor, row: PoolingRow) -> Float64:
-    """[modes, hidden] of a row's hidden states [T, hidden]."""
-    return np.stack([_part(states, mode, row.start, row.pooling.skip_tokens) for mode in row.pooling.modes])
+def _parts(states: Tensor, row: PoolingRow) -> Tensor:
+    """[modes, hidden] float64 of a row's hidden states [T, hidden]."""
+    return torch.stack([_part(states, mode, row.start, row.pooling.skip_tokens) for mode in row.pooling.modes])
 
 
-def _part(states: Tensor, mode: PoolingMode, start: int, skip: int) -> Float64:
-    """What tokens from position `start` on add to a vector: [hidden]."""
+def _part(states: Tensor, mode: PoolingMode, start: int, skip: int) -> Tensor:
+    """What tokens from position `start` on add to a vector: [hidden] float64."""
     if mode == "last":
-        part = states[-1]
-    elif mode == "cls":
-        part = states[skip - start if start <= skip < start + len(states) else 0]
-    else:
-        counted = states[max(skip - start, 0) :].double()
-        if mode == "max":
-            part = counted.amax(0) if len(counted) else counted.new_full(counted.shape[1:], -np.inf)
-        elif mode == "weighted_mean":
-            first = start + len(states) - len(counted)
-            weights = torch.arange(first + 1, first + 1 + len(counted), dtype=torch.float64, device=states.device)
-            part = weights @ counted
-        else:
-            part = counted.sum(0)
-    found: Float64 = part.double().cpu().numpy()
-    return found
+        return states[-1].double()
+    if mode == "cls":
+        return states[skip - start if start <= skip < start + len(states) else 0].double()
+    counted = states[max(skip - start, 0) :].double()
+    if mode == "max":
+        return counted.amax(0) if len(counted) else counted.new_full(counted.shape[1:], -np.inf)
+    if mode == "weighted_mean":
+        first = start + len(states) - len(counted)
+        weights = torch.arange(first + 1, first + 1 + len(counted), dtype=torch.float64, device=states.device)
+        return weights @ counted
+    return counted.sum(0)
 
 
 def _add(row: PoolingRow, parts: Float64) -> Float64:

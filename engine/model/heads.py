@@ -84,6 +84,6 @@ def classes(numbers: Tensor, activation: str) -> Tensor:
         case "softmax":
             return F.softmax(numbers, dim=-1)
         case "sigmoid":
-            return F.sigmoid(numbers)
+            return activate(F.sigmoid, numbers)
         case _:
             return numbers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -75,7 +76,6 @@ def apply_pooled(group: SequenceGroup, row: Row, answer: PooledRow) -> Outcome |
     if row.start + row.count < row.sequence.num_tokens:
         group.pooled = np.asarray(answer.values, dtype=np.float64)
         return None
-    group.pooled = None
     if not np.isfinite(answer.values).all():
         message = "the model's output is not a finite number"
         return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
@@ -97,17 +97,19 @@ def _is_nan(entry: TokenLogprobs | None) -> bool:
 
 def final_abort(group: SequenceGroup, reason: FinishReason, message: str) -> RequestDelta:
     """The last delta of a group that ends before its time."""
-    indices = (
-        range(group.request.decoding.n)
-        if group.beam is not None or not group.started
-        else [s.index for s in group.sequences]
-    )
+    indices: Iterable[int]
+    if group.request.pooling is not None:
+        indices = ()  # there are no answers that could say how they ended
+    elif group.beam is not None or not group.started:
+        indices = range(group.request.decoding.n)
+    else:
+        indices = [sequence.index for sequence in group.sequences]
     return RequestDelta(
         request_id=group.request.request_id,
         choices=[ChoiceDelta(index=i, token_ids=(), finish_reason=reason, stop_reason=message) for i in indices],
         finished=True,
         num_cached_tokens=group.num_cached_tokens,
-        error=message if reason == "error" else None,
+        error=message if reason == "error" or group.request.pooling is not None else None,
         scheduled_time=group.scheduled_time,
     )
 
