@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.attention import whole
 from engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
@@ -40,6 +41,9 @@ class TorchReference(AttentionBackend):
     of its own, as are the few queries of a short row without positions. That gives the bits of a larger tile where
     the CPU's matrix product sums whole fours of rows alike (MKL with AVX-512 does), and may differ from them in the
     last bits elsewhere.
+
+    Whole rows that have no cache and add nothing to the scores (most encoders') go to torch's fused kernel on a CPU,
+    which is faster and keeps these promises (`engine.attention.whole`).
 
     Positions that a query does not see are never read from outside its own row, so NaN or inf left in a
     page by another sequence cannot reach it.
@@ -83,6 +87,9 @@ class TorchReference(AttentionBackend):
         Raises:
             ValueError: shapes or lengths contradict each other.
         """
+        plain = not causal and window is None and bias is None and softcap is None
+        if plain and isinstance(kv, Ragged) and whole.serves(q, kv, metadata):
+            return whole.attend(q, kv, metadata, scale)
         heads, head_dim = q.shape[1:]
         kv_heads = kv.keys.shape[-2]
         if heads % kv_heads or kv.keys.shape[-1] != head_dim or kv.keys.shape != kv.values.shape:
