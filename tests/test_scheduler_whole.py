@@ -324,7 +324,7 @@ def pooled_alone(request: Request) -> np.ndarray:
     kept, places = hidden[skip:], np.arange(1, len(hidden) + 1, dtype=np.float64)[skip:, None]
     ways = {
         "mean": lambda: kept.mean(0),
-        "cls": lambda: hidden[0],
+        "cls": lambda: hidden[skip],
         "last": lambda: hidden[-1],
         "max": lambda: kept.max(0),
         "mean_sqrt_len": lambda: kept.sum(0) / np.sqrt(len(kept)),
