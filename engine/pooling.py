@@ -139,8 +139,9 @@ def check_task(info: EngineInfo, task: Task) -> None:
         InvalidRequestError: says why, and which tasks it can serve.
     """
     if task not in info.tasks:
+        lacks = _LACKS[task] if info.max_encoder_len is None else "it is an encoder-decoder model, made to generate"
         raise InvalidRequestError(
-            f"{info.model} cannot serve {task}: {_LACKS[task]}. It serves {', '.join(info.tasks)}.",
+            f"{info.model} cannot serve {task}: {lacks}. It serves {', '.join(info.tasks)}.",
             param="task",
             code="unsupported_task",
         )

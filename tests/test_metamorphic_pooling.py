@@ -19,7 +19,7 @@ import transformers
 from support.checkpoints import random_prompt
 from support.driving import check_idle, finish, make_engine, preempt_all, watching
 
-from engine import Engine, EngineConfig, PoolingParams, SamplingParams, TokenInput
+from engine import Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
 from engine.client import start_engine
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.outputs import Pooled, RequestDelta, RequestOutput
@@ -416,6 +416,17 @@ def test_a_pooled_prompt_at_fault_ends_alone(
         assert len(outputs.pop("text").outputs[0].token_ids) == 8
         for answer, truth in zip(answers(outputs, len(works)), expected, strict=True):
             np.testing.assert_allclose(answer.values(), truth, rtol=0, atol=2e-6 * np.abs(truth).max())
+
+
+def test_an_encoder_decoder_model_makes_no_vectors(tmp_path: Path) -> None:
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with engine_of(tmp_path, max_model_len=32) as engine:
+        for given in ([1, 2], Seq2SeqInput([1, 2])):
+            with pytest.raises(InvalidRequestError, match=r"it is an encoder-decoder model.* It serves generate\."):
+                engine.add_request("a", given, PoolingParams())
 
 
 def test_what_a_model_cannot_do_is_refused_by_name(

@@ -183,7 +183,7 @@ class Reader:
         stats = self.scheduler.stats
         assert stats.num_finished == self.events["answered"]
         assert stats.num_aborted == self.events["aborted"] + self.events["deadline"]
-        assert stats.num_preemptions == stats.generation_tokens == stats.prefix_hits == 0
+        assert stats.num_preemptions == stats.generation_tokens == stats.prefix_queries == 0
 
 
 lengths = st.one_of(st.integers(1, 9), st.integers(1, 40))

@@ -281,6 +281,8 @@ class Scheduler:
             self._plan_group(step, group)
 
     def _can_admit(self, step: Step, group: SequenceGroup) -> bool:
+        if group.whole:  # there may be thousands, with a row and no page each
+            return len(self._running) < self.config.max_num_seqs
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
             return False
         needed = self._tables.pages_needed(group) + self._memories.pages_needed(step, group)
@@ -290,9 +292,10 @@ class Scheduler:
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
         sequence = group.sequences[0]
-        self._tables.adopt(group)
-        self.stats.prefix_queries += sequence.num_tokens
-        self.stats.prefix_hits += sequence.num_computed
+        if not group.whole:
+            self._tables.adopt(group)
+            self.stats.prefix_queries += sequence.num_tokens
+            self.stats.prefix_hits += sequence.num_computed
         if not group.admitted:
             group.admitted, group.scheduled_time = True, time.monotonic()
             group.num_cached_tokens += sequence.num_computed

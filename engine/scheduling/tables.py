@@ -23,8 +23,6 @@ class Tables:
 
     def pages_needed(self, group: SequenceGroup) -> int:
         """Available pages that a waiting group uses up until it samples."""
-        if self._config.whole_inputs:
-            return 0
         size = self._config.block_size
         hits = self._match(group)
         # Full pages before the fork point are shared; the page it lies in is one sequence's in the end.
@@ -85,7 +83,7 @@ class Tables:
         pooling = group.request.pooling
         if pooling is not None and pooling.needs_all:
             return []
-        if not self._config.enable_prefix_caching or self._config.whole_inputs:
+        if not self._config.enable_prefix_caching:
             return []
         sequence = group.sequences[0]
         known = sequence.num_tokens - 1 if group.fork_point is None else group.fork_point
