@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig, parse_bytes
+from engine.config import DEFAULT_NUM_SEQS, EngineConfig, parse_bytes
 from engine.errors import (
     ConfigError,
     EngineDeadError,
@@ -23,6 +23,7 @@ from engine.outputs import (
     EngineStats,
     Logprob,
     Pooled,
+    PoolingMode,
     RequestDelta,
     RequestOutput,
     TokenLogprobs,
@@ -37,6 +38,7 @@ from engine.pooled import (
     Span,
     TokenClassificationOutput,
 )
+from engine.pooling import resolve_pooling
 from engine.request import (
     NUMBER_RANGES,
     PixelInput,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from engine.llm import LLM
 
 __all__ = [
+    "DEFAULT_NUM_SEQS",
     "LLM",
     "NUMBER_RANGES",
     "ChoiceDelta",
@@ -84,6 +87,7 @@ __all__ = [
     "OctavoError",
     "PixelInput",
     "Pooled",
+    "PoolingMode",
     "PoolingParams",
     "RequestDelta",
     "RequestFailedError",
@@ -102,6 +106,7 @@ __all__ = [
     "inspect_socket_folder",
     "inspect_torch",
     "parse_bytes",
+    "resolve_pooling",
 ]
 
 

@@ -133,6 +133,7 @@ class Engine:
             full_requests=0.0 if whole else limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0),
             max_num_seqs=limits.max_num_seqs,
             max_num_beams=config.max_num_beams,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_encoder_len=model.max_encoder_len,
             encoder_vocab_size=None if model.max_encoder_len is None else spec.encoder_vocab_size,
             decoder_start_token_id=None if model.max_encoder_len is None else self.defaults.decoder_start_token_id,

@@ -20,6 +20,7 @@ from engine.model.families import architecture, build_spec
 from engine.model.sentence import read_pipeline
 from engine.model.transformer import Transformer
 from engine.model.weights import stored_dtype, weight_files
+from engine.outputs import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,13 @@ class ModelFacts:
         weight_files: how many safetensors files hold its weights.
         device, dtype, kv_cache_dtype: what the settings choose.
         weights: size of the parameters in that dtype.
-        num_blocks: pages that the settings and the free memory allow now.
+        num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
         pages: size of these pages.
         block_size: tokens a page holds.
         max_model_len: longest prompt plus answer, in tokens; of an encoder-decoder model the longest answer.
         max_encoder_len: longest prompt of an encoder-decoder model, None for others.
         free: memory of the device that this process can still take.
+        tasks: what the model can serve.
     """
 
     path: Path
@@ -70,6 +72,7 @@ class ModelFacts:
     max_model_len: int
     max_encoder_len: int | None
     free: int
+    tasks: tuple[Task, ...] = ("generate",)
 
 
 def inspect_torch() -> TorchFacts:
@@ -102,20 +105,23 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
-    find_abilities(hf_config, spec, pipeline)  # refuses what does not fit
+    abilities = find_abilities(hf_config, spec, pipeline)
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
-    assert spec.decoder is not None  # `build_spec` refuses models without one
-    backend = select(device, [block.attention for block in spec.decoder.blocks], cache_dtype)
+    paged = spec.decoder is not None
+    backend = select(device, [block.attention for block in spec.trunk.blocks], cache_dtype if paged else None)
     model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory
     weights = sum(tensor.nbytes for tensor in model.parameters())
-    shapes = model.kv_shapes()
-    num_blocks = count_blocks(
-        config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len, reserved=weights
-    )
+    num_blocks = pages = 0
+    if paged:
+        shapes, longest = model.kv_shapes(), model.max_encoder_len
+        num_blocks = count_blocks(
+            config, shapes, max_model_len, cache_dtype, device, max_encoder_len=longest, reserved=weights
+        )
+        pages = (num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype)
     return ModelFacts(
         path=path,
         architecture=architecture(hf_config),
@@ -125,11 +131,12 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
         weights=weights,
         num_blocks=num_blocks,
-        pages=(num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype),
+        pages=pages,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_encoder_len=model.max_encoder_len,
         free=available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
+        tasks=abilities.tasks,
     )
 
 

@@ -224,6 +224,7 @@ class EngineInfo:
         dtype, kv_cache_dtype: of weights and activations, and of the pages.
         full_requests: how many requests of max_model_len tokens (and the longest encoder input) the pages hold at a
             time.
+        max_num_batched_tokens: most tokens of a step.
         max_encoder_len: most tokens of an encoder's input; None for all but encoder-decoder models.
         encoder_vocab_size: its ids are below this; None for all but encoder-decoder models.
         decoder_start_token_id: what its decoder begins with, None if the model does not say.
@@ -259,6 +260,7 @@ class EngineInfo:
     full_requests: float
     max_num_seqs: int
     max_num_beams: int
+    max_num_batched_tokens: int = 2048
     max_encoder_len: int | None = None
     encoder_vocab_size: int | None = None
     decoder_start_token_id: int | None = None

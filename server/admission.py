@@ -178,6 +178,13 @@ class Ticket:
             self._admission.started(self._waiting[index])
             self._waiting[index] = 0
 
+    def progressed(self, index: int, tokens: int) -> None:
+        """So many of a prompt's tokens wait no longer; more than still wait count as all of them."""
+        if not self._released:
+            tokens = min(tokens, self._waiting[index])
+            self._admission.started(tokens)
+            self._waiting[index] -= tokens
+
     def finished(self, index: int) -> None:
         """A prompt's answers are complete: its slot is free."""
         if self._held[index] and not self._released:

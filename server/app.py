@@ -10,11 +10,12 @@ from fastapi import FastAPI
 from fastapi.middleware import Middleware
 from starlette.types import ASGIApp
 
-from engine import EngineInfo, parse_bytes
+from engine import DEFAULT_NUM_SEQS, EngineInfo, parse_bytes
 from engine.client import EngineClient
 from engine.text import Tokenizer
 from server import errors
 from server.admission import Admission
+from server.answering.turns import Turns
 from server.api import documentation, openapi
 from server.config.settings import ServerSettings
 from server.context import Service
@@ -25,7 +26,7 @@ from server.door.limits import BodyLimitMiddleware
 from server.door.request_id import RequestIdMiddleware
 from server.metrics.loop_lag import watch_event_loop
 from server.metrics.registry import Metrics
-from server.routes import chat, completions, models, operations, tokenize
+from server.routes import chat, completions, embeddings, models, operations, tokenize
 
 QUEUED_CACHES = 4
 
@@ -82,7 +83,10 @@ def create_app(
 
     settings, drain, metrics = settings or ServerSettings(), drain or Drain(), Metrics(client, model_id, version)
     admission = make_admission(client.info, settings, metrics)
-    metrics.show_admission(admission)
+    pooling = make_admission(client.info, settings, metrics)
+    turns = Turns(client.info.max_num_seqs, client.info.max_num_batched_tokens)
+    metrics.show_admission(admission, pooling)
+    metrics.engine.also_waiting = lambda: turns.num_waiting
     keys = tuple(read_api_keys(settings) if api_keys is None else api_keys)
     app = OctavoApp(
         docs_url=None,  # `documentation` adds its own
@@ -105,25 +109,29 @@ def create_app(
         model_id=model_id,
         metrics=metrics,
         admission=admission,
+        pooling=pooling,
+        turns=turns,
         tokenizing=make_admission(client.info, settings, metrics),
         drain=drain,
         settings=settings,
     )
     errors.install(app)
     documentation.install(app)
-    for module in (completions, chat, models, operations, tokenize):
+    for module in (completions, chat, embeddings, models, operations, tokenize):
         app.include_router(module.router)
     return app
 
 
 def make_admission(info: EngineInfo, settings: ServerSettings, metrics: Metrics) -> Admission:
     """The bounds that the settings ask for; by default as many prompt tokens may wait as fill the KV cache
-    `QUEUED_CACHES` times."""
+    `QUEUED_CACHES` times, or, where a model has none, the largest that one might have."""
+    running = min(info.max_num_seqs, DEFAULT_NUM_SEQS) if info.whole_inputs else info.max_num_seqs
     tokens = settings.max_num_queued_tokens
     if tokens is None:
-        tokens = QUEUED_CACHES * info.num_blocks * info.block_size
+        held = running * info.max_model_len if info.whole_inputs else info.num_blocks * info.block_size
+        tokens = QUEUED_CACHES * held
     return Admission(
-        max_running=info.max_num_seqs,
+        max_running=running,
         max_queued=settings.max_num_queued_reqs,
         max_queued_tokens=tokens,
         rejected=metrics.rejected,

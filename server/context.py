@@ -15,6 +15,7 @@ from engine.text import Tokenizer
 from server.admission import Admission, Ticket
 from server.answering.prompt import Prompt
 from server.answering.rendering import ChatRenderer
+from server.answering.turns import Turns
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.errors import ApiError, shown
@@ -31,6 +32,8 @@ class Service:
         model_id: the name under which clients know the model.
         metrics: this app's counters.
         admission: bounds what generates.
+        pooling: bounds requests for vectors, classes and masked tokens; each counts as one, whatever it holds.
+        turns: hands their inputs to the engine.
         tokenizing: bounds calls of /tokenize and /detokenize.
         drain: whether the service stops.
         renderer: renders chat messages.
@@ -43,6 +46,8 @@ class Service:
     model_id: str
     metrics: Metrics
     admission: Admission
+    pooling: Admission
+    turns: Turns
     tokenizing: Admission
     drain: Drain = field(default_factory=Drain)
     renderer: ChatRenderer = field(default_factory=ChatRenderer)
@@ -56,10 +61,23 @@ class Service:
             EngineDeadError: nothing can be served at the moment.
             ApiError: there is no room.
         """
+        self._check_alive()
+        return self.admission.reserve(prompts, tokens)
+
+    def admit_pooling(self, tokens: int) -> Ticket:
+        """A place for a request whose inputs, however many, have about so many tokens together.
+
+        Raises:
+            EngineDeadError: nothing can be served at the moment.
+            ApiError: there is no room.
+        """
+        self._check_alive()
+        return self.pooling.reserve(1, tokens)
+
+    def _check_alive(self) -> None:
         if not self.client.is_alive:
             self.metrics.rejected("engine_dead")
             raise EngineDeadError("the engine is not running")
-        return self.admission.reserve(prompts, tokens)
 
     def check_model(self, model: str | None) -> None:
         """Refuse a model that is not the served one.

@@ -163,7 +163,10 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
         return
     files = "1 file" if facts.weight_files == 1 else f"{facts.weight_files} files"
     room = f"context {facts.max_model_len} tokens"
-    if facts.max_encoder_len is not None:
+    generates = "generate" in facts.tasks
+    if not generates:
+        room = f"encoder-only ({', '.join(facts.tasks)}), inputs of up to {facts.max_model_len} tokens"
+    elif facts.max_encoder_len is not None:
         room = f"encoder-decoder, prompts of {facts.max_encoder_len} tokens, answers of {facts.max_model_len}"
     found = f"{facts.path}: {facts.architecture}, {files} of weights, {room}"
     yield Finding("model", "ok", found)
@@ -172,20 +175,25 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
     if config.skip_tokenizer_init:
         yield Finding("tokenizer", "ok", "none is wanted: token ids in and out")
     else:
-        yield from check_tokenizer(config, facts.path, chats=facts.max_encoder_len is None)
+        chats = generates and facts.max_encoder_len is None
+        yield from check_tokenizer(config, facts.path, generates=generates, chats=chats)
 
 
 def check_memory(facts: ModelFacts) -> Finding:
     """Weights and pages fit into what is free."""
-    found = (
-        f"weights {_size(facts.weights)} ({facts.dtype}) + {facts.num_blocks} pages {_size(facts.pages)} "
-        f"({facts.kv_cache_dtype}) = {facts.num_blocks * facts.block_size} tokens; "
-        f"{_size(facts.free)} are free on {facts.device}"
-    )
+    found = f"weights {_size(facts.weights)} ({facts.dtype}), and no pages"
+    fix = "Use a 16-bit --dtype or a smaller model, or free memory."
+    if facts.num_blocks:
+        found = (
+            f"weights {_size(facts.weights)} ({facts.dtype}) + {facts.num_blocks} pages {_size(facts.pages)} "
+            f"({facts.kv_cache_dtype}) = {facts.num_blocks * facts.block_size} tokens"
+        )
+        fix = (
+            "Lower --kv-cache-memory or --num-gpu-blocks-override, use a 16-bit --dtype or a smaller model, or free "
+            "memory."
+        )
+    found += f"; {_size(facts.free)} are free on {facts.device}"
     left = facts.free - facts.weights - facts.pages
-    fix = (
-        "Lower --kv-cache-memory or --num-gpu-blocks-override, use a 16-bit --dtype or a smaller model, or free memory."
-    )
     if left < 0:
         return Finding("memory", "FAIL", found, fix)
     if left < _SPARE and facts.device == "cpu":
@@ -204,7 +212,9 @@ def _split(message: object, fix: str = "") -> tuple[str, str]:
     return found.rstrip("."), advice or fix
 
 
-def check_tokenizer(config: EngineConfig, path: Path, *, chats: bool = True) -> Iterator[Finding]:
+def check_tokenizer(
+    config: EngineConfig, path: Path, *, generates: bool = True, chats: bool = True
+) -> Iterator[Finding]:
     """There is a tokenizer, and, for a model that chats, a template."""
     source = config.tokenizer or str(path)
     if not Path(source).is_dir():
@@ -222,6 +232,8 @@ def check_tokenizer(config: EngineConfig, path: Path, *, chats: bool = True) -> 
         return
     languages = len(tokenizer.languages.ids)
     yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens" + f", {languages} languages" * bool(languages))
+    if not generates:
+        return
     if not chats:
         yield Finding("chat", "ok", "none: /v1/chat/completions answers 400, /v1/completions takes the encoder's input")
     elif tokenizer.chat_template is None:

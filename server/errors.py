@@ -20,6 +20,8 @@ from engine import EngineDeadError, InvalidRequestError
 logger = logging.getLogger("octavo.server")
 request_logger = structlog.get_logger("octavo.request")
 
+# Endings of the paths whose requests have a line in the log each.
+_LOGGED = ("/completions", "/embeddings", "/score", "/rerank", "/classify", "/fill-mask")
 _SHOWN = 80  # characters of a wrong value that an error message repeats
 
 
@@ -147,10 +149,10 @@ async def _on_error(request: Request, problem: Exception) -> Response:
 
 
 def _log_refusal(request: Request, error: ApiError) -> None:
-    """The log line of a request for generated text that was refused before it had a record of its own. Without the
+    """The log line of a request to the model that was refused before it had a record of its own. Without the
     message, which may repeat a prompt."""
     path = str(request.scope["path"])
-    asks = request.method == "POST" and path.endswith("/completions") and "endpoint" in request.scope
+    asks = request.method == "POST" and path.endswith(_LOGGED) and "endpoint" in request.scope
     logged = getattr(request.state, "recorded", False) or error.status_code in (408, 413)  # the door says these
     if asks and not logged and error.status_code < 500:
         facts = {"path": path, "status": error.status_code, "code": error.code, "param": error.param}

@@ -19,11 +19,12 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from engine import EngineConfig
+from engine import EngineConfig, EngineInfo
 from engine.client import EngineClient, RestartPolicy, start_engine
 from engine.logs import LogFormat, adopt_libraries
 from engine.text import Tokenizer, load_tokenizer
 from server import logs
+from server.answering.endpoints import served_endpoints
 from server.app import create_app
 from server.config.settings import DEMO_MODEL, ServerSettings
 from server.door.auth import read_api_keys
@@ -179,6 +180,29 @@ def _load(config: EngineConfig, policy: RestartPolicy, log_format: LogFormat) ->
 
 def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str) -> None:
     info = client.info
+    endpoints = ", ".join(served_endpoints(info, tokenizer)) or "no endpoint"
+    if tokenizer is None:
+        logger.warning("The model has no tokenizer: prompts are token ids, and texts are empty.")
+    if info.whole_inputs:
+        _log_encoder(info, model_id)
+    else:
+        _log_decoder(info, model_id)
+    logger.info("Served: %s.", endpoints)
+
+
+def _log_encoder(info: EngineInfo, model_id: str) -> None:
+    logger.info(
+        "Model %s from %s: %s on %s, encoder-only (%s), inputs of up to %d tokens.",
+        model_id, info.model_path, info.dtype, info.device, ", ".join(info.tasks), info.max_model_len,
+    )  # fmt: skip
+    logger.info(
+        "No KV cache: an input is read whole, in one step, which holds at most %d inputs of %d tokens together, or one "
+        "that is longer.",
+        info.max_num_seqs, info.max_num_batched_tokens,
+    )  # fmt: skip
+
+
+def _log_decoder(info: EngineInfo, model_id: str) -> None:
     # Of shorter ones at least as many as of the longest, whose pages outside a sliding window are free again.
     longest, least = info.max_model_len, info.full_requests
     room = f"prompt and answer of up to {longest} tokens together"
@@ -194,8 +218,6 @@ def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str)
         "step.",
         info.num_blocks, info.block_size, tokens, info.kv_cache_dtype, fit, info.max_num_seqs,
     )  # fmt: skip
-    if tokenizer is None:
-        logger.warning("The model has no tokenizer: prompts are token ids, and texts are empty.")
 
 
 class _Server(uvicorn.Server):

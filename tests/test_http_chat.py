@@ -344,8 +344,11 @@ def test_the_type_of_an_unsupported_part_is_named() -> None:
 
 
 def test_without_a_template_or_a_tokenizer_there_is_no_chat() -> None:
-    assert error(Api(template=None).chat())["code"] == "no_chat_template"
-    assert error(Api(tokenizer=False).chat())["code"] == "no_tokenizer"
+    for api, lacks in ((Api(template=None), "chat template"), (Api(tokenizer=False), "tokenizer")):
+        refused = error(api.chat())
+        assert refused["code"] == "unsupported_endpoint"
+        assert lacks in refused["message"]
+        assert "/v1/completions" in refused["message"]
 
 
 def test_a_template_may_refuse() -> None:

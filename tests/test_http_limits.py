@@ -374,7 +374,7 @@ def test_head_is_get_without_a_body() -> None:
         ("GET", "//v1/models", 404, "unknown_route"),
         ("POST", "/v1/completions/", 404, "unknown_route"),
         ("GET", "/health/", 404, "unknown_route"),
-        ("POST", "/v1/embeddings", 404, "unknown_route"),
+        ("POST", "/v1/responses", 404, "unknown_route"),
         ("GET", "/" + "a" * 5000, 404, "unknown_route"),
         ("GET", "/docs/static/none.js", 404, "unknown_route"),
         ("GET", "/v1/models/other", 404, "model_not_found"),

@@ -240,7 +240,7 @@ def test_openai_client(t5: Api) -> None:
         assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
         with pytest.raises(openai.BadRequestError, match="encoder-decoder model") as refused:
             client.chat.completions.create(model="t5", messages=[{"role": "user", "content": "Hello"}])
-        assert refused.value.code == "no_chat"
+        assert refused.value.code == "unsupported_endpoint"
 
 
 # ---------------------------------------------------------------- languages
@@ -354,9 +354,12 @@ def test_a_model_without_languages_says_so(t5: Api) -> None:
 
 def test_it_does_not_chat(t5: Api) -> None:
     messages = [{"role": "user", "content": "Hello"}]
-    for path in ("/v1/chat/completions", "/tokenize"):
+    for path, told in (
+        ("/v1/chat/completions", ("model", "unsupported_endpoint")),
+        ("/tokenize", ("messages", "no_chat")),
+    ):
         error = t5.refused(path, messages=messages)
-        assert (error["param"], error["code"]) == ("messages", "no_chat")
+        assert (error["param"], error["code"]) == told
         assert "/v1/completions" in error["message"]
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from engine import InvalidRequestError
+from engine import InvalidRequestError, TokenInput
 from engine.text import ChoiceText
 from server.answering.prompt import Prompt
 from server.errors import ApiError
@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 _SHOWN_CHARACTERS = 2000  # of a prompt's or an answer's text, where they are logged
 _SHOWN_TOKENS = 200
+_SHOWN_INPUTS = 16  # of a request that has many
 
 logger = structlog.get_logger("octavo.request")
 
@@ -142,6 +143,48 @@ class RequestRecord:
         generated = sum(sum(times.generated) for times in self._times)
         if generated and total > 0:
             shown["tokens_per_second"] = round(generated / total, 3)
+        return shown
+
+
+class PoolingRecord(RequestRecord):
+    """The same of a request that is answered with numbers: vectors, classes, masked tokens."""
+
+    __slots__ = ()
+
+    def __init__(self, *, id: str, path: str, model: str, arrival: float, log_prompts: bool):
+        RequestRecord.__init__(
+            self, id=id, path=path, model=model, stream=False, n=1, arrival=arrival, log_prompts=log_prompts
+        )
+
+    def input(self, source: TokenInput) -> PromptTimes:
+        """An input of the request will go to the engine; what is to be filled as it is answered."""
+        return self.prompt(Prompt(list(source.token_ids), source.text), 0)
+
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "id": self.id, "path": self.path, "model": self.model,
+            "inputs": len(self._times),
+            "prompt_tokens": sum(times.num_prompt for times in self._times),
+            "cached_tokens": sum(times.num_cached for times in self._times),
+            **self._seconds(),
+        }  # fmt: skip
+        if self.log_prompts:
+            facts["input"] = [_cut_prompt(prompt) for prompt in self._prompts[:_SHOWN_INPUTS]]
+        return facts
+
+    def _seconds(self) -> dict[str, float]:
+        """Until a step first had room for one of its inputs; from then until the last of them was answered."""
+        scheduled = _known([times.scheduled for times in self._times])
+        sampled = _known([times.sampled for times in self._times])
+        seconds = {"total_seconds": time.monotonic() - self.arrival}
+        if scheduled:
+            seconds["queue_seconds"] = min(scheduled) - self.arrival
+        if scheduled and sampled:
+            seconds["compute_seconds"] = max(sampled) - min(scheduled)
+        shown = {name: round(max(0.0, value), 6) for name, value in seconds.items()}
+        tokens = sum(times.num_prompt for times in self._times if times.sampled is not None)
+        if tokens and seconds["total_seconds"] > 0:
+            shown["tokens_per_second"] = round(tokens / seconds["total_seconds"], 3)
         return shown
 
 

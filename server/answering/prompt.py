@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine import EngineInfo, Seq2SeqInput, TokenInput
 from server.errors import ApiError, shown
 
-_LIKELY_CHARACTERS = 16  # per token: hardly a text of so many for each token of the context has room there
+LIKELY_CHARACTERS = 16  # per token: hardly a text of so many for each token of the context has room there
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def encode_fitting(encode: Callable[[str], Sequence[int]], text: str, room: Room
     Raises:
         ApiError: the text is far too long. What is only a little too long is left to the engine, which counts.
     """
-    size = _LIKELY_CHARACTERS * room.tokens
+    size = LIKELY_CHARACTERS * room.tokens
     while size < len(text):
         count = len(encode(text[:size]))
         if count > 2 * room.tokens:  # no way of going on makes that fit

@@ -36,6 +36,17 @@ CHAT: dict[str, Any] = {
         "value": {"messages": _HELLO, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 3},
     },
 }
+EMBEDDINGS: dict[str, Any] = {
+    "simple": {"summary": "A text's vector", "value": {"input": "The food was delicious."}},
+    "several": {
+        "summary": "Several texts, in base64",
+        "value": {"input": ["A cat sat.", "A dog ran."], "encoding_format": "base64"},
+    },
+    "cut": {
+        "summary": "The first features, and long texts cut",
+        "value": {"input": "The food was delicious.", "dimensions": 2, "truncate_prompt_tokens": -1},
+    },
+}
 TOKENIZE: dict[str, Any] = {
     "prompt": {"summary": "A text", "value": {"prompt": "Once upon a time"}},
     "messages": {"summary": "A conversation", "value": {"messages": _HELLO}},

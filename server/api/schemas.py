@@ -62,15 +62,16 @@ class StrictJsonRoute(APIRoute):
         return strict
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
+    """A list of token ids that is not empty."""
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def _check_prompt(value: Any) -> list[str | list[int]]:
     """Any of the four forms as a list of prompts."""
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    prompts = [value] if isinstance(value, str) or is_ids(value) else value
     texts_or_ids = isinstance(prompts, list) and (
-        all(isinstance(item, str) for item in prompts) or all(_is_ids(item) for item in prompts)
+        all(isinstance(item, str) for item in prompts) or all(is_ids(item) for item in prompts)
     )
     if not texts_or_ids or not prompts:
         message = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
@@ -80,30 +81,32 @@ def _check_prompt(value: Any) -> list[str | list[int]]:
     return list(prompts)
 
 
-_IDS_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+IDS_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "minItems": 1, "items": {"type": "string"}},
-        _IDS_SCHEMA,
-        {"type": "array", "minItems": 1, "items": _IDS_SCHEMA},
+        IDS_SCHEMA,
+        {"type": "array", "minItems": 1, "items": IDS_SCHEMA},
     ]
 }
 Prompts = Annotated[Any, PlainValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 
 
 def _check_decoder_prompt(value: Any) -> Any:
-    if isinstance(value, str) or _is_ids(value):
+    if isinstance(value, str) or is_ids(value):
         return value
     raise PydanticCustomError("decoder_prompt", "must be a string or a list of token ids that is not empty")
 
 
 DecoderPrompt = Annotated[
-    Any, PlainValidator(_check_decoder_prompt), WithJsonSchema({"anyOf": [{"type": "string"}, _IDS_SCHEMA]})
+    Any, PlainValidator(_check_decoder_prompt), WithJsonSchema({"anyOf": [{"type": "string"}, IDS_SCHEMA]})
 ]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """What all bodies share."""
+
     # Strict: "16" is no integer and 1 is no boolean. Unknown fields are kept, to be reported.
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -121,12 +124,12 @@ class _Body(BaseModel):
 
 
 if TYPE_CHECKING:
-    _SamplingBody = _Body
+    _SamplingBody = Body
 else:
-    _SamplingBody = create_model("SamplingFields", __base__=_Body, **sampling_fields())
+    _SamplingBody = create_model("SamplingFields", __base__=Body, **sampling_fields())
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How to stream."""
 
     include_usage: bool | None = Field(None, description="End the stream with a chunk that holds the usage.")
@@ -231,7 +234,7 @@ class CompletionResponse(BaseModel):
     usage: Usage | None = None
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """Body of POST /tokenize: a prompt or messages."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
@@ -250,7 +253,7 @@ class TokenizeResponse(BaseModel):
     tokens: list[int]
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
@@ -279,6 +282,10 @@ class ModelCard(BaseModel):
     root: str
     max_model_len: int
     max_encoder_len: int | None = Field(None, description="Most tokens of a prompt, for an encoder-decoder model.")
+    tasks: list[str] = Field(description="What the model can do.")
+    endpoints: list[str] = Field(description="Those that it serves; the others answer 400.")
+    embedding_size: int | None = Field(None, description="Features of its vectors, where it gives any.")
+    labels: list[str] | None = Field(None, description="The classes that it tells apart, where it does.")
 
 
 class ModelList(BaseModel):

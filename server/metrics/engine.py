@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -26,10 +26,6 @@ _COUNTERS = (
     ("page_copies", "Pages copied because a sequence was about to write a shared one.", "num_page_copies"),
     ("steps", "Engine steps.", "num_steps"),
 )
-_GAUGES = (
-    ("num_requests_running", "Requests that hold pages.", "num_running"),
-    ("num_requests_waiting", "Requests in the engine that are not admitted yet, or preempted.", "num_waiting"),
-)
 
 
 class EngineMetrics(Collector):
@@ -41,6 +37,9 @@ class EngineMetrics(Collector):
 
     Args:
         registry: where the histograms are registered; the collector itself is not.
+
+    Attributes:
+        also_waiting: how many inputs wait here for their turn to go to the engine.
     """
 
     def __init__(self, client: EngineClient, registry: CollectorRegistry):
@@ -48,6 +47,7 @@ class EngineMetrics(Collector):
         self._base = dict.fromkeys((field for _, _, field in _COUNTERS), 0)
         self._latest = client.stats() if client.is_alive else EngineStats()
         self._restarts = client.num_restarts
+        self.also_waiting: Callable[[], int] = lambda: 0
         self.step_seconds = Histogram(
             "octavo_step_seconds", "Seconds that an engine step took.", buckets=STEP, registry=registry
         )
@@ -91,8 +91,10 @@ class EngineMetrics(Collector):
             yield from self._gauges(self._latest)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        for name, text, field in _GAUGES:
-            yield GaugeMetricFamily(f"octavo_{name}", text, value=getattr(stats, field))
+        text = "Requests that a step has begun and that are not complete."
+        yield GaugeMetricFamily("octavo_num_requests_running", text, value=stats.num_running)
+        text = "Requests that no step has begun, in the engine or on their way to it, and those that were preempted."
+        yield GaugeMetricFamily("octavo_num_requests_waiting", text, value=stats.num_waiting + self.also_waiting())
         pages = GaugeMetricFamily("octavo_kv_pages", "Pages of the KV cache by state.", labels=["state"])
         pages.add_metric(["held"], stats.pages_held)
         pages.add_metric(["cached"], stats.pages_cached)

@@ -181,6 +181,15 @@ class Metrics:
         self._prompt_tokens.observe(times.num_prompt)
         self._generation_tokens.observe(sum(times.generated))
 
+    def input_done(self, times: PromptTimes) -> None:
+        """An input has its vector, its classes or its masked tokens."""
+        self.finished("stop")  # as vLLM counts them
+        self._total.observe(max(0.0, time.monotonic() - times.arrival))
+        for histogram, seconds in ((self._queue, times.queue_seconds), (self._prefill, times.prefill_seconds)):
+            if seconds is not None:
+                histogram.observe(seconds)
+        self._prompt_tokens.observe(times.num_prompt)
+
     # ---------------------------------------------------------------- how requests end
 
     def finished(self, reason: str, count: int = 1) -> None:
@@ -195,18 +204,19 @@ class Metrics:
         """A request was answered with 503 before anything was done for it."""
         self._rejected.labels(reason).inc()
 
-    def show_admission(self, admission: Admission) -> None:
-        """Show how full the service is."""
+    def show_admission(self, *admissions: Admission) -> None:
+        """Show how full the service is, by all of these together."""
         for name, text, read in (
             (
                 "octavo_num_requests_in_service",
-                "Requests from their reservation to their end; max_num_seqs + max_num_queued_reqs at most.",
-                lambda: admission.num_prompts,
+                "Requests from their reservation to their end; max_num_seqs + max_num_queued_reqs prompts at most, and "
+                "as many requests for vectors, classes or masked tokens, which count as one each.",
+                lambda: sum(admission.num_prompts for admission in admissions),
             ),
             (
                 "octavo_num_queued_tokens",
-                "Prompt tokens of requests without a first token.",
-                lambda: admission.num_queued_tokens,
+                "Prompt tokens of requests without a first token, and of inputs without an answer.",
+                lambda: sum(admission.num_queued_tokens for admission in admissions),
             ),
         ):
             Gauge(name, text, registry=self.registry).set_function(read)

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Body, Request, Response
 from engine import EngineInfo, SamplingParams
 from server.answering.answer import Run, estimate_size
 from server.answering.chat import ChatPieces, join_pieces, read_messages
+from server.answering.endpoints import require
 from server.answering.prompt import Prompt
-from server.answering.seq2seq import refuse_chat
 from server.api import examples
 from server.api.chat_schemas import (
     ChatChoice,
@@ -41,7 +41,7 @@ async def create_chat_completion(
     """Say what the assistant says next, at once or as a stream."""
     arrival = time.monotonic()
     service.check_model(body.model)
-    refuse_chat(service, "messages")
+    require(service, "/v1/chat/completions")
     if body.top_logprobs and not body.logprobs:
         message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Body, Request, Response
 
 from server.answering.answer import Run, encode_prompts, estimate_size
 from server.answering.completion import CompletionPieces, join
+from server.answering.endpoints import require
 from server.answering.prompt import Prompt, Room
 from server.answering.seq2seq import Decoder, read_decoder, refuse_echo
 from server.api import examples
@@ -40,6 +41,7 @@ async def create_completion(
     """Continue one prompt or several, at once or as a stream."""
     arrival = time.monotonic()
     service.check_model(body.model)
+    require(service, "/v1/completions")
     if body.suffix:
         raise ApiError(400, "suffix is not supported; leave it out.", param="suffix", code="unsupported_parameter")
     if body.echo:

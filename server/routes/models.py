@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from server.answering.endpoints import served_endpoints
 from server.api.schemas import ModelCard, ModelList
 from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES
@@ -13,12 +14,17 @@ router = APIRouter()
 
 def _card(service: Service) -> ModelCard:
     info = service.client.info
+    served = served_endpoints(info, service.tokenizer)
     return ModelCard(
         id=service.model_id,
         created=service.created,
         root=service.model_id,
         max_model_len=info.max_model_len,
         max_encoder_len=info.max_encoder_len,
+        tasks=list(info.tasks),
+        endpoints=served,
+        embedding_size=info.embedding_size or None,
+        labels=list(info.labels) or None,
     )
 
 

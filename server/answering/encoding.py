@@ -1,0 +1,153 @@
+"""Texts, or pairs of texts, to what a model reads, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from engine import EngineInfo, TokenInput
+from engine.pooled import token_input
+from engine.text import Encoding, Tokenizer
+from server.admission import estimate_tokens
+from server.answering.prompt import LIKELY_CHARACTERS, check_token_ids
+from server.context import Service
+from server.errors import ApiError
+
+Text = str | tuple[str, str]  # a text, or a pair of texts that is one input
+
+_AT_ONCE = 64  # texts between two looks at whether the client is still there
+
+
+def estimate(inputs: Sequence[Text | list[int]], info: EngineInfo) -> int:
+    """About how many tokens these inputs have, each at most what the model takes."""
+    return sum(min(_estimate(item), info.max_model_len) for item in inputs)
+
+
+def _estimate(item: Text | list[int]) -> int:
+    if isinstance(item, str):
+        return estimate_tokens(item)
+    return sum(map(estimate_tokens, item)) if isinstance(item, tuple) else len(item)
+
+
+async def encode_all(
+    service: Service,
+    texts: Sequence[Text],
+    param: str = "input",
+    *,
+    add_special_tokens: bool = True,
+    truncate: int | None = None,
+) -> list[Encoding]:
+    """Texts as the model reads them, in their order; they are tokenised in a thread.
+
+    Args:
+        param: the field that they came in.
+        truncate: cut each, or each pair, to so many tokens (see `engine.pooled.longest`).
+
+    Raises:
+        ApiError: there is no tokenizer, or a text has more tokens than the model takes and is not to be cut.
+    """
+    tokenizer = need_tokenizer(service, param)
+    reader = _Reader(tokenizer, service.client.info.max_model_len, param, add_special_tokens, truncate)
+    found: list[Encoding] = []
+    for start in range(0, len(texts), _AT_ONCE):
+        part = texts[start : start + _AT_ONCE]
+        found += await asyncio.to_thread(reader.read, part, start, alone=len(texts) == 1)
+    return found
+
+
+async def read_inputs(
+    service: Service,
+    given: Sequence[str | list[int]],
+    param: str = "input",
+    *,
+    add_special_tokens: bool = True,
+    truncate: int | None = None,
+) -> list[TokenInput]:
+    """Texts or lists of token ids as the engine takes them.
+
+    Raises:
+        ApiError: as `encode_all`; or there are ids outside the vocabulary.
+    """
+    texts = [item for item in given if isinstance(item, str)]
+    if texts:
+        read = await encode_all(service, texts, param, add_special_tokens=add_special_tokens, truncate=truncate)
+        return [token_input(encoding, service.client.info, text) for encoding, text in zip(read, texts, strict=True)]
+    info, inputs = service.client.info, []
+    for place, ids in enumerate(given):
+        assert isinstance(ids, list)
+        check_token_ids(ids, info.vocab_size, param)
+        side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
+        found = Encoding.of_ids(ids, truncate, side)
+        if len(found.ids) > info.max_model_len:
+            raise too_long(param, None if len(given) == 1 else place, f"{len(found.ids)} tokens", info.max_model_len)
+        inputs.append(token_input(found, info))
+    return inputs
+
+
+def need_tokenizer(service: Service, param: str) -> Tokenizer:
+    """The model's tokenizer.
+
+    Raises:
+        ApiError: there is none.
+    """
+    if service.tokenizer is None:
+        message = f"{service.model_id} has no tokenizer: send {param} as token ids, where the endpoint takes them."
+        raise ApiError(400, message, param=param, code="no_tokenizer")
+    return service.tokenizer
+
+
+def too_long(param: str, place: int | None, length: str, longest: int) -> ApiError:
+    """The refusal of an input, the one at `place` of a list."""
+    name = f"the {param}" if place is None else f"{param}[{place}]"
+    message = (
+        f"{name} is too long: it has {length}, and this model takes at most {longest} (max_model_len). Shorten it, or "
+        "send truncate_prompt_tokens."
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+class _Reader:
+    """Tokenises; what is far too long costs no more than a few times what the model can take."""
+
+    def __init__(self, tokenizer: Tokenizer, longest: int, param: str, special: bool, truncate: int | None):
+        self._tokenizer = tokenizer
+        self._longest = longest
+        self._param = param
+        self._special = special
+        self._truncate = truncate
+
+    def read(self, texts: Sequence[Text], start: int, *, alone: bool) -> list[Encoding]:
+        """These texts, the first of which is the one at `start` of the request's; `alone`: it has no other."""
+        return [self._encode(item, None if alone else start + place) for place, item in enumerate(texts)]
+
+    def _encode(self, item: Text, place: int | None) -> Encoding:
+        first, *second = (item,) if isinstance(item, str) else item
+        first, second = self._beginning(first, place), [self._beginning(text, place) for text in second]
+        found = self._tokenizer.encode_input(
+            first, *second, add_special_tokens=self._special, max_length=self._truncate
+        )
+        if len(found.ids) > self._longest:
+            raise too_long(self._param, place, f"{len(found.ids)} tokens", self._longest)
+        if not found.ids:
+            where = "" if place is None else f"[{place}]"
+            message = f"{self._param}{where} has no tokens: the tokenizer makes nothing of it."
+            raise ApiError(400, message, param=self._param, code="invalid_value")
+        return found
+
+    def _beginning(self, text: str, place: int | None) -> str:
+        """As much of a text as decides what its tokens are; the whole may take minutes.
+
+        A beginning with more than twice as many tokens as are kept has all of those: how a token is cut depends on
+        its neighbours only.
+        """
+        wanted = self._truncate or self._longest
+        size = LIKELY_CHARACTERS * wanted
+        while size < len(text) and (self._truncate is None or self._tokenizer.truncation_side == "right"):
+            count = len(self._tokenizer.encode(text[:size], add_special_tokens=False))
+            if count > 2 * wanted:
+                if self._truncate is not None:
+                    return text[:size]
+                length = f"more than {count} tokens in the first {size} of its {len(text)} characters"
+                raise too_long(self._param, place, length, self._longest)
+            size *= 4
+        return text

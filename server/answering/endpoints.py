@@ -1,0 +1,101 @@
+"""Which endpoints the served model can serve, and what the others are refused with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine import EngineInfo
+from engine.pooled import is_cross_encoder
+from engine.text import Tokenizer
+from server.context import Service
+from server.errors import ApiError
+
+_NO_TOKENIZER = "it has no tokenizer, so it cannot read texts"
+_CLASSES = {
+    "classify": "its head tells classes of texts apart",
+    "token_classify": "its head tells classes of tokens apart",
+}
+
+# Why a model cannot serve an endpoint; None where it can.
+_Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
+
+
+def _completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if "generate" in info.tasks:
+        return None
+    return "it is an encoder-only model, which reads texts and writes none" if info.whole_inputs else _kind(info)
+
+
+def _chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if (reason := _completions(info, tokenizer)) is not None:
+        return reason
+    if info.max_encoder_len is not None:
+        return "it is an encoder-decoder model, which turns one input into one output and knows no conversations"
+    if tokenizer is None:
+        return "it has no tokenizer, so it cannot read messages"
+    return None if tokenizer.chat_template is not None else "its tokenizer has no chat template"
+
+
+def _embeddings(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    return None if "embed" in info.tasks else f"{_kind(info)}, and it gives no vectors"
+
+
+def _score(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if "embed" not in info.tasks and not is_cross_encoder(info):
+        if "classify" in info.tasks:
+            return f"it tells {len(info.labels)} classes apart, and a pair's score takes a model with one, or vectors"
+        return f"{_kind(info)}, and a pair's score takes a classifier with one class, or vectors"
+    return None if tokenizer is not None else _NO_TOKENIZER
+
+
+def _classify(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    return None if {"classify", "token_classify"} & set(info.tasks) else f"{_kind(info)}, and it knows no classes"
+
+
+def _fill_mask(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if "fill_mask" not in info.tasks:
+        return f"{_kind(info)}, and it predicts no masked tokens"
+    return None if tokenizer is not None else _NO_TOKENIZER
+
+
+ENDPOINTS: dict[str, _Reason] = {
+    "/v1/completions": _completions,
+    "/v1/chat/completions": _chat,
+    "/v1/embeddings": _embeddings,
+    "/v1/score": _score,
+    "/v1/rerank": _score,
+    "/v1/classify": _classify,
+    "/v1/fill-mask": _fill_mask,
+}
+
+
+def served_endpoints(info: EngineInfo, tokenizer: Tokenizer | None) -> list[str]:
+    """Paths of the endpoints that the model can serve; /tokenize and what tells about the service not among them."""
+    return [path for path, reason in ENDPOINTS.items() if reason(info, tokenizer) is None]
+
+
+def require(service: Service, endpoint: str) -> None:
+    """Refuse a request to an endpoint that the model cannot serve.
+
+    Args:
+        endpoint: a path of `ENDPOINTS`.
+
+    Raises:
+        ApiError: 400, code unsupported_endpoint; says why, and what it serves.
+    """
+    info, tokenizer = service.client.info, service.tokenizer
+    reason = ENDPOINTS[endpoint](info, tokenizer)
+    if reason is not None:
+        served = ", ".join(served_endpoints(info, tokenizer)) or "none of this kind"
+        message = f"{service.model_id} cannot serve {endpoint}: {reason}. Endpoints that it serves: {served}."
+        raise ApiError(400, message, param="model", code="unsupported_endpoint")
+
+
+def _kind(info: EngineInfo) -> str:
+    """What the model is, as the beginning of a reason."""
+    for task, words in _CLASSES.items():
+        if task in info.tasks:
+            return words
+    if info.max_encoder_len is not None:
+        return "it is an encoder-decoder model"
+    return "it is a language model" if "generate" in info.tasks else "it is an encoder without a head for that"

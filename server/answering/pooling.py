@@ -1,0 +1,280 @@
+"""Answering a request for what the model makes of its inputs (vectors, classes, masked tokens): what all such endpoints
+share.
+
+An endpoint is a subclass of `PoolingRun`; `server.answering.encoding` turns its texts into tokens, and
+`server.answering.endpoints` refuses what the model cannot serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+from fastapi import Request, Response
+
+from engine import InvalidRequestError, OctavoError, Pooled, PoolingParams, RequestDelta, RequestFailedError, TokenInput
+from server.admission import Ticket
+from server.answering.observation import PoolingRecord
+from server.answering.streaming import ClientGoneError, Wanted
+from server.answering.turns import Lane
+from server.api.fields import ignored_header
+from server.api.pooling_schemas import PoolingBody, PoolingUsage
+from server.context import Service
+from server.errors import ApiError
+from server.metrics.times import PromptTimes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInput:
+    """One input as the engine takes it, and what is asked of it.
+
+    Attributes:
+        source: its `text` is for the log only.
+    """
+
+    source: TokenInput
+    params: PoolingParams
+
+
+@dataclass(slots=True)
+class PoolingRun(ABC):
+    """One request being answered. A subclass says what the inputs are and how the answer looks.
+
+    `respond` admits the request, asks for its inputs, has the engine answer them, and sends what `render` makes of the
+    answers. If the client leaves, one input fails or the service stops, what still runs is aborted.
+
+    Attributes:
+        request_id: of the answer: `id_prefix`, and a random part.
+        created: Unix seconds.
+        num_tokens: of all inputs, once they are known.
+    """
+
+    id_prefix: ClassVar[str]
+
+    service: Service
+    body: PoolingBody
+    arrival: float  # seconds of time.monotonic()
+    request_id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_tokens: int = 0
+    record: PoolingRecord = field(init=False)
+    _answers: _Answers | None = None
+    _admission: Ticket | None = None
+
+    def __post_init__(self) -> None:
+        self.request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+
+    @abstractmethod
+    def size(self) -> int:
+        """About how many tokens the inputs have, without tokenising them: see `encoding.estimate`."""
+
+    @abstractmethod
+    async def inputs(self) -> Sequence[PoolingInput]:
+        """The inputs; texts are tokenised off the event loop."""
+
+    @abstractmethod
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        """The body, of one answer for each input. It is called in a thread, since it may take long."""
+
+    def public_name(self, param: str | None) -> str | None:
+        """The name under which the client sent what the engine calls `param`."""
+        return param
+
+    @property
+    def usage(self) -> PoolingUsage:
+        """What was read."""
+        return PoolingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
+
+    async def respond(self, request: Request) -> Response:
+        """The answer."""
+        headers = ignored_header(self.body.ignored_fields())
+        self.record = PoolingRecord(
+            id=self.request_id,
+            path=request.url.path,
+            model=self.service.model_id,
+            arrival=self.arrival,
+            log_prompts=self.service.settings.log_prompts,
+        )
+        request.state.recorded = True
+        wanted = Wanted(self.service.drain, self._interrupted)
+        try:
+            content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer()))
+        except ClientGoneError:
+            return Response(status_code=499)  # nobody will read it
+        return Response(content, media_type="application/json", headers=headers)
+
+    async def _answer(self) -> bytes:
+        with self._admitted() as ticket:
+            inputs = await self.inputs()
+            sizes = [len(item.source.token_ids) for item in inputs]
+            longest = self.service.client.info.max_model_len  # of what is longer the engine will say so
+            ticket.measure([sum(min(size, longest) for size in sizes)])
+            self.num_tokens = sum(sizes)
+            with self._public_names(), _Answers(self.service, self.request_id, inputs, self.record, ticket) as answers:
+                self._answers = answers
+                pooled = await answers.all()
+            return await asyncio.to_thread(self.render, pooled)
+
+    @contextmanager
+    def _admitted(self) -> Iterator[Ticket]:
+        """The request's place; however it ends, it is given back, and what is the server's fault counts."""
+        with self.service.admit_pooling(self.size()) as ticket:
+            self._admission = ticket
+            try:
+                yield ticket
+                ticket.finished(0)
+            except (ApiError, InvalidRequestError):  # refused
+                raise
+            except Exception:
+                self._aborted("error")
+                raise
+
+    def _interrupted(self, reason: str) -> None:
+        self._aborted(reason)
+        self.record.abort(reason)
+
+    def _aborted(self, reason: str) -> None:
+        if self._admission is not None:
+            self.service.metrics.aborted(reason, max(self._answers.num_unfinished if self._answers else 1, 1))
+
+    @contextmanager
+    def _public_names(self) -> Iterator[None]:
+        try:
+            yield
+        except InvalidRequestError as problem:
+            name = self.public_name(problem.param)
+            raise InvalidRequestError(str(problem), param=name, code=problem.code) from problem
+
+
+class _Answers(Lane):
+    """The inputs of one HTTP request on their way through the engine.
+
+    A context: entering it queues them, leaving it aborts what still runs.
+
+    Args:
+        request_id: prefix of the engine's request ids, one per input.
+        record: is told what happens.
+        ticket: a part of its tokens waits no longer with every answer.
+
+    Attributes:
+        num_unfinished: inputs without an answer.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        request_id: str,
+        inputs: Sequence[PoolingInput],
+        record: PoolingRecord,
+        ticket: Ticket,
+    ):
+        self._service = service
+        self._ticket = ticket
+        self._runs = [
+            _Run(f"{request_id}-{index}", item, record.input(item.source)) for index, item in enumerate(inputs)
+        ]
+        self._next = 0
+        self._found: list[Pooled | None] = [None] * len(inputs)
+        self._problem: Exception | None = None
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.num_unfinished = len(inputs)
+
+    def __enter__(self) -> Self:
+        self._service.turns.join(self)
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        turns, metrics = self._service.turns, self._service.metrics
+        turns.leave(self)
+        self._over.cancel()
+        given_up = [run for run in self._runs[: self._next] if run.running]
+        for run in given_up:  # all are abandoned before others take their places
+            run.running = False
+            self._service.client.abandon(run.request_id)
+            metrics.unwatch(run.request_id)
+        metrics.finished("abort", len(given_up))
+        for run in given_up:
+            turns.ended(run.num_tokens)
+
+    async def all(self) -> list[Pooled]:
+        """One answer for each input, in their order, when all are known.
+
+        Raises:
+            InvalidRequestError: an input was refused.
+            RequestFailedError, EngineDeadError: from the engine.
+        """
+        self._settle()
+        await self._over
+        if self._problem is not None:
+            raise self._problem
+        return [answer for answer in self._found if answer is not None]
+
+    @property
+    def num_waiting(self) -> int:
+        return 0 if self._problem is not None else len(self._runs) - self._next
+
+    def submit_next(self) -> None:
+        index, run = self._next, self._runs[self._next]
+        self._next += 1
+        try:
+            self._service.metrics.watch(run.request_id, run.times)
+            deliver = functools.partial(self._deliver, index)
+            self._service.client.submit(run.request_id, run.input.source, run.input.params, deliver)
+        except Exception as problem:
+            self._service.metrics.unwatch(run.request_id)
+            self._fail(problem)
+        else:
+            run.running = True
+            self._service.turns.began(run.num_tokens)
+
+    def _deliver(self, index: int, item: RequestDelta | OctavoError) -> None:
+        """Take what the client brings; nothing escapes into its loop."""
+        run = self._runs[index]
+        if isinstance(item, RequestDelta) and not item.finished:
+            return  # it was accepted
+        run.running = False
+        metrics = self._service.metrics
+        metrics.unwatch(run.request_id)
+        if isinstance(item, Exception):
+            if not isinstance(item, InvalidRequestError):
+                metrics.finished("error")
+            self._fail(item)
+        elif item.pooled is None:
+            metrics.finished("error")
+            self._fail(RequestFailedError(item.error or "the engine ended the request"))
+        else:
+            self._found[index] = item.pooled
+            self.num_unfinished -= 1
+            metrics.input_done(run.times)
+            self._ticket.progressed(0, run.num_tokens)
+        self._settle()
+        self._service.turns.ended(run.num_tokens)
+
+    def _fail(self, problem: Exception) -> None:
+        self._problem = self._problem or problem
+        self._settle()
+
+    def _settle(self) -> None:
+        if (self._problem is not None or not self.num_unfinished) and not self._over.done():
+            self._over.set_result(None)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One input's way through the engine; `running`: from its submission to its last delta."""
+
+    request_id: str
+    input: PoolingInput
+    times: PromptTimes
+    running: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input.source.token_ids)

@@ -1,0 +1,78 @@
+"""Whose input goes to the engine next, among requests with many: each in turn, and no more than keep the engine busy.
+
+The engine serves in the order of arrival. Were all the inputs of a request handed over at once, whoever comes next,
+with one short text or with a prompt to continue, would wait for thousands of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+_AHEAD = 2  # steps' worth of inputs in the engine: the one that it computes, and the next
+_LEAST = 2  # inputs in the engine, however long they are
+
+
+class Lane(ABC):
+    """The inputs of one request, in order."""
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """Inputs that have not been handed to the engine."""
+
+    @abstractmethod
+    def submit_next(self) -> None:
+        """Hand the next one over, saying `Turns.began`. It must not raise: a request's own failure ends it alone."""
+
+
+class Turns:
+    """Hands over inputs, one of each lane in turn, whenever the engine has room.
+
+    Args:
+        step_inputs, step_tokens: most inputs and tokens of one step of the engine.
+    """
+
+    def __init__(self, step_inputs: int, step_tokens: int):
+        self._max_inputs = max(_AHEAD * step_inputs, _LEAST)
+        self._max_tokens = _AHEAD * step_tokens
+        self._lanes: deque[Lane] = deque()
+        self._inputs = self._tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Inputs of all lanes that have not been handed to the engine."""
+        return sum(lane.num_waiting for lane in self._lanes)
+
+    def join(self, lane: Lane) -> None:
+        """Give a lane its turns from now on."""
+        self._lanes.append(lane)
+        self._go_on()
+
+    def leave(self, lane: Lane) -> None:
+        """Give it no more; unknown lanes are ignored."""
+        if lane in self._lanes:
+            self._lanes.remove(lane)
+
+    def began(self, tokens: int) -> None:
+        """An input of so many tokens was handed over."""
+        self._inputs += 1
+        self._tokens += tokens
+
+    def ended(self, tokens: int) -> None:
+        """The engine is done with it."""
+        self._inputs -= 1
+        self._tokens -= tokens
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._lanes and self._has_room:
+            lane = self._lanes.popleft()
+            if lane.num_waiting:
+                lane.submit_next()
+            if lane.num_waiting:
+                self._lanes.append(lane)
+
+    @property
+    def _has_room(self) -> bool:
+        return self._inputs < _LEAST or (self._inputs < self._max_inputs and self._tokens < self._max_tokens)
