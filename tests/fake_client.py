@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +16,8 @@ from engine import (
     EngineDeadError,
     EngineStats,
     Logprob,
+    Pooled,
+    PoolingParams,
     RequestDelta,
     SamplingParams,
     TokenInput,
@@ -25,9 +28,10 @@ from engine.text import Tokenizer
 
 EOS = 256
 VOCAB_SIZE = 257
+FEATURES = 4
 # A step of a script: a delta, an exception to raise, or an event to wait for.
 Step = RequestDelta | Exception | asyncio.Event
-Script = Callable[[str, TokenInput, SamplingParams], Iterable[Step]]
+Script = Callable[[str, TokenInput, Any], Iterable[Step]]
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -76,6 +80,18 @@ def say(request_id: str, texts: Sequence[str], params: SamplingParams, finish: s
             )
         deltas.append(RequestDelta(request_id=request_id, choices=choices, finished=step == max(map(len, spoken)) - 1))
     return deltas
+
+
+def pool(request_id: str, source: TokenInput, params: PoolingParams) -> list[RequestDelta]:
+    """What a model with vectors of `FEATURES` would say at once: the input's length, its ids in front, and a third."""
+    values = [len(source.token_ids), *source.token_ids[: FEATURES - 2], 1 / 3]
+    row = np.zeros((1, FEATURES), np.float32)
+    row[0, : len(values)] = values
+    answer = Pooled.of(row[:, : params.dimensions])
+    return [
+        RequestDelta(request_id=request_id, choices=()),
+        RequestDelta(request_id=request_id, choices=(), finished=True, pooled=answer),
+    ]
 
 
 class FakeClient(EngineClient):

@@ -138,11 +138,14 @@ def _tokenizer(service: Service, name: str) -> Tokenizer:
 
 
 def refuse_chat(service: Service, param: str) -> None:
-    """Refuse messages to an encoder-decoder model.
+    """Refuse messages to an encoder-decoder model, or to one without a decoder.
 
     Raises:
         ApiError: says why.
     """
+    if service.client.info.whole_inputs:
+        message = f"{service.model_id} is an encoder-only model, and knows no conversations. Send a text as prompt."
+        _fail(param, message, "no_chat")
     if service.client.info.max_encoder_len is not None:
         message = (
             f"{service.model_id} is an encoder-decoder model: it turns one input into one output, and knows no "

@@ -66,4 +66,4 @@ class _EmbeddingRun(PoolingRun):
             "model": self.service.model_id,
             "usage": self.usage.model_dump(),
         }
-        return b'%b,"data":[%b]}' % (json.dumps(rest)[:-1].encode(), data)
+        return b'%b,"data":[%b]}' % (json.dumps(rest, separators=(",", ":"))[:-1].encode(), data)

@@ -1,0 +1,138 @@
+"""Which endpoints a model's kind serves, what /v1/models says of it, and how the others are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from fake_client import FEATURES, FakeClient, hf_byte_tokenizer, pool
+
+from engine import PoolingParams
+from engine.text import Tokenizer
+from server.answering.endpoints import ENDPOINTS
+from server.app import create_app
+
+VECTORS = ["/v1/embeddings", "/v1/score", "/v1/rerank"]
+ENCODER: dict[str, Any] = {"whole_inputs": True, "block_size": 0, "num_blocks": 0, "full_requests": 0.0}
+EMBEDS: dict[str, Any] = {"embedding_size": FEATURES}
+KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "decoder": ({"tasks": ("generate", "embed"), **EMBEDS}, ["/v1/completions", "/v1/chat/completions", *VECTORS]),
+    "encoder-decoder": ({"tasks": ("generate",), "max_encoder_len": 64}, ["/v1/completions"]),
+    "headless": ({"tasks": ("embed",), **ENCODER, **EMBEDS}, VECTORS),
+    "masked": ({"tasks": ("fill_mask", "embed"), **ENCODER, **EMBEDS}, [*VECTORS, "/v1/fill-mask"]),
+    "classes": ({"tasks": ("classify",), "labels": ("a", "b"), **ENCODER}, ["/v1/classify"]),
+    "cross-encoder": (
+        {"tasks": ("classify",), "labels": ("a",), **ENCODER},
+        ["/v1/score", "/v1/rerank", "/v1/classify"],
+    ),
+    "tokens": ({"tasks": ("token_classify",), "labels": ("O", "B-X"), **ENCODER}, ["/v1/classify"]),
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/classify": {"input": "a"},
+    "/v1/fill-mask": {"input": "a"},
+}
+
+
+class Api:
+    """An app whose model is of a kind."""
+
+    def __init__(self, kind: str, *, template: str | None = "{{ messages[0].content }}", tokenizer: bool = True):
+        self.client = FakeClient(self._answer)
+        self.client.info = replace(self.client.info, **KINDS[kind][0])
+        hf = hf_byte_tokenizer()
+        hf.chat_template = template
+        self.app = create_app(self.client, Tokenizer(hf) if tokenizer else None, "org/fake")
+
+    def _answer(self, request_id: str, source: Any, params: Any) -> Any:
+        assert isinstance(params, PoolingParams), "only vectors are asked for here"
+        return pool(request_id, source, params)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+                return await http.request(method, path, **options)
+
+        return asyncio.run(asyncio.wait_for(call(), 20))
+
+    def card(self) -> dict[str, Any]:
+        (card,) = self.request("GET", "/v1/models").json()["data"]
+        assert self.request("GET", "/v1/models/org/fake").json() == card
+        return dict(card)
+
+    def refused(self, path: str) -> dict[str, Any]:
+        answer = self.request("POST", path, json=BODIES[path])
+        assert answer.status_code == 400, answer.text
+        assert not self.client.asked
+        return dict(answer.json()["error"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_card_says_what_is_served(kind: str) -> None:
+    facts, endpoints = KINDS[kind]
+    card = Api(kind).card()
+    assert card["endpoints"] == endpoints
+    assert card["tasks"] == list(facts["tasks"])
+    assert card.get("embedding_size") == facts.get("embedding_size")
+    assert card.get("labels") == (list(facts["labels"]) if "labels" in facts else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [(kind, path) for kind in KINDS for path in BODIES if path not in KINDS[kind][1]]
+)
+def test_what_is_not_served_is_refused_with_the_reason(kind: str, path: str) -> None:
+    api, (_, endpoints) = Api(kind), KINDS[kind]
+    if path not in {getattr(route, "path", None) for route in api.app.routes}:
+        pytest.skip("no such route yet")
+    problem = api.refused(path)
+    assert (problem["param"], problem["code"]) == ("model", "unsupported_endpoint")
+    assert problem["message"].startswith(f"org/fake cannot serve {path}: it")
+    assert problem["message"].endswith(f"Endpoints that it serves: {', '.join(endpoints)}.")
+
+
+def test_every_endpoint_is_asked_for_here() -> None:
+    assert set(BODIES) == set(ENDPOINTS)
+
+
+def test_what_needs_texts_needs_a_tokenizer() -> None:
+    assert Api("decoder", tokenizer=False).card()["endpoints"] == ["/v1/completions", "/v1/embeddings"]
+    assert Api("masked", tokenizer=False).card()["endpoints"] == ["/v1/embeddings"]
+    api = Api("headless", tokenizer=False)
+    assert api.request("POST", "/v1/embeddings", json={"input": [1, 2]}).status_code == 200
+    refused = Api("headless", tokenizer=False).refused("/v1/embeddings")
+    assert (refused["param"], refused["code"]) == ("input", "no_tokenizer")
+
+
+def test_chat_needs_a_template() -> None:
+    api = Api("decoder", template=None)
+    assert "/v1/chat/completions" not in api.card()["endpoints"]
+    assert "no chat template" in api.refused("/v1/chat/completions")["message"]
+
+
+def test_an_encoders_tokens() -> None:
+    api = Api("headless")
+    assert api.request("POST", "/tokenize", json={"prompt": "ab"}).json()["tokens"] == [97, 98]
+    assert api.request("POST", "/detokenize", json={"tokens": [97, 98]}).json()["prompt"] == "ab"
+    chat = api.request("POST", "/tokenize", json=BODIES["/v1/chat/completions"]).json()["error"]
+    assert (chat["param"], chat["code"]) == ("messages", "no_chat")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_other_routes_do_without_pages(kind: str) -> None:
+    api = Api(kind)
+    for path in ("/health", "/health/live", "/health/ready", "/version", "/openapi.json"):
+        assert api.request("GET", path).status_code == 200, path
+    assert "octavo_kv_cache_usage_perc" in api.request("GET", "/metrics").text
+
+
+def test_another_model_is_404_before_it_is_400() -> None:
+    answer = Api("classes").request("POST", "/v1/embeddings", json={"input": "a", "model": "other"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
