@@ -75,13 +75,25 @@ async def read_inputs(
     info, inputs = service.client.info, []
     for place, ids in enumerate(given):
         assert isinstance(ids, list)
-        check_token_ids(ids, info.vocab_size, param)
+        _check_own(ids, info, param)
         side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
         found = Encoding.of_ids(ids, truncate, side)
         if len(found.ids) > info.max_model_len:
             raise too_long(param, None if len(given) == 1 else place, f"{len(found.ids)} tokens", info.max_model_len)
         inputs.append(token_input(found, info))
     return inputs
+
+
+def _check_own(ids: Sequence[int], info: EngineInfo, param: str) -> None:
+    """Refuse ids that are not the model's; with what to do about the client that is known to send OpenAI's."""
+    try:
+        check_token_ids(ids, info.vocab_size, param)
+    except ApiError as problem:
+        message = (
+            f"{problem.message} They must come from this model's own tokenizer. Or send texts, as LangChain's "
+            "OpenAIEmbeddings does with check_embedding_ctx_length=False."
+        )
+        raise ApiError(400, message, param=param, code=problem.code) from None
 
 
 def need_tokenizer(service: Service, param: str) -> Tokenizer:

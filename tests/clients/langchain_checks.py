@@ -12,11 +12,12 @@ from typing import Any
 
 import openai
 import pytest
+import tiktoken
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 MODEL = "octavo-demo"
 LOOP = asyncio.Runner()  # one for all: LangChain keeps connections that belong to the loop they were made in
@@ -115,6 +116,56 @@ def check_completions(url: str) -> None:
     assert LOOP.run(run()) == (whole, whole)
 
 
+def embeddings(url: str, **fields: Any) -> OpenAIEmbeddings:
+    return OpenAIEmbeddings(
+        model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60,
+        **{"check_embedding_ctx_length": False, **fields},
+    )  # fmt: skip
+
+
+def near(one: list[float], other: list[float]) -> bool:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True)) < 1e-6
+
+
+def check_embeddings(url: str) -> None:
+    model = embeddings(url)
+    texts = ["One", "Two and more", "One"]
+    vectors = model.embed_documents(texts)
+    assert vectors[0] == vectors[2] != vectors[1]
+    assert near(model.embed_query("One"), vectors[0])
+    assert all(abs(sum(x * x for x in vector) - 1) < 1e-5 for vector in vectors)
+    assert near(embeddings(url, model_kwargs={"encoding_format": "float"}).embed_query("One"), vectors[0])
+    assert len(embeddings(url, dimensions=8).embed_query("One")) == 8
+    many = model.embed_documents([f"text {number}" for number in range(1500)])  # in two requests, of 1000 at most
+    assert len(many) == 1500
+    assert near(many[1200], model.embed_query("text 1200"))
+
+    async def run() -> tuple[list[float], list[list[float]]]:
+        return await model.aembed_query("One"), await model.aembed_documents(texts)
+
+    query, documents = LOOP.run(run())
+    assert near(query, vectors[0])
+    assert all(near(one, other) for one, other in zip(documents, vectors, strict=True))
+
+
+def check_embeddings_as_token_ids(url: str) -> None:
+    """By default texts are sent as the ids of OpenAI's tokenizer, which would be fetched: two of bytes stand for it."""
+    model = embeddings(url, check_embedding_ctx_length=True)
+    for first, fits in ((10, True), (10**6, False)):
+        ranks = {bytes([byte]): first + byte for byte in range(256)}
+        stand_in = tiktoken.Encoding("stand-in", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={})
+        tiktoken.registry.ENCODINGS["cl100k_base"] = stand_in
+        if fits:
+            ids = [[first + byte for byte in text.encode()] for text in ("One", "Two")]
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+                wanted = [item.embedding for item in client.embeddings.create(model=MODEL, input=ids).data]
+            found = model.embed_documents(["One", "Two"])
+            assert all(near(one, other) for one, other in zip(found, wanted, strict=True))
+        else:
+            with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
+                model.embed_query("One")
+
+
 def check_errors(url: str) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
     refused: list[Any] = [
@@ -125,6 +176,8 @@ def check_errors(url: str) -> None:
         (openai.NotFoundError, lambda: chat(url).bind(model="gpt-9").invoke("Hello")),
         (ContextOverflowError, lambda: chat(url).invoke("word " * 600)),
         (openai.BadRequestError, lambda: completion(url).invoke("word " * 600)),
+        (openai.BadRequestError, lambda: embeddings(url).embed_query("word " * 900)),
+        (openai.BadRequestError, lambda: embeddings(url, dimensions=10**6).embed_query("a")),
     ]
     for kind, call in refused:
         with pytest.raises(kind):

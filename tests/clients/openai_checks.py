@@ -63,6 +63,45 @@ def check_completion_streams(client: openai.OpenAI) -> None:
         next(iter(stream))  # and leave
 
 
+def check_embeddings(client: openai.OpenAI) -> None:
+    texts = ["One", "Two and more", "One"]
+    several = client.embeddings.create(model=MODEL, input=texts)  # asks for base64, and reads it
+    assert (several.object, several.model) == ("list", MODEL)
+    assert [item.index for item in several.data] == [0, 1, 2]
+    vectors = [item.embedding for item in several.data]
+    assert all(abs(sum(x * x for x in vector) - 1) < 1e-5 for vector in vectors)
+    assert vectors[0] == vectors[2] != vectors[1]
+    assert several.usage.prompt_tokens == several.usage.total_tokens > 3
+    alone = client.embeddings.create(model=MODEL, input="One", encoding_format="float").data[0].embedding
+    assert max(abs(a - b) for a, b in zip(alone, vectors[0], strict=True)) < 1e-6
+    short = client.embeddings.create(model=MODEL, input="One", dimensions=8).data[0].embedding
+    assert len(short) == 8
+    assert abs(sum(x * x for x in short) - 1) < 1e-5
+    ids = client.embeddings.create(model=MODEL, input=[[5, 6, 7], [8]])
+    assert ids.usage.prompt_tokens == 4
+    assert client.embeddings.create(model=MODEL, input=[5, 6, 7]).data[0].embedding == pytest.approx(
+        ids.data[0].embedding, abs=1e-6
+    )
+    many = client.embeddings.create(model=MODEL, input=[f"text {number}" for number in range(2048)])
+    assert [item.index for item in many.data] == list(range(2048))
+    cut: Any = {"truncate_prompt_tokens": 4}
+    raw = client.embeddings.with_raw_response.create(model=MODEL, input="word " * 900, extra_body=cut, user="me")
+    assert "x-octavo-ignored-fields" not in raw.headers
+    assert raw.parse().usage.prompt_tokens == 4
+    refused: list[tuple[Any, str]] = [
+        ({"input": ""}, "input"),
+        ({"input": ["word " * 900]}, "input"),
+        ({"input": [[10**6]]}, "input"),
+        ({"input": "a", "dimensions": 10**6}, "dimensions"),
+    ]
+    for fields, param in refused:
+        with pytest.raises(openai.BadRequestError, match=param) as problem:
+            client.embeddings.create(**{"model": MODEL, **fields})
+        assert problem.value.param == param
+    (card,) = client.models.list()
+    assert "/v1/embeddings" in card.model_dump()["endpoints"]
+
+
 def check_chat(client: openai.OpenAI) -> None:
     fields: Any = {**GREEDY, "messages": HELLO, "max_completion_tokens": 10}
     (choice,) = client.chat.completions.create(**fields, logprobs=True, top_logprobs=2).choices
@@ -102,7 +141,7 @@ def check_errors(client: openai.OpenAI) -> None:
             assert problem.value.type == "invalid_request_error"
     calls: list[Any] = [
         lambda: client.completions.create(model="gpt-9", prompt="a"),
-        lambda: client.embeddings.create(model=MODEL, input="a"),
+        lambda: client.embeddings.create(model="text-embedding-3-small", input="a"),
         lambda: client.responses.create(model=MODEL, input="a"),
     ]
     for call in calls:
@@ -132,6 +171,10 @@ def check_async(client: openai.OpenAI) -> None:
             whole = await other.chat.completions.create(**GREEDY, messages=HELLO, max_tokens=5)
             assert "".join(parts) == whole.choices[0].message.content
             assert [model.id async for model in other.models.list()] == [MODEL]
+            vectors = await asyncio.gather(
+                *(other.embeddings.create(model=MODEL, input=text) for text in ("One", "Two"))
+            )
+            assert vectors[0].data[0].embedding != vectors[1].data[0].embedding
 
     asyncio.run(run())
 
