@@ -38,7 +38,7 @@ from engine.pooled import (
     Span,
     TokenClassificationOutput,
 )
-from engine.pooling import resolve_pooling
+from engine.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
 from engine.request import (
     NUMBER_RANGES,
     PixelInput,
@@ -63,7 +63,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_NUM_SEQS",
+    "DEFAULT_TOP_K",
     "LLM",
+    "MAX_TOP_K",
     "NUMBER_RANGES",
     "ChoiceDelta",
     "ClassificationOutput",

@@ -26,7 +26,17 @@ from server.door.limits import BodyLimitMiddleware
 from server.door.request_id import RequestIdMiddleware
 from server.metrics.loop_lag import watch_event_loop
 from server.metrics.registry import Metrics
-from server.routes import chat, completions, embeddings, models, operations, tokenize
+from server.routes import (
+    chat,
+    classify,
+    completions,
+    embeddings,
+    fill_mask,
+    models,
+    operations,
+    scoring,
+    tokenize,
+)
 
 QUEUED_CACHES = 4
 
@@ -117,7 +127,7 @@ def create_app(
     )
     errors.install(app)
     documentation.install(app)
-    for module in (completions, chat, embeddings, models, operations, tokenize):
+    for module in (completions, chat, embeddings, scoring, classify, fill_mask, models, operations, tokenize):
         app.include_router(module.router)
     return app
 

@@ -91,7 +91,9 @@ def shown(value: Any) -> str:
 def describe_validation(problems: list[Any]) -> ApiError:
     """One sentence from pydantic's list: the first field at fault, with all that is said about it."""
     first = problems[0]
-    location = [part for part in first["loc"] if part not in ("body", "path", "query")]
+    location = list(first["loc"])
+    if location[:1] and location[0] in ("body", "path", "query"):
+        del location[0]  # where it stands; "query" may be a field, too
     if not location:
         return ApiError(
             400, "The body must be a JSON object, sent with Content-Type: application/json.", code="invalid_body"

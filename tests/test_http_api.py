@@ -658,7 +658,8 @@ def test_documentation() -> None:
     document = api.request("GET", "/openapi.json").json()
     assert "422" not in json.dumps(document)
     assert set(document["paths"]) == {
-        "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/version",
+        "/v1/completions", "/v1/chat/completions", "/v1/embeddings",
+        "/v1/score", "/v1/rerank", "/v1/classify", "/v1/fill-mask", "/tokenize", "/detokenize", "/version",
         "/v1/models", "/v1/models/{model_id}", "/health", "/health/live", "/health/ready",
         "/metrics"
     }  # fmt: skip

@@ -1,0 +1,116 @@
+"""How well texts go together: pairs read by a cross-encoder, or cosines of their vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from engine import Pooled, PoolingParams
+from engine.pooled import cosine, find_prompt, is_cross_encoder, prompt_tokens, token_input
+from server.answering.encoding import Text, encode_all, estimate, need_tokenizer
+from server.answering.pooling import PoolingInput, PoolingRun
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of the pairs.
+
+    Attributes:
+        param: the field that its texts came in.
+        most: to how many tokens each is cut, special ones not counted, before anything else; None or 0: not at all.
+    """
+
+    param: str
+    texts: Sequence[str]
+    most: int | None = None
+
+
+@dataclass(slots=True)
+class ScoringRun(PoolingRun):
+    """A request whose answer is made of the scores of pairs.
+
+    Attributes:
+        first: the first of each pair; a single one goes with all.
+        second: the second of each.
+        truncate: how many tokens an input is cut to, if it is.
+        use_activation: False: the number that a cross-encoder's head gives.
+    """
+
+    first: Side = field(kw_only=True)
+    second: Side = field(kw_only=True)
+    truncate: int | None = field(kw_only=True)
+    use_activation: bool | None = field(kw_only=True)
+    _vectors: list[tuple[int, int]] = field(default_factory=list)  # of each pair: which inputs its texts are
+
+    def size(self) -> int:
+        texts: list[Text] = [*self._pairs()] if self._crosses else [*self.first.texts, *self.second.texts]
+        return estimate(texts, self.service.client.info)
+
+    async def inputs(self) -> list[PoolingInput]:
+        with self._public_names():
+            self.first, self.second = await self._cut(self.first), await self._cut(self.second)
+            return await (self._joined() if self._crosses else self._apart())
+
+    async def _joined(self) -> list[PoolingInput]:
+        """Each pair as one input."""
+        pairs, info = self._pairs(), self.service.client.info
+        read = await encode_all(self.service, pairs, self.second.param, truncate=self.truncate)
+        params = PoolingParams(task="classify", use_activation=self.use_activation)
+        return [
+            PoolingInput(token_input(encoding, info, "\n".join(pair)), params)
+            for encoding, pair in zip(read, pairs, strict=True)
+        ]
+
+    async def _apart(self) -> list[PoolingInput]:
+        """Each text as one input, read once, however many pairs it is in; notes which they are."""
+        info = self.service.client.info
+        prompt = find_prompt(info)
+        skip = prompt_tokens(need_tokenizer(self.service, self.first.param), info, prompt)
+        params = PoolingParams(task="embed", skip_tokens=skip)
+        places: dict[tuple[int, ...], int] = {}
+        inputs: list[PoolingInput] = []
+        sides = []
+        for side in (self.first, self.second):
+            texts = [prompt + text for text in side.texts]
+            read = await encode_all(self.service, texts, side.param, truncate=self.truncate)
+            sides.append([places.setdefault(tuple(encoding.ids), len(places)) for encoding in read])
+            for encoding, place, text in zip(read, sides[-1], texts, strict=True):
+                if place == len(inputs):
+                    inputs.append(PoolingInput(token_input(encoding, info, text), params))
+        first, second = sides
+        self._vectors = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+        return inputs
+
+    def scores(self, answers: Sequence[Pooled]) -> list[float]:
+        """One score for each pair."""
+        if self._crosses:
+            return [float(answer.values()[0, 0]) for answer in answers]
+        return [cosine(answers[a], answers[b]) for a, b in self._vectors]
+
+    def public_name(self, param: str | None) -> str | None:
+        """What the engine calls an input is one of the second texts, with or without the first before it."""
+        return self.second.param if param == "input" else param
+
+    async def _cut(self, side: Side) -> Side:
+        """The side with its texts cut to what it may have of each."""
+        if not side.most or side.most >= self.service.client.info.max_model_len:
+            return side
+        read = await encode_all(self.service, side.texts, side.param, add_special_tokens=False, truncate=side.most)
+        tokenizer = need_tokenizer(self.service, side.param)
+        texts = []
+        for encoding, text in zip(read, side.texts, strict=True):
+            if not encoding.truncated:
+                texts.append(text)
+            elif encoding.offsets is None:
+                texts.append(tokenizer.decode(encoding.ids))
+            else:
+                texts.append(text[encoding.offsets[0][0] : encoding.offsets[-1][1]])
+        return replace(side, texts=texts)
+
+    @property
+    def _crosses(self) -> bool:
+        return is_cross_encoder(self.service.client.info)
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        first, second = self.first.texts, self.second.texts
+        return list(zip([*first] * len(second) if len(first) == 1 else first, second, strict=True))

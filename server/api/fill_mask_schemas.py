@@ -1,0 +1,49 @@
+"""The HTTP bodies of /v1/fill-mask; the values are those of transformers' fill-mask pipeline."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from engine import DEFAULT_TOP_K, MAX_TOP_K
+from server.api.pooling_schemas import Inputs, PoolingBody, PoolingUsage
+
+
+class FillMaskRequest(PoolingBody):
+    """Body of POST /v1/fill-mask. Null means the default, for every field but input."""
+
+    input: Inputs = Field(
+        description="One text or several, or their token ids; each holds the tokenizer's mask token at least once."
+    )
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_TOP_K,
+        description=f"Name so many of the most probable tokens for each mask ({DEFAULT_TOP_K}).",
+    )
+
+
+class FilledMask(BaseModel):
+    """A token for a mask: its id, its text, its probability, and the whole input with it in place."""
+
+    token: int
+    token_str: str
+    score: float
+    sequence: str
+
+
+class FilledMasks(BaseModel):
+    """One input: for each mask in its order the most probable tokens, best first."""
+
+    index: int
+    masks: list[list[FilledMask]]
+
+
+class FillMaskResponse(BaseModel):
+    """Answer of POST /v1/fill-mask."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[FilledMasks]
+    usage: PoolingUsage

@@ -1,0 +1,146 @@
+"""The HTTP bodies of /v1/score and /v1/rerank, in the shapes of vLLM, Jina and Cohere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from server.api.pooling_fields import TEXT_SCHEMA, ActivatedBody, check_each, several
+from server.api.pooling_schemas import PoolingUsage
+from server.errors import ApiError
+
+# The names under which the two sides of the pairs may come: vLLM's, oldest first.
+SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+
+
+def _check_texts(value: Any) -> list[str]:
+    """A text or several as a list."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError("texts", "must be a string or a list of strings that is not empty")
+    return check_each(texts, alone=texts is not value)
+
+
+def _check_documents(value: Any) -> list[str]:
+    """Documents, as texts or as objects with a text, as a list of texts."""
+    texts = [item.get("text") if isinstance(item, dict) else item for item in value] if isinstance(value, list) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        message = 'must be a list of strings, or of objects such as {"text": "..."}, that is not empty'
+        raise PydanticCustomError("documents", message)
+    return check_each(texts, alone=False)
+
+
+_DOCUMENT_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"text": TEXT_SCHEMA}, "required": ["text"]}
+
+
+Texts = Annotated[Any, PlainValidator(_check_texts), WithJsonSchema({"anyOf": [TEXT_SCHEMA, several(TEXT_SCHEMA)]})]
+Documents = Annotated[
+    Any,
+    PlainValidator(_check_documents),
+    WithJsonSchema(several({"anyOf": [TEXT_SCHEMA, _DOCUMENT_SCHEMA]})),
+]
+
+
+class ScoringBody(ActivatedBody):
+    """What both bodies share."""
+
+    max_tokens_per_query: int | None = Field(
+        None, ge=0, description="Cut each first text to so many tokens, special ones not counted; 0: not at all (0)."
+    )
+    max_tokens_per_doc: int | None = Field(
+        None, ge=0, description="The same for each second text, that is each document (0)."
+    )
+
+
+class ScoreRequest(ScoringBody):
+    """Body of POST /v1/score: text_1 and text_2, or one of the other pairs of names. Null means the default."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": list(pair)} for pair in SIDES]})
+
+    text_1: Texts | None = Field(None, description="The first of each pair: one for all, or as many as text_2 has.")
+    text_2: Texts | None = Field(None, description="The second of each pair.")
+    data_1: Texts | None = Field(None, description="Another name of text_1, with data_2.")
+    data_2: Texts | None = Field(None, description="Another name of text_2, with data_1.")
+    queries: Texts | None = Field(None, description="Another name of text_1, with documents or items.")
+    documents: Texts | None = Field(None, description="Another name of text_2, with queries.")
+    items: Texts | None = Field(None, description="Another name of text_2, with queries.")
+
+    def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
+        """The firsts (one for all, or as many as seconds) and the seconds of all pairs, with the names that they came
+        under.
+
+        Raises:
+            ApiError: one is missing, both came under several names, or their numbers do not match.
+        """
+        given = {name for pair in SIDES for name in pair if getattr(self, name) is not None}
+        names = next((pair for pair in SIDES if given == set(pair)), None)
+        if names is None:
+            param = next((name for name in SIDES[0] if name not in given), "text_1")
+            got = ", ".join(sorted(given)) or "neither"
+            code = "invalid_value" if given else "missing_required_parameter"
+            message = f"Send text_1 and text_2, or queries and documents, and nothing else; got {got}."
+            raise ApiError(400, message, param=param, code=code)
+        first: list[str] = getattr(self, names[0])
+        second: list[str] = getattr(self, names[1])
+        if len(first) not in (1, len(second)):
+            message = (
+                f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one {names[0]} for all, or as "
+                "many of both."
+            )
+            raise ApiError(400, message, param=names[0], code="invalid_value")
+        return (names[0], first), (names[1], second)
+
+
+class RerankRequest(ScoringBody):
+    """Body of POST /v1/rerank. Null means the default, for every field but query and documents."""
+
+    query: str = Field(min_length=1, description="What the documents are to answer.")
+    documents: Documents = Field(description="The texts to put in order.")
+    top_n: int | None = Field(None, ge=0, description="Return only the best so many; 0 means all (all).")
+    return_documents: bool | None = Field(None, description="Repeat each document's text in its result (true).")
+
+
+class ScoreData(BaseModel):
+    """The score of one pair: a cosine from -1 to 1, or what a cross-encoder says."""
+
+    index: int
+    object: str = "score"
+    score: float
+
+
+class ScoreResponse(BaseModel):
+    """Answer of POST /v1/score."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: PoolingUsage
+
+
+class RerankDocument(BaseModel):
+    """A document as it was sent."""
+
+    text: str
+
+
+class RerankResult(BaseModel):
+    """One document's place: `index` is that in the request."""
+
+    index: int
+    document: RerankDocument | None = None
+    relevance_score: float
+
+
+class RerankResponse(BaseModel):
+    """Answer of POST /v1/rerank: best first, equal ones in the order of the request."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    results: list[RerankResult]
+    usage: PoolingUsage

@@ -1,0 +1,148 @@
+"""POST /v1/classify, for models that classify texts and for those that classify tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+
+from engine import Pooled, PoolingParams
+from engine.pooled import Aggregation, labels_of, longest, spans_of, token_input
+from engine.text import Encoding
+from server.answering.encoding import encode_all, estimate, read_inputs
+from server.answering.endpoints import require
+from server.answering.pooling import PoolingInput, PoolingRun
+from server.api import pooling_examples as examples
+from server.api.classify_schemas import (
+    Classification,
+    ClassifyRequest,
+    ClassifyResponse,
+    ClassScore,
+    Entity,
+    Pair,
+    TokenClassification,
+)
+from server.api.schemas import StrictJsonRoute
+from server.context import ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+_NEEDS_TEXT = ("first", "average", "max")  # ways to join tokens that go by words
+
+
+@router.post("/classify", include_in_schema=False)
+@router.post("/v1/classify", response_model=ClassifyResponse, responses=ERROR_RESPONSES, summary="Classify texts")
+async def create_classification(
+    body: Annotated[ClassifyRequest, Body(openapi_examples=examples.CLASSIFY)], request: Request, service: ServiceDep
+) -> Response:
+    """The classes of each input as a whole, or, of a model that classifies tokens, the entities in it. Also at
+    /classify."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    require(service, "/v1/classify")
+    run = _TokenRun if "token_classify" in service.client.info.tasks else _TextRun
+    truncate = longest(body.truncate_prompt_tokens, service.client.info)
+    return await run(service, body, arrival, truncate=truncate, use_activation=body.activates()).respond(request)
+
+
+@dataclass(slots=True)
+class _ClassifyRun(PoolingRun):
+    id_prefix = "classify"
+    body: ClassifyRequest
+    truncate: int | None = field(kw_only=True)
+    use_activation: bool | None = field(kw_only=True)
+    encodings: list[Encoding] = field(default_factory=list)
+
+    def size(self) -> int:
+        return estimate(self.body.input, self.service.client.info)
+
+    async def read(self, params: PoolingParams) -> list[PoolingInput]:
+        """The inputs, once what is asked of each is known; notes their encodings."""
+        if isinstance(self.body.input[0], list):
+            sources = await read_inputs(self.service, self.body.input, truncate=self.truncate)
+            self.encodings = [self._by_tokens(source.token_ids) for source in sources]
+            return [PoolingInput(source, params) for source in sources]
+        special = self.body.add_special_tokens is not False
+        self.encodings = await encode_all(
+            self.service, self.body.input, add_special_tokens=special, truncate=self.truncate
+        )
+        info = self.service.client.info
+        return [
+            PoolingInput(token_input(encoding, info, item if isinstance(item, str) else "\n".join(item)), params)
+            for encoding, item in zip(self.encodings, self.body.input, strict=True)
+        ]
+
+    def answer(self, data: list[Any]) -> bytes:
+        """The body of the answer."""
+        answer = ClassifyResponse(
+            id=self.request_id, created=self.created, model=self.service.model_id, data=data, usage=self.usage
+        )
+        return answer.model_dump_json().encode()
+
+    def _by_tokens(self, ids: Sequence[int]) -> Encoding:
+        """An input that came as ids: places in it are those of its tokens, and special ones belong to no text."""
+        tokenizer, added = self.service.tokenizer, set[int]()
+        if tokenizer is not None:
+            added = {*ids} - {*tokenizer.visible(ids, skip_special_tokens=True), tokenizer.unk_token_id}
+        return replace(Encoding.of_ids(ids, added=added), offsets=[(at, at + 1) for at in range(len(ids))])
+
+
+@dataclass(slots=True)
+class _TextRun(_ClassifyRun):
+    async def inputs(self) -> list[PoolingInput]:
+        for name in ("aggregation", "aggregation_strategy"):
+            if getattr(self.body, name) is not None:
+                raise _refusal(name, "a model that classifies tokens, and this one classifies texts")
+        return await self.read(PoolingParams(task="classify", use_activation=self.use_activation))
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        data = []
+        for index, answer in enumerate(answers):
+            classes = labels_of(answer, self.service.client.info)
+            ranked = sorted(classes, key=lambda found: -found.score)
+            data.append(
+                Classification(
+                    index=index,
+                    label=ranked[0].label,
+                    probs=[found.score for found in classes],
+                    num_classes=len(classes),
+                    scores=[ClassScore(label=found.label, score=found.score) for found in ranked[: self.body.top_k]],
+                )
+            )
+        return self.answer(data)
+
+
+@dataclass(slots=True)
+class _TokenRun(_ClassifyRun):
+    aggregation: Aggregation = "simple"
+
+    async def inputs(self) -> list[PoolingInput]:
+        if self.body.top_k is not None:
+            raise _refusal("top_k", "a model that classifies texts, and this one classifies tokens")
+        self.aggregation = self.body.aggregates() or "simple"
+        if isinstance(self.body.input[0], list) and self.aggregation in _NEEDS_TEXT:
+            message = f"aggregation {self.aggregation!r} goes by words, and token ids have none; send text, or simple."
+            raise ApiError(400, message, param="aggregation", code="invalid_value")
+        if any(isinstance(item, Pair) for item in self.body.input):
+            message = f"{self.service.model_id} classifies the tokens of one text at a time; leave text_pair out."
+            raise ApiError(400, message, param="input", code="unsupported_parameter")
+        return await self.read(PoolingParams(task="token_classify", use_activation=self.use_activation))
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        info, tokenizer = self.service.client.info, self.service.tokenizer
+        data = []
+        for index, (answer, encoding, given) in enumerate(zip(answers, self.encodings, self.body.input, strict=True)):
+            text = given if isinstance(given, str) else None
+            spans = spans_of(answer, encoding, text, tokenizer, info, self.aggregation)
+            entities = [Entity(**asdict(span)) for span in spans]
+            data.append(TokenClassification(index=index, entities=entities))
+        return self.answer(data)
+
+
+def _refusal(name: str, why: str) -> ApiError:
+    return ApiError(400, f"{name} is for {why}; leave it out.", param=name, code="unsupported_parameter")

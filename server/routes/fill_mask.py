@@ -1,0 +1,109 @@
+"""POST /v1/fill-mask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Request, Response
+
+from engine import DEFAULT_TOP_K, InvalidRequestError, Pooled, PoolingParams
+from engine.pooled import longest, mask_positions, masks_of, token_input
+from engine.text import Encoding
+from server.answering.encoding import encode_all, estimate, need_tokenizer, read_inputs
+from server.answering.endpoints import require
+from server.answering.pooling import PoolingInput, PoolingRun
+from server.api import pooling_examples as examples
+from server.api.fill_mask_schemas import FilledMask, FilledMasks, FillMaskRequest, FillMaskResponse
+from server.api.schemas import StrictJsonRoute
+from server.context import ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError
+
+MAX_FILLED = 16384  # tokens named in one answer, each with the whole input around it
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post("/fill-mask", include_in_schema=False)
+@router.post(
+    "/v1/fill-mask", response_model=FillMaskResponse, responses=ERROR_RESPONSES, summary="Predict masked tokens"
+)
+async def create_filled_masks(
+    body: Annotated[FillMaskRequest, Body(openapi_examples=examples.FILL_MASK)], request: Request, service: ServiceDep
+) -> Response:
+    """The most probable tokens for each mask of each input. Also at /fill-mask."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    require(service, "/v1/fill-mask")
+    truncate = longest(body.truncate_prompt_tokens, service.client.info)
+    return await _FillMaskRun(service, body, arrival, truncate=truncate).respond(request)
+
+
+@dataclass(slots=True)
+class _FillMaskRun(PoolingRun):
+    id_prefix = "fillmask"
+    body: FillMaskRequest
+    truncate: int | None = field(kw_only=True)
+    encodings: list[Encoding] = field(default_factory=list)
+
+    def size(self) -> int:
+        return estimate(self.body.input, self.service.client.info)
+
+    async def inputs(self) -> list[PoolingInput]:
+        given, service = self.body.input, self.service
+        if isinstance(given[0], str):
+            self.encodings = await encode_all(service, given, truncate=self.truncate)
+            texts: list[str | None] = [*given]
+        else:
+            sources = await read_inputs(service, given, truncate=self.truncate)
+            self.encodings = [Encoding.of_ids(source.token_ids) for source in sources]
+            texts = [None] * len(given)
+        top_k = self.body.top_k or DEFAULT_TOP_K
+        places = [self._masks(index) for index in range(len(self.encodings))]
+        wanted = top_k * sum(map(len, places))
+        if wanted > MAX_FILLED:
+            message = (
+                f"{sum(map(len, places))} masks with {top_k} tokens each (top_k) are {wanted}, and one answer holds at "
+                f"most {MAX_FILLED}. Send fewer inputs, or a smaller top_k."
+            )
+            raise ApiError(400, message, param="top_k", code="invalid_value")
+        return [
+            PoolingInput(
+                token_input(encoding, service.client.info, text),
+                PoolingParams(task="fill_mask", positions=masks, top_k=top_k),
+            )
+            for encoding, text, masks in zip(self.encodings, texts, places, strict=True)
+        ]
+
+    def _masks(self, index: int) -> list[int]:
+        """Where an input's masks are; of several inputs the refusal says which."""
+        try:
+            return mask_positions(self.encodings[index], need_tokenizer(self.service, "input"))
+        except InvalidRequestError as problem:
+            where = f"input[{index}]: " if len(self.encodings) > 1 else ""
+            raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        tokenizer = need_tokenizer(self.service, "input")
+        data = [
+            FilledMasks(
+                index=index,
+                masks=[
+                    [
+                        FilledMask(
+                            token=found.token_id, token_str=found.token, score=found.score, sequence=found.sequence
+                        )
+                        for found in row
+                    ]
+                    for row in masks_of(answer, encoding, tokenizer)
+                ],
+            )
+            for index, (answer, encoding) in enumerate(zip(answers, self.encodings, strict=True))
+        ]
+        answer = FillMaskResponse(
+            id=self.request_id, created=self.created, model=self.service.model_id, data=data, usage=self.usage
+        )
+        return answer.model_dump_json().encode()

@@ -1,0 +1,109 @@
+"""POST /v1/score and /v1/rerank, with the other paths at which vLLM, Jina and Cohere have them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Request, Response
+
+from engine import Pooled
+from engine.pooled import longest
+from server.answering.endpoints import require
+from server.answering.scoring import ScoringRun, Side
+from server.api import pooling_examples as examples
+from server.api.schemas import StrictJsonRoute
+from server.api.scoring_schemas import (
+    RerankDocument,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    ScoreData,
+    ScoreRequest,
+    ScoreResponse,
+)
+from server.context import ServiceDep
+from server.errors import ERROR_RESPONSES
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post("/score", include_in_schema=False)
+@router.post("/v1/score", response_model=ScoreResponse, responses=ERROR_RESPONSES, summary="Score pairs of texts")
+async def create_score(
+    body: Annotated[ScoreRequest, Body(openapi_examples=examples.SCORE)], request: Request, service: ServiceDep
+) -> Response:
+    """How well texts go together: one with many, or pair by pair. A cross-encoder reads both texts together; of other
+    models it is the cosine of the texts' vectors. Also at /score."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    require(service, "/v1/score")
+    (name, firsts), (other, seconds) = body.sides()
+    first = Side(name, firsts, body.max_tokens_per_query)
+    second = Side(other, seconds, body.max_tokens_per_doc)
+    truncate, activates = longest(body.truncate_prompt_tokens, service.client.info), body.activates()
+    return await _ScoreRun(
+        service, body, arrival, first=first, second=second, truncate=truncate, use_activation=activates
+    ).respond(request)
+
+
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+@router.post(
+    "/v1/rerank", response_model=RerankResponse, responses=ERROR_RESPONSES, summary="Put documents in order for a query"
+)
+async def create_rerank(
+    body: Annotated[RerankRequest, Body(openapi_examples=examples.RERANK)], request: Request, service: ServiceDep
+) -> Response:
+    """Documents by how well they go with a query, best first. Scores are those of /v1/score. Also at /rerank and
+    /v2/rerank."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    require(service, "/v1/rerank")
+    first = Side("query", [body.query], body.max_tokens_per_query)
+    second = Side("documents", body.documents, body.max_tokens_per_doc)
+    truncate, activates = longest(body.truncate_prompt_tokens, service.client.info), body.activates()
+    return await _RerankRun(
+        service, body, arrival, first=first, second=second, truncate=truncate, use_activation=activates
+    ).respond(request)
+
+
+@dataclass(slots=True)
+class _ScoreRun(ScoringRun):
+    id_prefix = "score"
+    body: ScoreRequest
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        data = [ScoreData(index=index, score=score) for index, score in enumerate(self.scores(answers))]
+        answer = ScoreResponse(
+            id=self.request_id, created=self.created, model=self.service.model_id, data=data, usage=self.usage
+        )
+        return answer.model_dump_json().encode()
+
+
+@dataclass(slots=True)
+class _RerankRun(ScoringRun):
+    id_prefix = "rerank"
+    body: RerankRequest
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        body = self.body
+        scores = self.scores(answers)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])  # equal ones stay as they came
+        shown = body.return_documents is not False
+        results = [
+            RerankResult(
+                index=index,
+                document=RerankDocument(text=body.documents[index]) if shown else None,
+                relevance_score=scores[index],
+            )
+            for index in order[: body.top_n or None]
+        ]
+        answer = RerankResponse(
+            id=self.request_id, created=self.created, model=self.service.model_id, results=results, usage=self.usage
+        )
+        return answer.model_dump_json(exclude_none=True).encode()
