@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,15 @@ def test_the_heads_own_numbers(cross: PoolingApi, name: str) -> None:
     assert (error["param"], error["code"]) == ("activation", "invalid_value")
 
 
-def test_a_regression_is_left_as_it_is(tmp_path: Path) -> None:
-    api = PoolingApi(make_text_encoder("cross", tmp_path, problem_type="regression"))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"problem_type": "regression"},
+        {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.0.0"}},
+    ],
+)
+def test_a_config_that_wants_the_number_itself(config: dict[str, Any], tmp_path: Path) -> None:
+    api = PoolingApi(make_text_encoder("cross", tmp_path, **config))
     found = scores(api.ask("/v1/score", text_1=QUERY, text_2=DOCUMENTS))
     numbers = torch.stack([api.checkpoint.logits(QUERY, text)[0] for text in DOCUMENTS])
     torch.testing.assert_close(found, numbers, rtol=1e-4, atol=1e-5)
@@ -132,6 +140,32 @@ def test_models_with_other_heads_give_cosines_too(kind: str, tmp_path: Path) -> 
     expected = torch.stack([torch.cosine_similarity(vectors[0], vector, dim=0) for vector in vectors[1:]])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert expected.std() > 0.01
+
+
+def test_the_models_default_prompt_stands_before_each_text(tmp_path: Path) -> None:
+    checkpoint = make_text_encoder("headless", tmp_path)
+    prompts = {"prompts": {"search": "find: "}, "default_prompt_name": "search", "similarity_fn_name": "cosine"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True, "include_prompt": False}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    api = PoolingApi(checkpoint)
+    body = api.ask("/v1/score", text_1=QUERY, text_2=DOCUMENTS)
+    skipped = checkpoint.count("find: ") - 1
+    vectors = []
+    for text in (QUERY, *DOCUMENTS):
+        with torch.no_grad():
+            hidden = checkpoint.model(**checkpoint.tokenizer(f"find: {text}", return_tensors="pt")).last_hidden_state[0]
+        vectors.append(hidden[skipped:].mean(0))
+    expected = torch.stack([torch.cosine_similarity(vectors[0], vector, dim=0) for vector in vectors[1:]])
+    torch.testing.assert_close(scores(body), expected, rtol=1e-4, atol=1e-5)
+    plain = [torch.cosine_similarity(checkpoint.vector(QUERY), checkpoint.vector(text), dim=0) for text in DOCUMENTS]
+    assert (torch.stack(plain) - expected).abs().max() > 0.01
 
 
 # ---------------------------------------------------------------- bodies

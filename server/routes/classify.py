@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
@@ -14,16 +14,13 @@ from engine.pooled import Aggregation, labels_of, longest, spans_of, token_input
 from engine.text import Encoding
 from server.answering.encoding import encode_all, estimate, read_inputs
 from server.answering.endpoints import require
+from server.answering.listing import listed
 from server.answering.pooling import PoolingInput, PoolingRun
 from server.api import pooling_examples as examples
 from server.api.classify_schemas import (
-    Classification,
     ClassifyRequest,
     ClassifyResponse,
-    ClassScore,
-    Entity,
     Pair,
-    TokenClassification,
 )
 from server.api.schemas import StrictJsonRoute
 from server.context import ServiceDep
@@ -77,13 +74,6 @@ class _ClassifyRun(PoolingRun):
             for encoding, item in zip(self.encodings, self.body.input, strict=True)
         ]
 
-    def answer(self, data: list[Any]) -> bytes:
-        """The body of the answer."""
-        answer = ClassifyResponse(
-            id=self.request_id, created=self.created, model=self.service.model_id, data=data, usage=self.usage
-        )
-        return answer.model_dump_json().encode()
-
     def _by_tokens(self, ids: Sequence[int]) -> Encoding:
         """An input that came as ids: places in it are those of its tokens, and special ones belong to no text."""
         tokenizer, added = self.service.tokenizer, set[int]()
@@ -101,20 +91,18 @@ class _TextRun(_ClassifyRun):
         return await self.read(PoolingParams(task="classify", use_activation=self.use_activation))
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
-        data = []
-        for index, answer in enumerate(answers):
-            classes = labels_of(answer, self.service.client.info)
-            ranked = sorted(classes, key=lambda found: -found.score)
-            data.append(
-                Classification(
-                    index=index,
-                    label=ranked[0].label,
-                    probs=[found.score for found in classes],
-                    num_classes=len(classes),
-                    scores=[ClassScore(label=found.label, score=found.score) for found in ranked[: self.body.top_k]],
-                )
-            )
-        return self.answer(data)
+        return listed(self, (self._item(index, answer) for index, answer in enumerate(answers)))
+
+    def _item(self, index: int, answer: Pooled) -> dict[str, Any]:
+        classes = labels_of(answer, self.service.client.info)
+        ranked = sorted(classes, key=lambda found: -found.score)
+        return {
+            "index": index,
+            "label": ranked[0].label,
+            "probs": [found.score for found in classes],
+            "num_classes": len(classes),
+            "scores": [{"label": found.label, "score": found.score} for found in ranked[: self.body.top_k]],
+        }
 
 
 @dataclass(slots=True)
@@ -134,14 +122,20 @@ class _TokenRun(_ClassifyRun):
         return await self.read(PoolingParams(task="token_classify", use_activation=self.use_activation))
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
-        info, tokenizer = self.service.client.info, self.service.tokenizer
-        data = []
-        for index, (answer, encoding, given) in enumerate(zip(answers, self.encodings, self.body.input, strict=True)):
-            text = given if isinstance(given, str) else None
-            spans = spans_of(answer, encoding, text, tokenizer, info, self.aggregation)
-            entities = [Entity(**asdict(span)) for span in spans]
-            data.append(TokenClassification(index=index, entities=entities))
-        return self.answer(data)
+        return listed(self, (self._item(index, answer) for index, answer in enumerate(answers)))
+
+    def _item(self, index: int, answer: Pooled) -> dict[str, Any]:
+        given, encoding = self.body.input[index], self.encodings[index]
+        text = given if isinstance(given, str) else None
+        service = self.service
+        spans = spans_of(answer, encoding, text, service.tokenizer, service.client.info, self.aggregation)
+        return {
+            "index": index,
+            "entities": [
+                {"label": span.label, "score": span.score, "start": span.start, "end": span.end, "text": span.text}
+                for span in spans
+            ],
+        }
 
 
 def _refusal(name: str, why: str) -> ApiError:

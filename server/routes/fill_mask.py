@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
@@ -14,9 +14,10 @@ from engine.pooled import longest, mask_positions, masks_of, token_input
 from engine.text import Encoding
 from server.answering.encoding import encode_all, estimate, need_tokenizer, read_inputs
 from server.answering.endpoints import require
+from server.answering.listing import listed
 from server.answering.pooling import PoolingInput, PoolingRun
 from server.api import pooling_examples as examples
-from server.api.fill_mask_schemas import FilledMask, FilledMasks, FillMaskRequest, FillMaskResponse
+from server.api.fill_mask_schemas import FillMaskRequest, FillMaskResponse
 from server.api.schemas import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
@@ -87,23 +88,22 @@ class _FillMaskRun(PoolingRun):
             raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
+        return listed(self, (self._item(index, answer) for index, answer in enumerate(answers)))
+
+    def _item(self, index: int, answer: Pooled) -> dict[str, Any]:
         tokenizer = need_tokenizer(self.service, "input")
-        data = [
-            FilledMasks(
-                index=index,
-                masks=[
-                    [
-                        FilledMask(
-                            token=found.token_id, token_str=found.token, score=found.score, sequence=found.sequence
-                        )
-                        for found in row
-                    ]
-                    for row in masks_of(answer, encoding, tokenizer)
-                ],
-            )
-            for index, (answer, encoding) in enumerate(zip(answers, self.encodings, strict=True))
-        ]
-        answer = FillMaskResponse(
-            id=self.request_id, created=self.created, model=self.service.model_id, data=data, usage=self.usage
-        )
-        return answer.model_dump_json().encode()
+        return {
+            "index": index,
+            "masks": [
+                [
+                    {
+                        "token": found.token_id,
+                        "token_str": found.token,
+                        "score": found.score,
+                        "sequence": found.sequence,
+                    }
+                    for found in row
+                ]
+                for row in masks_of(answer, self.encodings[index], tokenizer)
+            ],
+        }

@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import Pooled
 from engine.pooled import longest
 from server.answering.endpoints import require
+from server.answering.listing import listed
 from server.answering.scoring import ScoringRun, Side
 from server.api import pooling_examples as examples
 from server.api.schemas import StrictJsonRoute
 from server.api.scoring_schemas import (
-    RerankDocument,
     RerankRequest,
     RerankResponse,
-    RerankResult,
-    ScoreData,
     ScoreRequest,
     ScoreResponse,
 )
@@ -78,11 +76,8 @@ class _ScoreRun(ScoringRun):
     body: ScoreRequest
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
-        data = [ScoreData(index=index, score=score) for index, score in enumerate(self.scores(answers))]
-        answer = ScoreResponse(
-            id=self.request_id, created=self.created, model=self.service.model_id, data=data, usage=self.usage
-        )
-        return answer.model_dump_json().encode()
+        scores = enumerate(self.scores(answers))
+        return listed(self, ({"index": index, "object": "score", "score": score} for index, score in scores))
 
 
 @dataclass(slots=True)
@@ -95,15 +90,8 @@ class _RerankRun(ScoringRun):
         scores = self.scores(answers)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])  # equal ones stay as they came
         shown = body.return_documents is not False
-        results = [
-            RerankResult(
-                index=index,
-                document=RerankDocument(text=body.documents[index]) if shown else None,
-                relevance_score=scores[index],
-            )
-            for index in order[: body.top_n or None]
-        ]
-        answer = RerankResponse(
-            id=self.request_id, created=self.created, model=self.service.model_id, results=results, usage=self.usage
-        )
-        return answer.model_dump_json(exclude_none=True).encode()
+        results: list[dict[str, Any]] = []
+        for index in order[: body.top_n or None]:
+            document = {"document": {"text": body.documents[index]}} if shown else {}
+            results.append({"index": index, **document, "relevance_score": scores[index]})
+        return listed(self, results, "results")
