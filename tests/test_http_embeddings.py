@@ -163,6 +163,37 @@ def test_every_field_reaches_the_engine() -> None:
     assert api.params() == PoolingParams(task="embed", dimensions=2, normalize=False, pooling="cls")
 
 
+PROMPTS = {"prompts": {"query": "q: ", "passage": "p: "}, "default_prompt": "passage"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "info", "text", "skipped"),
+    [
+        ({}, {}, "abc", 0),
+        ({}, PROMPTS, "p: abc", 0),
+        ({"prompt_name": "query"}, PROMPTS, "q: abc", 0),
+        ({"prompt_name": "query"}, PROMPTS | {"include_prompt": False}, "q: abc", 3),
+    ],
+)
+def test_the_models_prompts(fields: dict[str, Any], info: dict[str, Any], text: str, skipped: int) -> None:
+    api = Api(info=info)
+    assert api.embed(input=["abc"], **fields).json()["usage"]["prompt_tokens"] == len(text)
+    ((source, params),) = api.client.asked.values()
+    assert bytes(source.token_ids).decode() == source.text == text
+    assert params == PoolingParams(task="embed", skip_tokens=skipped)
+
+
+def test_prompts_that_are_not_there() -> None:
+    for info, said in ((PROMPTS, "query, passage"), ({}, "none")):
+        problem = error(Api(info=info).embed(input="a", prompt_name="other"))
+        assert problem["param"] == "prompt_name"
+        assert said in problem["message"]
+    assert error(Api(info=PROMPTS).embed(input=[97], prompt_name="query"))["param"] == "prompt_name"
+    api = Api(info=PROMPTS)
+    api.embed(input=[97])
+    assert [source.token_ids for source, _ in api.client.asked.values()] == [[97]], "ids are taken as they are"
+
+
 def test_null_is_the_default_for_every_optional_field() -> None:
     api = Api()
     fields = api.app.openapi()["components"]["schemas"]["EmbeddingRequest"]["properties"]

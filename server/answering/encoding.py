@@ -62,13 +62,17 @@ async def read_inputs(
     *,
     add_special_tokens: bool = True,
     truncate: int | None = None,
+    prompt: str = "",
 ) -> list[TokenInput]:
     """Texts or lists of token ids as the engine takes them.
+
+    Args:
+        prompt: stands in front of each text; token ids are taken as they are.
 
     Raises:
         ApiError: as `encode_all`; or there are ids outside the vocabulary.
     """
-    texts = [item for item in given if isinstance(item, str)]
+    texts = [prompt + item for item in given if isinstance(item, str)]
     if texts:
         read = await encode_all(service, texts, param, add_special_tokens=add_special_tokens, truncate=truncate)
         return [token_input(encoding, service.client.info, text) for encoding, text in zip(read, texts, strict=True)]

@@ -89,6 +89,11 @@ class EmbeddingRequest(PoolingBody):
     pooling: PoolingMode | None = Field(
         None, description="How a vector is made of the tokens' (as the model's own settings say)."
     )
+    prompt_name: str | None = Field(
+        None,
+        description="Put that prompt of the model's sentence-transformers config in front of each text (its default "
+        "one, if it has one).",
+    )
     add_special_tokens: bool | None = Field(
         None, description="Add the special tokens to each text that the tokenizer puts there (true)."
     )

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import Pooled, PoolingParams, resolve_pooling
-from engine.pooled import json_vectors, longest
-from server.answering.encoding import estimate, read_inputs
+from engine.pooled import find_prompt, json_vectors, longest, prompt_tokens
+from server.answering.encoding import estimate, need_tokenizer, read_inputs
 from server.answering.endpoints import require
 from server.answering.pooling import PoolingInput, PoolingRun
 from server.api import examples
 from server.api.pooling_schemas import EmbeddingRequest, EmbeddingResponse
 from server.api.schemas import StrictJsonRoute
 from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES
+from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -35,26 +35,58 @@ async def create_embeddings(
     service.check_model(body.model)
     require(service, "/v1/embeddings")
     body.refuse_unsupported()
+    info = service.client.info
     params = PoolingParams(task="embed", pooling=body.pooling, normalize=body.normalize, dimensions=body.dimensions)
-    resolve_pooling(params, service.client.info, prompt_len=1)  # what is impossible is said before any work
-    truncate = longest(body.truncate_prompt_tokens, service.client.info)
-    return await _EmbeddingRun(service, body, arrival, params=params, truncate=truncate).respond(request)
+    resolve_pooling(params, info, prompt_len=1)  # what is impossible is said before any work
+    run = _EmbeddingRun(
+        service,
+        body,
+        arrival,
+        params=params,
+        prompt=find_prompt(info, body.prompt_name),
+        truncate=longest(body.truncate_prompt_tokens, info),
+    )
+    if body.prompt_name is not None and not run.texts:
+        message = "prompt_name goes with texts: token ids are taken as they are. Put the prompt's tokens among them."
+        raise ApiError(400, message, param="prompt_name", code="invalid_value")
+    return await run.respond(request)
 
 
 @dataclass(slots=True)
 class _EmbeddingRun(PoolingRun):
+    """Attributes:
+    params: of all inputs, but for the prompt's tokens.
+    prompt: stands in front of each text.
+    truncate: how many tokens an input is cut to, if it is.
+    """
+
     id_prefix = "embd"
     body: EmbeddingRequest
     params: PoolingParams = field(kw_only=True)
+    prompt: str = field(kw_only=True)
     truncate: int | None = field(kw_only=True)
+
+    @property
+    def texts(self) -> bool:
+        """The inputs are texts."""
+        return isinstance(self.body.input[0], str)
 
     def size(self) -> int:
         return estimate(self.body.input, self.service.client.info)
 
     async def inputs(self) -> Sequence[PoolingInput]:
         special = self.body.add_special_tokens is not False
-        inputs = await read_inputs(self.service, self.body.input, add_special_tokens=special, truncate=self.truncate)
-        return [PoolingInput(source, self.params) for source in inputs]
+        inputs = await read_inputs(
+            self.service, self.body.input, add_special_tokens=special, truncate=self.truncate, prompt=self.prompt
+        )
+        params = replace(self.params, skip_tokens=self._prompt_tokens(special)) if self.texts else self.params
+        return [PoolingInput(source, params) for source in inputs]
+
+    def _prompt_tokens(self, special: bool) -> int:
+        """How many tokens at an input's beginning its vector leaves out."""
+        tokenizer = need_tokenizer(self.service, "input")
+        count = prompt_tokens(tokenizer, self.service.client.info, self.prompt)
+        return count if special or not count else len(tokenizer.encode(self.prompt, add_special_tokens=False))
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         written = json_vectors(answers, as_base64=self.body.encoding_format == "base64")
