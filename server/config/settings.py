@@ -53,9 +53,10 @@ class ServerSettings(BaseModel):
         max_body_size: longest body of a request, in bytes or as "16MiB".
         max_header_size: longest head of a request, in bytes or as "64KiB".
         max_num_queued_reqs: requests (prompts) that may be in the service beyond max_num_seqs; more are
-            refused with 503.
+            refused with 503. Requests for vectors, classes and masked tokens are counted apart, each as one.
         max_num_queued_tokens: prompt tokens that may wait for their first token; more are refused with 503
-            (default: 4 times what the KV cache holds).
+            (default: 4 times what the KV cache holds; without one, 512 of the longest inputs). The same for inputs
+            that wait for an answer in numbers, counted apart.
         stream_keepalive: seconds of silence after which a stream sends a comment; 0 for never.
         stream_stall_timeout: seconds after which a client that takes nothing of its answer loses its
             connection.
