@@ -260,8 +260,8 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(name: str) -> N
     known = api.app.openapi()["components"]["schemas"]["CompletionRequest"]["properties"]
     for path in (CHAT,) if name in known else (COMPLETIONS, CHAT):
         for value in ("x", 5, {"type": "json_object"}, 0, ""):
-            if name == "grammar" and value == "":
-                continue
+            if any(type(value) is type(nothing) and value == nothing for nothing in UNSUPPORTED[name]):
+                continue  # asks for nothing
             problem = error(api.post(path, **{name: value}))
             assert (problem["param"], problem["code"]) == (name, "unsupported_parameter")
             assert name in problem["message"]
@@ -427,6 +427,7 @@ def test_the_document_states_the_limits_that_hold() -> None:
 
 def test_every_route_is_documented_with_examples_that_work() -> None:
     api = Api()
+    api.client.info = replace(api.client.info, max_model_len=256)  # bytes are many tokens
     document = api.request("GET", "/openapi.json").json()
     examples = 0
     for path, operations in document["paths"].items():
