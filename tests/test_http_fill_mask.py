@@ -73,7 +73,7 @@ def test_token_ids(api: PoolingApi) -> None:
         ({"input": "[MASK]", "top_k": 1001}, "top_k", "invalid_type", "less than or equal to 1000"),
         ({"input": "[MASK]", "top_k": "5"}, "top_k", "invalid_type", "integer"),
         ({"input": "[MASK]", "targets": ["a"]}, "targets", "unsupported_parameter", "not supported"),
-        ({"input": ["[MASK]"] * 17, "top_k": 1000}, "top_k", "invalid_value", "16384"),
+        ({"input": ["[MASK] " * 46] * 12, "top_k": 1000}, "top_k", "invalid_value", "552 masks with 164 tokens"),
         ({"input": "a [MASK]", "truncate_prompt_tokens": 3}, "input", "no_mask_token", "truncate_prompt_tokens"),
         ({"input": "[MASK]", "truncate_prompt_tokens": 99}, "truncate_prompt_tokens", "invalid_value", "48"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -40,8 +41,8 @@ async def create_classification(
     /classify."""
     arrival = time.monotonic()
     service.check_model(body.model)
-    body.refuse_unsupported()
     require(service, "/v1/classify")
+    body.refuse_unsupported()
     run = _TokenRun if "token_classify" in service.client.info.tasks else _TextRun
     truncate = longest(body.truncate_prompt_tokens, service.client.info)
     return await run(service, body, arrival, truncate=truncate, use_activation=body.activates()).respond(request)
@@ -62,7 +63,7 @@ class _ClassifyRun(PoolingRun):
         """The inputs, once what is asked of each is known; notes their encodings."""
         if isinstance(self.body.input[0], list):
             sources = await read_inputs(self.service, self.body.input, truncate=self.truncate)
-            self.encodings = [self._by_tokens(source.token_ids) for source in sources]
+            self.encodings = await asyncio.to_thread(self._by_tokens, [source.token_ids for source in sources])
             return [PoolingInput(source, params) for source in sources]
         special = self.body.add_special_tokens is not False
         self.encodings = await encode_all(
@@ -74,12 +75,16 @@ class _ClassifyRun(PoolingRun):
             for encoding, item in zip(self.encodings, self.body.input, strict=True)
         ]
 
-    def _by_tokens(self, ids: Sequence[int]) -> Encoding:
-        """An input that came as ids: places in it are those of its tokens, and special ones belong to no text."""
+    def _by_tokens(self, inputs: Sequence[Sequence[int]]) -> list[Encoding]:
+        """Inputs that came as ids: places in them are those of tokens, and special ones belong to no text."""
         tokenizer, added = self.service.tokenizer, set[int]()
         if tokenizer is not None:
-            added = {*ids} - {*tokenizer.visible(ids, skip_special_tokens=True), tokenizer.unk_token_id}
-        return replace(Encoding.of_ids(ids, added=added), offsets=[(at, at + 1) for at in range(len(ids))])
+            known = {token for ids in inputs for token in ids}
+            added = known - {*tokenizer.visible([*known], skip_special_tokens=True), tokenizer.unk_token_id}
+        return [
+            replace(Encoding.of_ids(ids, added=added), offsets=[(at, at + 1) for at in range(len(ids))])
+            for ids in inputs
+        ]
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from server.api.schemas import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
-MAX_FILLED = 16384  # tokens named in one answer, each with the whole input around it
+MAX_FILLED = 2**20  # tokens of all sequences in one answer: each names a token, and holds the whole input around it
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -37,8 +38,8 @@ async def create_filled_masks(
     """The most probable tokens for each mask of each input. Also at /fill-mask."""
     arrival = time.monotonic()
     service.check_model(body.model)
-    body.refuse_unsupported()
     require(service, "/v1/fill-mask")
+    body.refuse_unsupported()
     truncate = longest(body.truncate_prompt_tokens, service.client.info)
     return await _FillMaskRun(service, body, arrival, truncate=truncate).respond(request)
 
@@ -62,15 +63,9 @@ class _FillMaskRun(PoolingRun):
             sources = await read_inputs(service, given, truncate=self.truncate)
             self.encodings = [Encoding.of_ids(source.token_ids) for source in sources]
             texts = [None] * len(given)
+        places = await asyncio.to_thread(self._places)
         top_k = self.body.top_k or DEFAULT_TOP_K
-        places = [self._masks(index) for index in range(len(self.encodings))]
-        wanted = top_k * sum(map(len, places))
-        if wanted > MAX_FILLED:
-            message = (
-                f"{sum(map(len, places))} masks with {top_k} tokens each (top_k) are {wanted}, and one answer holds at "
-                f"most {MAX_FILLED}. Send fewer inputs, or a smaller top_k."
-            )
-            raise ApiError(400, message, param="top_k", code="invalid_value")
+        self._check_size(places, top_k)
         return [
             PoolingInput(
                 token_input(encoding, service.client.info, text),
@@ -79,13 +74,27 @@ class _FillMaskRun(PoolingRun):
             for encoding, text, masks in zip(self.encodings, texts, places, strict=True)
         ]
 
-    def _masks(self, index: int) -> list[int]:
-        """Where an input's masks are; of several inputs the refusal says which."""
-        try:
-            return mask_positions(self.encodings[index], need_tokenizer(self.service, "input"))
-        except InvalidRequestError as problem:
-            where = f"input[{index}]: " if len(self.encodings) > 1 else ""
-            raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
+    def _places(self) -> list[list[int]]:
+        """Where each input's masks are; of several inputs a refusal says which it is about."""
+        tokenizer, places = need_tokenizer(self.service, "input"), []
+        for index, encoding in enumerate(self.encodings):
+            try:
+                places.append(mask_positions(encoding, tokenizer))
+            except InvalidRequestError as problem:
+                where = f"input[{index}]: " if len(self.encodings) > 1 else ""
+                raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
+        return places
+
+    def _check_size(self, places: list[list[int]], top_k: int) -> None:
+        shown = min(top_k, self.service.client.info.vocab_size)
+        sizes = (len(masks) * shown * len(each.ids) for masks, each in zip(places, self.encodings, strict=True))
+        wanted = sum(sizes)
+        if wanted > MAX_FILLED:
+            message = (
+                f"{sum(map(len, places))} masks with {shown} tokens each (top_k) make sequences of {wanted} tokens "
+                f"together, and one answer holds at most {MAX_FILLED}. Send fewer inputs, or a smaller top_k."
+            )
+            raise ApiError(400, message, param="top_k", code="invalid_value")
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         return listed(self, (self._item(index, answer) for index, answer in enumerate(answers)))

@@ -37,8 +37,8 @@ async def create_score(
     models it is the cosine of the texts' vectors. Also at /score."""
     arrival = time.monotonic()
     service.check_model(body.model)
-    body.refuse_unsupported()
     require(service, "/v1/score")
+    body.refuse_unsupported()
     (name, firsts), (other, seconds) = body.sides()
     first = Side(name, firsts, body.max_tokens_per_query)
     second = Side(other, seconds, body.max_tokens_per_doc)
@@ -60,8 +60,8 @@ async def create_rerank(
     /v2/rerank."""
     arrival = time.monotonic()
     service.check_model(body.model)
-    body.refuse_unsupported()
     require(service, "/v1/rerank")
+    body.refuse_unsupported()
     first = Side("query", [body.query], body.max_tokens_per_query)
     second = Side("documents", body.documents, body.max_tokens_per_doc)
     truncate, activates = longest(body.truncate_prompt_tokens, service.client.info), body.activates()
