@@ -96,7 +96,7 @@ def create_app(
     pooling = make_admission(client.info, settings, metrics)
     turns = Turns(client.info.max_num_seqs, client.info.max_num_batched_tokens)
     metrics.show_admission(admission, pooling)
-    metrics.engine.also_waiting = lambda: turns.num_waiting
+    metrics.engine.also_waiting, metrics.engine.stepped = lambda: turns.num_waiting, turns.stepped
     keys = tuple(read_api_keys(settings) if api_keys is None else api_keys)
     app = OctavoApp(
         docs_url=None,  # `documentation` adds its own

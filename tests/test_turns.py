@@ -53,6 +53,39 @@ def test_what_two_steps_hold(inputs: int, tokens: int, size: int, begun: int) ->
     assert len(log) == begun + 1
 
 
+def test_it_follows_what_steps_hold() -> None:
+    turns, log = Turns(step_inputs=1000, step_tokens=1000), []
+    turns.join(Queue("a", [1] * 10_000, turns, log))
+
+    def in_the_engine() -> int:
+        return turns._tokens
+
+    assert in_the_engine() == 256
+    for held in (512, 1024, 2000, 2000):  # steps take all that is there, so that they might take more
+        for _ in range(10):
+            turns.ended(1)
+        turns.stepped(10, num_waiting=0)
+        assert in_the_engine() == held
+    turns.stepped(30, num_waiting=900)  # a slow machine: two such steps are enough
+    for _ in range(1990):
+        turns.ended(1)
+    assert in_the_engine() == 60
+    turns.stepped(0, num_waiting=5)
+    for _ in range(60):
+        turns.ended(1)
+    assert in_the_engine() == 2, "never none"
+    turns.stepped(2, num_waiting=0)
+    assert in_the_engine() == 2
+    turns.stepped(2, num_waiting=0)
+    assert in_the_engine() == 4
+    turns.stepped(2, num_waiting=0)
+    turns.leave(turns._lanes[0])
+    before = turns._max_tokens
+    for waiting in (0, 9):
+        turns.stepped(1000, waiting)
+    assert turns._max_tokens == before, "steps without inputs say nothing about them"
+
+
 def test_a_lane_that_left_gets_no_turn_and_its_places_go_to_others() -> None:
     turns, log = Turns(1, 100), []
     gone, other = Queue("a", [1] * 9, turns, log), Queue("b", [1] * 9, turns, log)

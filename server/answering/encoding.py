@@ -76,6 +76,10 @@ async def read_inputs(
     if texts:
         read = await encode_all(service, texts, param, add_special_tokens=add_special_tokens, truncate=truncate)
         return [token_input(encoding, service.client.info, text) for encoding, text in zip(read, texts, strict=True)]
+    return await asyncio.to_thread(_read_ids, service, given, param, truncate)
+
+
+def _read_ids(service: Service, given: Sequence[str | list[int]], param: str, truncate: int | None) -> list[TokenInput]:
     info, inputs = service.client.info, []
     for place, ids in enumerate(given):
         assert isinstance(ids, list)

@@ -11,6 +11,7 @@ from collections import deque
 
 _AHEAD = 2  # steps' worth of inputs in the engine: the one that it computes, and the next
 _LEAST = 2  # inputs in the engine, however long they are
+_FIRST = 256  # tokens in the engine before it is known how many a step holds
 
 
 class Lane(ABC):
@@ -29,13 +30,18 @@ class Lane(ABC):
 class Turns:
     """Hands over inputs, one of each lane in turn, whenever the engine has room.
 
+    How many tokens a step holds is seen, not set: a step's time may be limited, and then it holds what the machine
+    computes meanwhile. A step that leaves nothing waiting in the engine, while something waits here, might have held
+    more.
+
     Args:
         step_inputs, step_tokens: most inputs and tokens of one step of the engine.
     """
 
     def __init__(self, step_inputs: int, step_tokens: int):
         self._max_inputs = max(_AHEAD * step_inputs, _LEAST)
-        self._max_tokens = _AHEAD * step_tokens
+        self._most_tokens = _AHEAD * step_tokens
+        self._max_tokens = min(_FIRST, self._most_tokens)
         self._lanes: deque[Lane] = deque()
         self._inputs = self._tokens = 0
 
@@ -64,6 +70,13 @@ class Turns:
         self._inputs -= 1
         self._tokens -= tokens
         self._go_on()
+
+    def stepped(self, tokens: int, num_waiting: int) -> None:
+        """The engine has made a step of so many tokens, and so many requests of any kind wait for one there."""
+        if self._lanes:
+            wanted = _AHEAD * (tokens if num_waiting else self._max_tokens)
+            self._max_tokens = min(max(wanted, 1), self._most_tokens)
+            self._go_on()
 
     def _go_on(self) -> None:
         while self._lanes and self._has_room:

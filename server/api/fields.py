@@ -52,6 +52,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "ignore_labels": (["O"],),
     "stride": (0,),
     "targets": ([],),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),

@@ -40,6 +40,7 @@ class EngineMetrics(Collector):
 
     Attributes:
         also_waiting: how many inputs wait here for their turn to go to the engine.
+        stepped: is told of each step's tokens, and of how many requests wait for the next.
     """
 
     def __init__(self, client: EngineClient, registry: CollectorRegistry):
@@ -48,6 +49,7 @@ class EngineMetrics(Collector):
         self._latest = client.stats() if client.is_alive else EngineStats()
         self._restarts = client.num_restarts
         self.also_waiting: Callable[[], int] = lambda: 0
+        self.stepped: Callable[[int, int], None] = lambda tokens, num_waiting: None
         self.step_seconds = Histogram(
             "octavo_step_seconds", "Seconds that an engine step took.", buckets=STEP, registry=registry
         )
@@ -62,6 +64,8 @@ class EngineMetrics(Collector):
         """Take in the engine's latest statistics; `collect` without it knows the counters, but no steps."""
         previous = self._advance(stats)
         count = stats.num_steps - previous.num_steps
+        if count > 0:
+            self.stepped((stats.computed_tokens - previous.computed_tokens) // count, stats.num_waiting)
         for _ in range(count):  # one: there is one message per step
             self.step_seconds.observe((stats.step_seconds - previous.step_seconds) / count)
             self.step_tokens.observe((stats.computed_tokens - previous.computed_tokens) / count)
