@@ -23,7 +23,11 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> tu
     if info.max_encoder_len is None:
         if isinstance(input, Seq2SeqInput | PixelInput):
             raise _wrong_kind(input, info.model, "a decoder-only")
-        return (), _checked("prompt", input.token_ids if isinstance(input, TokenInput) else input, info.vocab_size)
+        if not isinstance(input, TokenInput):
+            return (), _checked("prompt", input, info.vocab_size)
+        tokens = _checked("prompt", input.token_ids, info.vocab_size)
+        _token_types(input.token_type_ids, len(tokens), info)  # none but the first segment, which changes nothing
+        return (), tokens
     if isinstance(input, PixelInput):
         raise _wrong_kind(input, info.model, "an encoder-decoder")
     begin: Sequence[int] = ()

@@ -203,6 +203,8 @@ def decode_command(data: bytes) -> Add | Abort | tuple[str, InvalidRequestError]
         reason, _, path = str(error).partition(" - at ")
         param = path.strip("`").removeprefix("$.").partition("[")[0].rpartition(".")[2] or None
         param = _PARAMS.get(param or "", param)
+        if param == "prompt" and raw.get("pooling") is not None:
+            param = "input"
         problem = InvalidRequestError(f"{param or 'the request'}: {reason}.", param=param, code="invalid_value")
         return str(raw.get("request_id")), problem
 

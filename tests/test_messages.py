@@ -147,6 +147,12 @@ def test_what_is_malformed_is_refused_by_name(ids: Any, terms: dict[str, Any], p
     assert param in str(answer[1])
 
 
+def test_a_malformed_input_to_pool_is_called_as_elsewhere() -> None:
+    answer = decode_command(encode_add("id", [1, "2"], PoolingParams()))
+    assert isinstance(answer, tuple)
+    assert (answer[0], answer[1].param) == ("id", "input")
+
+
 @pytest.mark.parametrize("input", [[2**70], [np.int64(1)], object()])
 def test_what_cannot_be_sent_is_refused_here(input: Any) -> None:
     with pytest.raises(InvalidRequestError, match="cannot be sent"):

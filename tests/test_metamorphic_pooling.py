@@ -452,6 +452,8 @@ def test_what_a_model_cannot_do_is_refused_by_name(
             assert refusal.value.param == "token_type_ids"
         assert not engine.has_unfinished_requests()
     with engine_of(checkpoint(DECODER).path, num_gpu_blocks_override=4) as engine:
+        with pytest.raises(InvalidRequestError, match="token_type_ids holds 1, but the model has ids 0 to 0"):
+            engine.add_request("a", TokenInput([1, 2], token_type_ids=[0, 1]), SamplingParams())
         with pytest.raises(InvalidRequestError, match="cannot serve fill_mask"):
             engine.add_request("a", [1, 2], PoolingParams(task="fill_mask", positions=[0]))
         with pytest.raises(InvalidRequestError, match=r"input of 65 tokens needs 5 pages of 16 tokens.* has 4"):
