@@ -165,7 +165,8 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
     room = f"context {facts.max_model_len} tokens"
     generates = "generate" in facts.tasks
     if not generates:
-        room = f"encoder-only ({', '.join(facts.tasks)}), inputs of up to {facts.max_model_len} tokens"
+        kind = "" if facts.num_blocks else "encoder-only, "
+        room = f"{kind}{', '.join(facts.tasks)}, inputs of up to {facts.max_model_len} tokens"
     elif facts.max_encoder_len is not None:
         room = f"encoder-decoder, prompts of {facts.max_encoder_len} tokens, answers of {facts.max_model_len}"
     found = f"{facts.path}: {facts.architecture}, {files} of weights, {room}"

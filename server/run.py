@@ -192,7 +192,7 @@ def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str)
 
 def _log_encoder(info: EngineInfo, model_id: str) -> None:
     logger.info(
-        "Model %s from %s: %s on %s, encoder-only (%s), inputs of up to %d tokens.",
+        "Model %s from %s: %s on %s, encoder-only, %s, inputs of up to %d tokens.",
         model_id, info.model_path, info.dtype, info.device, ", ".join(info.tasks), info.max_model_len,
     )  # fmt: skip
     logger.info(
@@ -206,6 +206,8 @@ def _log_decoder(info: EngineInfo, model_id: str) -> None:
     # Of shorter ones at least as many as of the longest, whose pages outside a sliding window are free again.
     longest, least = info.max_model_len, info.full_requests
     room = f"prompt and answer of up to {longest} tokens together"
+    if "generate" not in info.tasks:
+        room = f"{', '.join(info.tasks)}, inputs of up to {longest} tokens"
     if info.max_encoder_len is not None:  # its tokens have pages, too
         room = f"encoder-decoder, prompts of up to {info.max_encoder_len} tokens, answers of up to {longest}"
         longest, least = longest + info.max_encoder_len, 0.0

@@ -28,6 +28,8 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"tasks": ("classify",), "labels": ("a",), **ENCODER},
         ["/v1/score", "/v1/rerank", "/v1/classify"],
     ),
+    "headless-decoder": ({"tasks": ("embed",), **EMBEDS}, VECTORS),
+    "decoder-with-classes": ({"tasks": ("classify",), "labels": ("a", "b")}, ["/v1/classify"]),
     "tokens": ({"tasks": ("token_classify",), "labels": ("O", "B-X"), **ENCODER}, ["/v1/classify"]),
 }
 BODIES: dict[str, dict[str, Any]] = {

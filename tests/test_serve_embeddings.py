@@ -144,15 +144,13 @@ def test_many_clients_at_once(encoder: Api) -> None:
 
 def test_what_the_log_and_the_doctor_say(encoder: Api, capsys: pytest.CaptureFixture[str]) -> None:
     log = encoder.service.log.read_text()
-    assert re.search(rf"encoder-only \(embed\), inputs of up to {MAX_LENGTH} tokens", log)
+    assert re.search(rf"encoder-only, embed, inputs of up to {MAX_LENGTH} tokens", log)
     assert re.search(r"No KV cache: .* at most \d+ inputs of 2048 tokens together", log)
     assert "Served: /v1/embeddings, /v1/score, /v1/rerank." in log
     assert "pages of" not in log
     assert main(["doctor", str(encoder.checkpoint.path), "--port", "0"]) == 0
     said = capsys.readouterr().out
-    assert re.search(
-        rf"ok +model .*: BertModel, 1 file of weights, encoder-only \(embed\), .* {MAX_LENGTH} tokens", said
-    )
+    assert re.search(rf"ok +model .*: BertModel, 1 file of weights, encoder-only, embed, .* {MAX_LENGTH} tokens", said)
     assert re.search(r"ok +memory +weights .* \(float32\), and no pages; ", said)
     assert "chat" not in said
 

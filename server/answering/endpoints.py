@@ -23,7 +23,9 @@ _Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
 def _completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "generate" in info.tasks:
         return None
-    return "it is an encoder-only model, which reads texts and writes none" if info.whole_inputs else _kind(info)
+    if info.whole_inputs:
+        return "it is an encoder-only model, which reads texts and writes none"
+    return f"{_kind(info)}, and it writes no texts"
 
 
 def _chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
@@ -98,4 +100,6 @@ def _kind(info: EngineInfo) -> str:
             return words
     if info.max_encoder_len is not None:
         return "it is an encoder-decoder model"
-    return "it is a language model" if "generate" in info.tasks else "it is an encoder without a head for that"
+    if "generate" in info.tasks:
+        return "it is a language model"
+    return "it is a masked language model" if "fill_mask" in info.tasks else "it is a model without a head"
