@@ -107,12 +107,14 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
                 f"pooling is {params.pooling!r}, but this model makes its embedding of the vectors of "
                 f"{' and '.join(info.pooling_modes)} pooling together. Leave pooling out.",
                 param="pooling",
+                code="invalid_value",
             )
         size = info.embedding_size if info.has_projection else info.hidden_size
     if params.dimensions is not None and params.dimensions > size:
         raise InvalidRequestError(
             f"dimensions is {params.dimensions}, but this model's embeddings have {size}. Ask for no more.",
             param="dimensions",
+            code="invalid_value",
         )
     positions = tuple(params.positions or ())
     check_ids("positions", positions)

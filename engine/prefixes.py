@@ -19,7 +19,7 @@ def find_prompt(info: EngineInfo, name: str | None = None) -> str:
     if name not in info.prompts:
         named = f"It has {', '.join(info.prompts)}." if info.prompts else "It has none."
         raise InvalidRequestError(
-            f"{info.model} has no prompt named {name!r} (config_sentence_transformers.json). {named}",
+            f"this model has no prompt named {name!r} (config_sentence_transformers.json). {named}",
             param="prompt_name",
             code="invalid_value",
         )

@@ -188,6 +188,7 @@ def test_prompts_that_are_not_there() -> None:
         problem = error(Api(info=info).embed(input="a", prompt_name="other"))
         assert problem["param"] == "prompt_name"
         assert said in problem["message"]
+        assert problem["message"].startswith("this model has no prompt named 'other'"), "nor where its folder is"
     assert error(Api(info=PROMPTS).embed(input=[97], prompt_name="query"))["param"] == "prompt_name"
     api = Api(info=PROMPTS)
     api.embed(input=[97])
@@ -320,6 +321,7 @@ def test_what_is_wrong_is_400_and_names_the_field(fields: dict[str, Any], param:
     api = Api()
     problem = error(api.embed(**fields))
     assert problem["param"] == param
+    assert problem["code"] is not None
     assert param in problem["message"]
     assert not api.client.asked
     api.check_empty()

@@ -145,6 +145,8 @@ def test_texts_that_are_cut_before_they_are_joined(api: PoolingApi) -> None:
     assert {result["document"]["text"] for result in body["results"]} == {long, "water"}
     same = api.ask("/v1/rerank", query="water", documents=["Snow!"], max_tokens_per_doc=0, max_tokens_per_query=4096)
     assert same["results"] == api.ask("/v1/rerank", query="water", documents=["Snow!"])["results"]
+    blank = {"query": "water", "documents": ["Snow!", " \n"]}  # a text without tokens is cut to none
+    assert api.ask("/v1/rerank", **blank, max_tokens_per_doc=5)["results"] == api.ask("/v1/rerank", **blank)["results"]
 
 
 def test_a_client_that_leaves_ends_the_work(headless: PoolingApi) -> None:

@@ -212,13 +212,29 @@ def test_what_is_wrong_is_400_and_names_the_field(
     assert words in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({}, "missing_required_parameter"),
+        ({"text_1": "a"}, "missing_required_parameter"),
+        ({"documents": "a"}, "missing_required_parameter"),
+        ({"text_1": "a", "documents": "a"}, "invalid_value"),
+        ({"text_1": "a", "text_2": "b", "items": "c"}, "invalid_value"),
+    ],
+)
+def test_a_side_that_is_missing_is_told_from_one_too_many(cross: PoolingApi, body: dict[str, Any], code: str) -> None:
+    assert cross.refused("/v1/score", **body)["code"] == code
+
+
 def test_too_long_pairs_are_refused_with_the_limit_or_cut(cross: PoolingApi) -> None:
     one = cross.checkpoint
     error = cross.refused("/v1/score", text_1=QUERY, text_2=["water", LONG])
     assert (error["param"], error["code"]) == ("text_2", "context_length_exceeded")
-    assert "text_2[1]" in error["message"]
+    assert error["message"].startswith("the pair with text_2[1] is too long: ")
     assert f"{one.count(QUERY, LONG)} tokens" in error["message"]
     assert f"at most {MAX_LENGTH} (max_model_len)" in error["message"]
+    first = cross.refused("/v1/score", text_1=LONG, text_2="water")  # the second text is not what is too long
+    assert first["message"].startswith("the pair with text_2 is too long: ")
     for asked, length in ((-1, MAX_LENGTH), (48, 48), (20, 20), (3, 3)):
         body = cross.ask("/v1/score", text_1=LONG, text_2=[QUERY, LONG], truncate_prompt_tokens=asked)
         expected = [

@@ -34,20 +34,25 @@ async def encode_all(
     texts: Sequence[Text],
     param: str = "input",
     *,
+    name: str | None = None,
     add_special_tokens: bool = True,
     truncate: int | None = None,
+    may_be_empty: bool = False,
 ) -> list[Encoding]:
     """Texts as the model reads them, in their order; they are tokenised in a thread.
 
     Args:
         param: the field that they came in.
+        name: what a refusal of one that is too long calls it; its field and place unless told.
         truncate: cut each, or each pair, to so many tokens (see `engine.pooled.longest`).
+        may_be_empty: texts without any token are no mistake.
 
     Raises:
         ApiError: there is no tokenizer, or a text has more tokens than the model takes and is not to be cut.
     """
     tokenizer = need_tokenizer(service, param)
-    reader = _Reader(tokenizer, service.client.info.max_model_len, param, add_special_tokens, truncate)
+    limit = service.client.info.max_model_len
+    reader = _Reader(tokenizer, limit, param, name, add_special_tokens, truncate, may_be_empty)
     found: list[Encoding] = []
     for start in range(0, len(texts), _AT_ONCE):
         part = texts[start : start + _AT_ONCE]
@@ -87,7 +92,8 @@ def _read_ids(service: Service, given: Sequence[str | list[int]], param: str, tr
         side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
         found = Encoding.of_ids(ids, truncate, side)
         if len(found.ids) > info.max_model_len:
-            raise too_long(param, None if len(given) == 1 else place, f"{len(found.ids)} tokens", info.max_model_len)
+            where = None if len(given) == 1 else place
+            raise too_long(param, None, where, f"{len(found.ids)} tokens", info.max_model_len)
         inputs.append(token_input(found, info))
     return inputs
 
@@ -116,12 +122,12 @@ def need_tokenizer(service: Service, param: str) -> Tokenizer:
     return service.tokenizer
 
 
-def too_long(param: str, place: int | None, length: str, longest: int) -> ApiError:
-    """The refusal of an input, the one at `place` of a list."""
-    name = f"the {param}" if place is None else f"{param}[{place}]"
+def too_long(param: str, name: str | None, place: int | None, length: str, longest: int) -> ApiError:
+    """The refusal of an input, the one at `place` of a list; `name` may say what it is called."""
+    called = name or f"the {param}" if place is None else f"{name or param}[{place}]"
     message = (
-        f"{name} is too long: it has {length}, and this model takes at most {longest} (max_model_len). Shorten it, or "
-        "send truncate_prompt_tokens."
+        f"{called} is too long: it has {length}, and this model takes at most {longest} (max_model_len). Shorten it, "
+        "or send truncate_prompt_tokens."
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
@@ -129,12 +135,23 @@ def too_long(param: str, place: int | None, length: str, longest: int) -> ApiErr
 class _Reader:
     """Tokenises; what is far too long costs no more than a few times what the model can take."""
 
-    def __init__(self, tokenizer: Tokenizer, longest: int, param: str, special: bool, truncate: int | None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        longest: int,
+        param: str,
+        name: str | None,
+        special: bool,
+        truncate: int | None,
+        may_be_empty: bool,
+    ):
         self._tokenizer = tokenizer
         self._longest = longest
         self._param = param
+        self._name = name
         self._special = special
         self._truncate = truncate
+        self._may_be_empty = may_be_empty
 
     def read(self, texts: Sequence[Text], start: int, *, alone: bool) -> list[Encoding]:
         """These texts, the first of which is the one at `start` of the request's; `alone`: it has no other."""
@@ -147,8 +164,8 @@ class _Reader:
             first, *second, add_special_tokens=self._special, max_length=self._truncate
         )
         if len(found.ids) > self._longest:
-            raise too_long(self._param, place, f"{len(found.ids)} tokens", self._longest)
-        if not found.ids:
+            raise too_long(self._param, self._name, place, f"{len(found.ids)} tokens", self._longest)
+        if not found.ids and not self._may_be_empty:
             where = "" if place is None else f"[{place}]"
             message = f"{self._param}{where} has no tokens: the tokenizer makes nothing of it."
             raise ApiError(400, message, param=self._param, code="invalid_value")
@@ -168,6 +185,6 @@ class _Reader:
                 if self._truncate is not None:
                     return text[:size]
                 length = f"more than {count} tokens in the first {size} of its {len(text)} characters"
-                raise too_long(self._param, place, length, self._longest)
+                raise too_long(self._param, self._name, place, length, self._longest)
             size *= 4
         return text

@@ -54,7 +54,9 @@ class ScoringRun(PoolingRun):
     async def _joined(self) -> list[PoolingInput]:
         """Each pair as one input."""
         pairs, info = self._pairs(), self.service.client.info
-        read = await encode_all(self.service, pairs, self.second.param, truncate=self.truncate)
+        read = await encode_all(
+            self.service, pairs, self.second.param, name=f"the pair with {self.second.param}", truncate=self.truncate
+        )
         params = PoolingParams(task="classify", use_activation=self.use_activation)
         return [
             PoolingInput(token_input(encoding, info, "\n".join(pair)), params)
@@ -95,7 +97,14 @@ class ScoringRun(PoolingRun):
         """The side with its texts cut to what it may have of each."""
         if not side.most or side.most >= self.service.client.info.max_model_len:
             return side
-        read = await encode_all(self.service, side.texts, side.param, add_special_tokens=False, truncate=side.most)
+        read = await encode_all(
+            self.service,
+            side.texts,
+            side.param,
+            add_special_tokens=False,
+            truncate=side.most,
+            may_be_empty=True,  # how little a text may hold is for what the model reads to decide
+        )
         tokenizer = need_tokenizer(self.service, side.param)
         texts = []
         for encoding, text in zip(read, side.texts, strict=True):

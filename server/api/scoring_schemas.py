@@ -79,7 +79,8 @@ class ScoreRequest(ScoringBody):
         if names is None:
             param = next((name for name in SIDES[0] if name not in given), "text_1")
             got = ", ".join(sorted(given)) or "neither"
-            code = "invalid_value" if given else "missing_required_parameter"
+            lacking = any(given < set(pair) for pair in SIDES)
+            code = "missing_required_parameter" if lacking else "invalid_value"
             message = f"Send text_1 and text_2, or queries and documents, and nothing else; got {got}."
             raise ApiError(400, message, param=param, code=code)
         first: list[str] = getattr(self, names[0])
