@@ -42,6 +42,9 @@ logger = logging.getLogger("octavo.engine")
 # Seconds a step should stay under on a CPU: how long a new request, or a client that leaves, may have to wait.
 CPU_STEP_TIME = 0.25
 
+# Tokens that a step of whole inputs may always hold: nobody reads along, and fewer would waste a busy machine's time.
+WHOLE_STEP = 64.0
+
 
 class Engine:
     """A loaded model with its scheduler. Not thread-safe: one thread calls it.
@@ -107,7 +110,8 @@ class Engine:
         step_time = config.max_step_time
         if step_time is None:
             step_time = CPU_STEP_TIME if device.type == "cpu" else 0.0
-        self._budget = StepBudget(step_time, costs, measured) if step_time else None
+        floor = WHOLE_STEP if whole else 1.0
+        self._budget = StepBudget(step_time, costs, measured, floor=floor) if step_time else None
         self.defaults: GenerationDefaults = load_defaults(
             path, hf_config, model.vocab_size, honour=config.generation_config == "auto"
         )

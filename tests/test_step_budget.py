@@ -15,6 +15,7 @@ from paged_simulator import Simulator, make_request
 
 from engine.scheduling.budget import Costs, StepBudget, StepLimit, StepWork
 from engine.scheduling.plan import StepPlan
+from engine.scheduling.step import Step
 
 LIMIT = 0.25
 costs = st.builds(
@@ -187,6 +188,19 @@ def test_decoding_rows_leave_prompts_their_least() -> None:
     assert alone > LIMIT
     assert all(count > 1 for count, _ in steps[:-1])
     assert max(seconds for _, seconds in steps) <= 1.3 * alone
+
+
+def test_a_floor_holds_however_slow_steps_are() -> None:
+    budget = StepBudget(LIMIT, Costs(), floor=64.0)
+    assert budget.limit().least == 64.0, "before anything was observed"
+    for _ in range(10):
+        budget.observe(StepWork(20, 20), 100 * LIMIT)
+    limit = budget.limit()
+    assert limit.work < 64.0 <= limit.least
+    step = Step(2048, limit)
+    step.begin_prompts()
+    assert step.left == 64.0
+    assert step.budget >= 64
 
 
 def test_where_one_token_exceeds_the_limit_prompts_are_not_held_up() -> None:

@@ -144,10 +144,14 @@ class StepBudget:
         seconds: the limit.
         costs: how work is counted.
         measured: steps and their seconds, to begin with.
+        floor: work that a step may always hold, however long it takes.
     """
 
-    def __init__(self, seconds: float, costs: Costs, measured: Iterable[tuple[StepWork, float]] = ()):
+    def __init__(
+        self, seconds: float, costs: Costs, measured: Iterable[tuple[StepWork, float]] = (), *, floor: float = 1.0
+    ):
         self._seconds = seconds
+        self._floor = floor
         self._costs = costs
         self._steps: deque[_Seen] = deque(maxlen=_LAST)  # with prompts
         self._single: deque[float] = deque(maxlen=_LAST)  # seconds of steps of one token
@@ -167,7 +171,7 @@ class StepBudget:
     def limit(self) -> StepLimit:
         """What the next step may hold; a few tokens as long as nothing was observed."""
         if not self._steps:
-            return StepLimit(self._costs, tokens=_FIRST, work=_FIRST, least=1.0)
+            return StepLimit(self._costs, tokens=_FIRST, work=_FIRST, least=self._floor)
         limit, fixed = self._seconds, median(self._single) if self._single else 0.0
         if min(step.seconds for step in self._steps) < _SHORTER * fixed:
             fixed = 0.0
@@ -183,7 +187,7 @@ class StepBudget:
             tokens=math.ceil(limit * max(step.tokens / step.seconds for step in self._steps)),
             # Rounded up, so that the smallest chunk can grow.
             work=math.ceil(min(median(step.scaled(aim, fixed) for step in self._steps), most)),
-            least=_LEAST * most,
+            least=max(_LEAST * most, self._floor),
         )
 
 
