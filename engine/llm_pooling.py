@@ -31,9 +31,9 @@ from engine.pooled import (
     spans_of,
     vector_of,
 )
+from engine.pooled.sources import Input, Reader, Reading, Source, need_tokenizer, read_sources
 from engine.pooling import DEFAULT_TOP_K, check_task
 from engine.request import PoolingParams
-from engine.sources import Input, Reader, Reading, Source, need_tokenizer, read_sources
 from engine.text import Tokenizer
 
 # Shorter lists are done before a bar would tell anything.

@@ -29,16 +29,12 @@ LAYERS = {
     "engine.execution": 4,
     "engine.engine": 5,
     "engine.detokenizer": 5,
-    "engine.vectors": 5,
     "engine.encoding": 5,
     "engine.stop_strings": 5,
     "engine.tokenizer": 5,
     "engine.tokenizer_loading": 5,
-    "engine.prefixes": 6,
-    "engine.spans": 6,
     "engine.pooled": 6,
     "engine.text": 6,
-    "engine.sources": 6,
     "engine.llm": 7,
     "engine.llm_pooling": 7,
     "engine.inspection": 7,
@@ -150,9 +146,16 @@ def test_the_engine_knows_no_web(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", cases("server"))
-def test_the_server_uses_five_doors_of_the_engine(path: Path) -> None:
+def test_the_server_uses_six_doors_of_the_engine(path: Path) -> None:
     inner = [name for name in imports(path) if below(name, "engine")]
-    assert set(inner) <= {"engine", "engine.client", "engine.logs", "engine.pooled", "engine.text"}
+    assert set(inner) <= {
+        "engine",
+        "engine.client",
+        "engine.logs",
+        "engine.pooled",
+        "engine.pooled.vectors",
+        "engine.text",
+    }
 
 
 @pytest.mark.parametrize("path", cases("server"))
@@ -161,7 +164,7 @@ def test_the_server_computes_nothing(path: Path) -> None:
 
 
 # What writes JSON is no message.
-MESSENGERS = ("engine.process", "engine.client", "engine.messages", "engine.vectors")
+MESSENGERS = ("engine.process", "engine.client", "engine.messages", "engine.pooled.vectors")
 
 
 @pytest.mark.parametrize("path", cases("engine", "server", but=MESSENGERS))
@@ -273,6 +276,18 @@ print(",".join(name for name in ("torch", "transformers", "fastapi", "pydantic")
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == ""
+
+
+def test_the_engine_needs_no_package_of_the_server() -> None:
+    """`LLM` runs where nothing is installed that only the server and its messages need."""
+    absent = ["fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "zmq", "msgspec"]
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({absent!r}))  # each fails to be imported from now on
+import engine.llm
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
 
 
 def test_the_engine_loads_no_web_framework() -> None:

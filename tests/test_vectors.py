@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import Pooled
-from engine.pooled import json_vectors
+from engine.pooled.vectors import json_vectors
 
 RANDOM = np.random.default_rng(0)
 ANY = RANDOM.integers(0, 2**32, size=200_000, dtype=np.uint32).view(np.float32)

@@ -11,7 +11,8 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import Pooled, PoolingParams, resolve_pooling
-from engine.pooled import find_prompt, json_vectors, longest, prompt_tokens
+from engine.pooled import find_prompt, longest, prompt_tokens
+from engine.pooled.vectors import json_vectors
 from server.answering.encoding import estimate, need_tokenizer, read_inputs
 from server.answering.endpoints import require
 from server.answering.pooling import PoolingInput, PoolingRun

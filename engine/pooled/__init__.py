@@ -12,17 +12,16 @@ import numpy as np
 from engine.encoding import Encoding
 from engine.errors import InvalidRequestError
 from engine.outputs import EngineInfo, Pooled
-from engine.prefixes import find_prompt, prompt_tokens
+from engine.pooled.prompts import find_prompt, prompt_tokens
+from engine.pooled.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
 from engine.request import TokenInput
-from engine.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
 from engine.tokenizer import Tokenizer
 from engine.values import NumberRange, check_number
-from engine.vectors import json_vectors
 
 __all__ = [
     "AGGREGATIONS", "Aggregation", "ClassificationOutput", "EmbeddingOutput", "FillMaskOutput", "LabelScore",
     "MaskedToken", "PoolingOutput", "ScoreOutput", "Span", "TokenClassificationOutput", "check_aggregation",
-    "check_scores", "cosine", "find_prompt", "is_cross_encoder", "json_vectors", "labels_of", "longest",
+    "check_scores", "cosine", "find_prompt", "is_cross_encoder", "labels_of", "longest",
     "mask_positions", "masks_of", "prompt_tokens", "spans_of", "token_input", "vector_of",
 ]  # fmt: skip
 
