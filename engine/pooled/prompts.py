@@ -26,11 +26,11 @@ def find_prompt(info: EngineInfo, name: str | None = None) -> str:
     return info.prompts[name]
 
 
-def prompt_tokens(tokenizer: Tokenizer, info: EngineInfo, prompt: str) -> int:
+def prompt_tokens(tokenizer: Tokenizer, info: EngineInfo, prompt: str, *, add_special_tokens: bool = True) -> int:
     """How many tokens at the beginning of an input that starts with this prompt are left out of its vector
     (`PoolingParams.skip_tokens`): as sentence-transformers counts them, those of the prompt alone and the special
-    tokens before it."""
+    tokens before it, where inputs have such (`add_special_tokens`)."""
     if info.include_prompt or not prompt:
         return 0
-    alone = tokenizer.encode_input(prompt)
+    alone = tokenizer.encode_input(prompt, add_special_tokens=add_special_tokens)
     return len(alone.ids) - (alone.sequence[-1:] == [None])

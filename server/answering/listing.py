@@ -18,7 +18,11 @@ def listed(run: PoolingRun, items: Iterable[Mapping[str, Any]], name: str = "dat
     Each is written on its own, so that a thread with thousands of them lets others run in between, and that no more
     than one of them is held as anything but its text.
     """
-    written = ",".join(map(_write, items))
+    return joined(run, (_write(item).encode() for item in items), name)
+
+
+def joined(run: PoolingRun, written: Iterable[bytes], name: str = "data") -> bytes:
+    """The same of items that are JSON already."""
     rest = {
         "id": run.request_id,
         "object": "list",
@@ -26,4 +30,4 @@ def listed(run: PoolingRun, items: Iterable[Mapping[str, Any]], name: str = "dat
         "model": run.service.model_id,
         "usage": run.usage.model_dump(),
     }
-    return f'{_write(rest)[:-1]},"{name}":[{written}]}}'.encode()
+    return b'%b,"%b":[%b]}' % (_write(rest)[:-1].encode(), name.encode(), b",".join(written))

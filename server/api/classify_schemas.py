@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.pooling_fields import TEXT_SCHEMA, ActivatedBody, check_each, several
-from server.api.pooling_schemas import PoolingUsage
+from engine.pooled import Aggregation
+from server.api.pooling_schemas import TEXT_SCHEMA, ActivatedBody, PoolingUsage, check_each, either, several
 from server.api.schemas import IDS_SCHEMA, is_ids
-from server.errors import ApiError
-
-Aggregation = Literal["none", "simple", "first", "average", "max"]
 
 
 class Pair(tuple[str, str]):
@@ -89,13 +86,8 @@ class ClassifyRequest(ActivatedBody):
         Raises:
             ApiError: they contradict each other.
         """
-        new, old = self.aggregation, self.aggregation_strategy
-        if new is not None and old is not None and new != old:
-            message = (
-                "aggregation_strategy is another name of aggregation, and the two contradict each other; send one."
-            )
-            raise ApiError(400, message, param="aggregation_strategy", code="invalid_value")
-        return new or old
+        value: Aggregation | None = either(self, "aggregation", "aggregation_strategy")
+        return value
 
 
 class ClassScore(BaseModel):

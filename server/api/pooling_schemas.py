@@ -1,17 +1,17 @@
-"""The HTTP bodies of endpoints that answer with numbers, in OpenAI's shapes with vLLM's extra fields."""
+"""What the HTTP bodies of all endpoints share that answer with numbers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from engine import PoolingMode
 from server.api.schemas import IDS_SCHEMA, Body, is_ids
 from server.errors import ApiError
 
 MAX_INPUTS = 2048  # in one request, as at OpenAI
+TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 
 _MESSAGES = "messages is not supported here; send input, as text that is ready for the model."
 
@@ -38,6 +38,39 @@ class PoolingBody(Body):
         Body.refuse_unsupported(self)
 
 
+class ActivatedBody(PoolingBody):
+    """What the bodies of endpoints share that may ask for a head's own numbers."""
+
+    use_activation: bool | None = Field(
+        None,
+        description="Make probabilities of the head's numbers, or what the model's config asks for (true). Changes no "
+        "cosine.",
+    )
+    activation: bool | None = Field(None, description="The older name of use_activation.")
+
+    def activates(self) -> bool | None:
+        """What the two names say.
+
+        Raises:
+            ApiError: they contradict each other.
+        """
+        value: bool | None = either(self, "use_activation", "activation")
+        return value
+
+
+def either(body: BaseModel, name: str, other: str) -> Any:
+    """The value of a field that has two names.
+
+    Raises:
+        ApiError: they contradict each other.
+    """
+    first, second = getattr(body, name), getattr(body, other)
+    if first is not None and second is not None and first != second:
+        message = f"{other} is another name of {name}, and the two contradict each other; send one."
+        raise ApiError(400, message, param=other, code="invalid_value")
+    return second if first is None else first
+
+
 class PoolingUsage(BaseModel):
     """Tokens of all inputs, special ones included."""
 
@@ -45,74 +78,39 @@ class PoolingUsage(BaseModel):
     total_tokens: int
 
 
+def several(item: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a list of such items."""
+    return {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": item}
+
+
+def check_each(inputs: list[Any], *, alone: bool) -> list[Any]:
+    """Refuse too many inputs, and empty ones among them.
+
+    Args:
+        alone: the only input came by itself, not in a list.
+
+    Raises:
+        PydanticCustomError: says which.
+    """
+    if len(inputs) > MAX_INPUTS:
+        raise PydanticCustomError("limit", f"may hold at most {MAX_INPUTS} inputs, got {len(inputs)}")
+    empty = next((place for place, item in enumerate(inputs) if item in ("", [])), None)
+    if empty is not None:
+        where = "" if alone else f": item {empty} is"
+        raise PydanticCustomError("limit", f"must not be empty{where}")
+    return inputs
+
+
 def _check_input(value: Any) -> list[str | list[int]]:
     """Any of the four forms as a list of inputs."""
     inputs = [value] if isinstance(value, str) or is_ids(value) else value
     if isinstance(inputs, list) and inputs:
-        if len(inputs) > MAX_INPUTS:
-            raise PydanticCustomError("limit", f"may hold at most {MAX_INPUTS} inputs, got {len(inputs)}")
-        empty = next((place for place, item in enumerate(inputs) if item in ("", [])), None)
-        if empty is not None:
-            where = "" if inputs == [value] else f": item {empty} is"
-            raise PydanticCustomError("limit", f"must not be empty{where}")
+        check_each(inputs, alone=inputs is not value)
         if all(isinstance(item, str) for item in inputs) or all(is_ids(item) for item in inputs):
             return list(inputs)
     message = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
     raise PydanticCustomError("input", message)
 
 
-_TEXT_SCHEMA = {"type": "string", "minLength": 1}
-_INPUT_SCHEMA = {
-    "anyOf": [
-        _TEXT_SCHEMA,
-        {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _TEXT_SCHEMA},
-        IDS_SCHEMA,
-        {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": IDS_SCHEMA},
-    ]
-}
+_INPUT_SCHEMA = {"anyOf": [TEXT_SCHEMA, several(TEXT_SCHEMA), IDS_SCHEMA, several(IDS_SCHEMA)]}
 Inputs = Annotated[Any, PlainValidator(_check_input), WithJsonSchema(_INPUT_SCHEMA)]
-
-
-class EmbeddingRequest(PoolingBody):
-    """Body of POST /v1/embeddings. Null means the default, for every field but the input."""
-
-    input: Inputs = Field(description="One input or several, as text or as token ids. Ids are taken as they are.")
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="A list of numbers (float), or base64 of float32 in little-endian order."
-    )
-    dimensions: int | None = Field(
-        None, ge=1, description="Keep the first so many features, for models that were trained for that."
-    )
-    normalize: bool | None = Field(
-        None, description="Divide each vector by its Euclidean norm (as the model's own settings say, else true)."
-    )
-    pooling: PoolingMode | None = Field(
-        None, description="How a vector is made of the tokens' (as the model's own settings say)."
-    )
-    prompt_name: str | None = Field(
-        None,
-        description="Put that prompt of the model's sentence-transformers config in front of each text (its default "
-        "one, if it has one).",
-    )
-    add_special_tokens: bool | None = Field(
-        None, description="Add the special tokens to each text that the tokenizer puts there (true)."
-    )
-
-
-class Embedding(BaseModel):
-    """One vector: numbers, or base64."""
-
-    object: str = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingResponse(BaseModel):
-    """Answer of POST /v1/embeddings."""
-
-    id: str
-    object: str = "list"
-    data: list[Embedding]
-    created: int
-    model: str
-    usage: PoolingUsage

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.pooling_fields import TEXT_SCHEMA, ActivatedBody, check_each, several
-from server.api.pooling_schemas import PoolingUsage
+from server.api.pooling_schemas import TEXT_SCHEMA, ActivatedBody, PoolingUsage, check_each, several
 from server.errors import ApiError
 
 # The names under which the two sides of the pairs may come: vLLM's, oldest first.

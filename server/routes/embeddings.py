@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +14,10 @@ from engine.pooled import find_prompt, longest, prompt_tokens
 from engine.pooled.vectors import json_vectors
 from server.answering.encoding import estimate, need_tokenizer, read_inputs
 from server.answering.endpoints import require
+from server.answering.listing import joined
 from server.answering.pooling import PoolingInput, PoolingRun
 from server.api import examples
-from server.api.pooling_schemas import EmbeddingRequest, EmbeddingResponse
+from server.api.embedding_schemas import EmbeddingRequest, EmbeddingResponse
 from server.api.schemas import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
@@ -80,23 +80,14 @@ class _EmbeddingRun(PoolingRun):
         inputs = await read_inputs(
             self.service, self.body.input, add_special_tokens=special, truncate=self.truncate, prompt=self.prompt
         )
-        params = replace(self.params, skip_tokens=self._prompt_tokens(special)) if self.texts else self.params
+        params = self.params
+        if self.texts:
+            tokenizer = need_tokenizer(self.service, "input")
+            count = prompt_tokens(tokenizer, self.service.client.info, self.prompt, add_special_tokens=special)
+            params = replace(params, skip_tokens=count)
         return [PoolingInput(source, params) for source in inputs]
-
-    def _prompt_tokens(self, special: bool) -> int:
-        """How many tokens at an input's beginning its vector leaves out."""
-        tokenizer = need_tokenizer(self.service, "input")
-        count = prompt_tokens(tokenizer, self.service.client.info, self.prompt)
-        return count if special or not count else len(tokenizer.encode(self.prompt, add_special_tokens=False))
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         written = json_vectors(answers, as_base64=self.body.encoding_format == "base64")
-        data = b",".join(b'{"object":"embedding","index":%d,"embedding":%b}' % entry for entry in enumerate(written))
-        rest = {
-            "id": self.request_id,
-            "object": "list",
-            "created": self.created,
-            "model": self.service.model_id,
-            "usage": self.usage.model_dump(),
-        }
-        return b'%b,"data":[%b]}' % (json.dumps(rest, separators=(",", ":"))[:-1].encode(), data)
+        items = (b'{"object":"embedding","index":%d,"embedding":%b}' % entry for entry in enumerate(written))
+        return joined(self, items)
