@@ -76,11 +76,10 @@ class _ClassifyRun(PoolingRun):
         ]
 
     def _by_tokens(self, inputs: Sequence[Sequence[int]]) -> list[Encoding]:
-        """Inputs that came as ids: places in them are those of tokens, and special ones belong to no text."""
-        tokenizer, added = self.service.tokenizer, set[int]()
-        if tokenizer is not None:
-            known = {token for ids in inputs for token in ids}
-            added = known - {*tokenizer.visible([*known], skip_special_tokens=True), tokenizer.unk_token_id}
+        """Inputs that came as ids: places in them are those of tokens, and what frames them belongs to no
+        text."""
+        tokenizer = self.service.tokenizer
+        added = frozenset[int]() if tokenizer is None else tokenizer.frame_ids
         return [
             replace(Encoding.of_ids(ids, added=added), offsets=[(at, at + 1) for at in range(len(ids))])
             for ids in inputs

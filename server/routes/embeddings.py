@@ -55,10 +55,12 @@ async def create_embeddings(
 
 @dataclass(slots=True)
 class _EmbeddingRun(PoolingRun):
-    """Attributes:
-    params: of all inputs, but for the prompt's tokens.
-    prompt: stands in front of each text.
-    truncate: how many tokens an input is cut to, if it is.
+    """One request for vectors.
+
+    Attributes:
+        params: of all inputs, but for the prompt's tokens.
+        prompt: stands in front of each text.
+        truncate: how many tokens an input is cut to, if it is.
     """
 
     id_prefix = "embd"
