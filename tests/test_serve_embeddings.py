@@ -191,7 +191,7 @@ def test_a_prompt_does_not_wait_for_a_batch_of_inputs(demo: Service) -> None:
         done = threading.Event()
 
         def embed() -> httpx.Response:
-            texts = [f"{number} " + "and so on " * 40 for number in range(300)]
+            texts = [f"{number} " + "and so on " * 40 for number in range(400)]
             answer = httpx.post(f"{demo.url}/v1/embeddings", json={"input": texts}, timeout=120)
             done.set()
             return answer
