@@ -250,7 +250,7 @@ TestWholeInputs.settings = settings(
 
 def test_all_that_can_happen_to_whole_inputs_does() -> None:
     events: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(15):
         rng = random.Random(seed)
         reader = Reader(rng.randint(8, 40), rng.choice([2, 4, 64]))
         for number in range(60):
@@ -424,7 +424,7 @@ def random_request(rng: random.Random, name: str) -> Request:
 def test_prompts_are_pooled_in_a_crowd_as_alone(windows: list[int | None]) -> None:
     """Chunks, prefix hits, preemptions, aborts and failing steps change no vector by a bit, and did happen."""
     events: Counter[str] = Counter()
-    for seed in range(30):
+    for seed in range(15):
         rng = random.Random(seed)
         simulator = PoolingSimulator(
             num_pages=rng.randint(20, 30) if windows == [None] else rng.randint(16, 20),
@@ -452,16 +452,16 @@ def test_prompts_are_pooled_in_a_crowd_as_alone(windows: list[int | None]) -> No
             sim.compare()
         events.update(sim.pooling_events)
         events.update(preemptions=sim.scheduler.stats.num_preemptions)
-    least = {"preemptions": 60, "chunked": 100, "started_over": 10, "hits": 10, "ended": 5}
+    least = {"preemptions": 24, "chunked": 40, "started_over": 3, "hits": 3, "ended": 1}
     least |= {
-        "beside_sampling": 200,
-        "compared": 300,
-        "mean": 100,
-        "last": 40,
-        "cls": 20,
-        "max": 20,
-        "mean_sqrt_len": 10,
-        "weighted_mean": 10,
+        "beside_sampling": 80,
+        "compared": 120,
+        "mean": 40,
+        "last": 16,
+        "cls": 8,
+        "max": 8,
+        "mean_sqrt_len": 4,
+        "weighted_mean": 4,
     }
     assert all(events[name] >= count for name, count in least.items()), events
 
