@@ -97,13 +97,15 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
 
 
 def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activation:
-    """What sentence-transformers wrote for a cross-encoder; else as transformers' pipelines have it, by the kind of
-    problem or by the number of classes.
+    """What sentence-transformers wrote for a cross-encoder; else as transformers' pipelines have it: of texts by the
+    kind of problem or by the number of classes, of tokens always softmax.
 
     Raises:
         UnsupportedModelError: it names another function of torch than is implemented.
     """
-    named = None if head.pooling is None else pipeline.activation or _cross_encoders(config)
+    if head.pooling is None:
+        return "softmax"
+    named = pipeline.activation or _cross_encoders(config)
     name = None if named is None else torch_class(named)
     if name in _CROSS_ENCODERS:
         return _CROSS_ENCODERS[name]
@@ -114,7 +116,7 @@ def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activ
     kind = getattr(config, "problem_type", None)
     if kind == "regression":
         return "none"
-    if kind == "multi_label_classification" or (head.labels == 1 and head.pooling is not None):
+    if kind == "multi_label_classification" or head.labels == 1:
         return "sigmoid"
     return "softmax"
 

@@ -28,6 +28,6 @@ SHAPES = {
     ),
     "distilbert-tokens": EncoderShape("DistilBertForTokenClassification", BASE | {"num_labels": 5}, seed=6),
     "distilbert-tokens-sinusoidal": EncoderShape(
-        "DistilBertForTokenClassification", NARROW | {"num_labels": 3}, seed=7
+        "DistilBertForTokenClassification", NARROW | {"num_labels": 3, "problem_type": "regression"}, seed=7
     ),
 }

@@ -19,5 +19,9 @@ SHAPES = {
     "electra-classes": EncoderShape("ElectraForSequenceClassification", BASE | {"num_labels": 5}, seed=5),
     "electra-one-class": EncoderShape("ElectraForSequenceClassification", WIDER | {"num_labels": 1}, seed=6),
     "electra-tokens": EncoderShape("ElectraForTokenClassification", BASE | {"num_labels": 5}, seed=7),
-    "electra-tokens-as-wide": EncoderShape("ElectraForTokenClassification", NARROW | {"num_labels": 3}, seed=8),
+    "electra-tokens-as-wide": EncoderShape(
+        "ElectraForTokenClassification",
+        NARROW | {"num_labels": 3, "problem_type": "multi_label_classification"},
+        seed=8,
+    ),
 }
