@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from engine.errors import InvalidRequestError
 from engine.outputs import EngineInfo, PoolingMode, Task
-from engine.values import NumberRange, brief, check_ids, check_number, fail
+from engine.values import NumberRange, brief, check_number, fail
 
 DEFAULT_TOP_K = 5
 MAX_TOP_K = 1000
@@ -66,6 +66,8 @@ class PoolingParams:
         check_number("dimensions", self.dimensions, NumberRange(low=1, integer=True))
         check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_TOP_K, integer=True))
         check_number("skip_tokens", self.skip_tokens, NumberRange(low=0, integer=True, optional=False))
+        if self.positions is not None:
+            _check_positions(self.positions)
         if self.task == "fill_mask" and not self.positions:
             fail("positions", "fill_mask needs the positions of the tokens to predict.")
 
@@ -117,10 +119,14 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
             code="invalid_value",
         )
     positions = tuple(params.positions or ())
-    check_ids("positions", positions)
     if any(position >= prompt_len for position in positions):
         raise InvalidRequestError(
             f"positions must be below the {prompt_len} tokens of the input, got {max(positions)}.", param="positions"
+        )
+    if len(positions) > prompt_len:
+        raise InvalidRequestError(
+            f"positions must be no more than the {prompt_len} tokens of the input, got {len(positions)}.",
+            param="positions",
         )
     return Pooling(
         task=params.task,
@@ -132,6 +138,14 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
         top_k=min(params.top_k or DEFAULT_TOP_K, info.vocab_size),
         skip_tokens=min(params.skip_tokens, prompt_len - 1),
     )
+
+
+def _check_positions(positions: Any) -> None:
+    if not isinstance(positions, Sequence) or isinstance(positions, (str, bytes)):
+        fail("positions", f"positions must be a list of integers, got {brief(positions)}.")
+    for position in positions:
+        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+            fail("positions", f"positions must hold integers of at least 0, got {brief(position)}.")
 
 
 def check_task(info: EngineInfo, task: Task) -> None:

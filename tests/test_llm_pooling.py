@@ -306,6 +306,21 @@ def test_masks(model: Any, hf: Any) -> None:
     assert np.shape(llm.embed(FILLS[0])[0].embedding) == (32,)  # such a model gives vectors, too
 
 
+def test_as_many_masks_as_tokens(hf: Any, tmp_path: Path) -> None:
+    """All tokens of a long input are masks, and the last one has the answer of the reference."""
+    config = bert_config(hf, max_position_embeddings=1100)
+    theirs = save_model(transformers.BertForMaskedLM, config, hf, tmp_path)
+    ids = [hf.mask_token_id] * 1100
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].softmax(-1)
+    llm = load(tmp_path)
+    masks = llm.fill_mask(ids, top_k=1)[0].masks
+    assert [row[0].score for row in masks] == pytest.approx(expected.amax(-1).tolist(), abs=3e-5)
+    with pytest.raises(InvalidRequestError, match="positions must be no more than the 2 tokens of the input, got 3"):
+        llm.engine.add_request("more", ids[:2], PoolingParams(task="fill_mask", positions=[0, 1, 1]))
+    llm.close()
+
+
 def nameless(llm: LLM) -> LLM:
     """The same model with a tokenizer that knows no mask."""
     other = copy.copy(llm)

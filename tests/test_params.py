@@ -194,6 +194,10 @@ def test_stop_strings_are_a_tuple() -> None:
         ({"dimensions": 0}, r"dimensions must be at least 1"),
         ({"dimensions": True}, r"dimensions must be an integer, got True"),
         ({"task": "fill_mask"}, r"fill_mask needs the positions"),
+        ({"task": "fill_mask", "positions": 1}, r"positions must be a list of integers, got 1"),
+        ({"task": "fill_mask", "positions": "0"}, r"positions must be a list of integers, got '0'"),
+        ({"task": "fill_mask", "positions": [0, -1]}, r"positions must hold integers of at least 0, got -1"),
+        ({"task": "fill_mask", "positions": [True]}, r"positions must hold integers of at least 0, got True"),
         (
             {"task": "fill_mask", "positions": [0], "top_k": 1001},
             r"top_k must be at least 1 and at most 1000, got 1001",
