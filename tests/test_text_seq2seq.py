@@ -27,6 +27,7 @@ from support.text_seq2seq import (
     t5_tokenizer,
 )
 from test_http_api import Api, error
+from test_http_chat import Api as ChatApi
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
@@ -168,8 +169,7 @@ def test_decoder_only_models_refuse_what_is_for_the_others(plain: Api, fields: d
     assert "decoder-only model" in found["message"]
     assert words in found["message"]
     assert plain.complete(prompt="a", **{name: None}).status_code == 200
-    messages = [{"role": "user", "content": "a"}]
-    refused = error(plain.request("POST", "/v1/chat/completions", json={"messages": messages, **fields}))
+    refused = error(ChatApi().chat(**fields))
     assert (refused["param"], refused["code"]) == (name, "unsupported_parameter")
     assert len(plain.client.asked) == 1
 
