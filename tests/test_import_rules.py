@@ -21,6 +21,7 @@ LAYERS = {
     "engine.request": 1,
     "engine.logs": 1,
     "engine.scheduling": 2,
+    "engine.native": 2,
     "engine.attention": 2,
     "engine.model": 3,
     "engine.generation": 3,

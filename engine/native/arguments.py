@@ -1,0 +1,72 @@
+"""What kernels are told about tensors, and what is refused before they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FORMATS = (torch.float32, torch.bfloat16)
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor as memory has them: outer times inner rows of `size` numbers that lie side by side.
+
+    Attributes:
+        tensor: what has to live as long as the address is used.
+        outer_stride, inner_stride: numbers from one row to the next.
+    """
+
+    tensor: Tensor
+    address: int
+    outer: int
+    inner: int
+    size: int
+    outer_stride: int
+    inner_stride: int
+
+
+def rows_of(x: Tensor) -> Rows:
+    """The rows of x [..., size], copied only where they lie too irregularly.
+
+    Raises:
+        ValueError: it is not on a CPU, not float32 or bfloat16, or has no dimension.
+    """
+    if x.dtype not in FORMATS or x.device.type != "cpu" or not x.dim():
+        raise ValueError(f"kernels take rows of float32 or bfloat16 on a CPU, not {_said(x)}")
+    size = x.shape[-1]
+    if x.dim() == 2 and (x.stride(1) == 1 or size == 1):
+        return Rows(x, x.data_ptr(), 1, x.shape[0], size, 0, x.stride(0))
+    if x.dim() == 3 and (x.stride(2) == 1 or size == 1):
+        return Rows(x, x.data_ptr(), x.shape[0], x.shape[1], size, x.stride(0), x.stride(1))
+    x = x.contiguous()
+    return Rows(x, x.data_ptr(), 1, x.numel() // size if size else 0, size, 0, size)
+
+
+def vector_of(vector: Tensor | None, size: int, dtype: torch.dtype) -> int | None:
+    """The address of a parameter [size], None for none.
+
+    Raises:
+        ValueError: it has another shape or format, or does not lie side by side.
+    """
+    if vector is None:
+        return None
+    if vector.shape != (size,) or vector.dtype != dtype or not vector.is_contiguous() or vector.device.type != "cpu":
+        raise ValueError(f"a parameter must be [{size}] of {dtype}, side by side, on a CPU, not {_said(vector)}")
+    return vector.data_ptr()
+
+
+def same_shape(y: Tensor, x: Tensor) -> Tensor:
+    """y, side by side.
+
+    Raises:
+        ValueError: its shape or format is not x's.
+    """
+    if y.shape != x.shape or y.dtype != x.dtype or y.device != x.device:
+        raise ValueError(f"{_said(y)} does not go with {_said(x)}")
+    return y.contiguous()
+
+
+def _said(x: Tensor) -> str:
+    return f"{list(x.shape)} of {x.dtype} on {x.device}"

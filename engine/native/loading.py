@@ -1,0 +1,206 @@
+"""The library of kernels, loaded: found beside the package, in the cache, or built into the cache.
+
+OCTAVO_NATIVE=off does without it, OCTAVO_NATIVE_ISA names an instruction set other than the CPU's best. Without it
+everything works through torch, only slower, and one line of the log says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from engine.native.build import PREBUILT, BuildError, build, file_name, find_compiler, supported_sets
+
+logger = logging.getLogger("octavo.native")
+
+_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class Library:
+    """The kernels for one instruction set.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+
+    def __init__(self, isa: str, path: Path):
+        self.isa = isa
+        self._loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+
+    def function(self, name: str, signature: str) -> Callable[..., None]:
+        """An exported function; the signature has a letter for each argument: pointer, int64, float."""
+        found = self._loaded[f"octavo_{name}"]
+        found.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
+        found.restype = None
+        return found
+
+    def threads(self) -> int:
+        """How many threads share the work of a kernel that the calling thread calls."""
+        count = ctypes.c_int64()
+        self.function("count_threads", "p")(ctypes.addressof(count))
+        return count.value
+
+
+class Kernel:
+    """A function of whichever library is in use.
+
+    Args:
+        name: what OCTAVO_EXPORT calls it.
+        signature: a letter for each argument, p (pointer: `data_ptr()`, or None), i (int64) or f (float); spaces
+            are for the reader.
+    """
+
+    _made: ClassVar[list[Kernel]] = []
+
+    call: Callable[..., None]
+    """Calls it, without the interpreter's lock."""
+
+    def __init__(self, name: str, signature: str):
+        self.name, self.signature = name, signature
+        self.call = self._find_and_call
+        Kernel._made.append(self)
+
+    def _find_and_call(self, *arguments: Any) -> None:
+        found = current()
+        if found is None:
+            raise RuntimeError(f"There is no native library to take {self.name} from: ask available() first.")
+        self.call = found.function(self.name, self.signature)
+        self.call(*arguments)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Look all of them up again at their next call."""
+        for kernel in cls._made:
+            kernel.call = kernel._find_and_call
+
+
+def kernels(name: str, signature: str) -> dict[torch.dtype, Kernel]:
+    """A kernel that exists as NAME_f32 and NAME_bf16, by the format of its numbers."""
+    return {dtype: Kernel(f"{name}_{suffix}", signature) for dtype, suffix in _SUFFIXES.items()}
+
+
+_UNKNOWN = object()
+_library: Any = _UNKNOWN
+
+
+def current() -> Library | None:
+    """The library, loaded at the first call, which may take the seconds that compiling it does; None without one."""
+    global _library
+    if _library is _UNKNOWN:
+        _library = _load()
+    found: Library | None = _library
+    return found
+
+
+def available() -> bool:
+    """Whether there are kernels to call."""
+    return current() is not None
+
+
+@contextlib.contextmanager
+def use(chosen: Library | None) -> Iterator[None]:
+    """Take kernels from another library for a while, or do without."""
+    global _library
+    before, _library = _library, chosen
+    Kernel.forget()
+    try:
+        yield
+    finally:
+        _library = before
+        Kernel.forget()
+
+
+def _load() -> Library | None:
+    if os.environ.get("OCTAVO_NATIVE", "").strip().lower() in {"off", "0", "no", "false"}:
+        logger.info("OCTAVO_NATIVE=off: torch computes everything")
+        return None
+    chosen = supported_sets()
+    wanted = os.environ.get("OCTAVO_NATIVE_ISA", "").strip()
+    if wanted and wanted not in chosen:
+        logger.warning("OCTAVO_NATIVE_ISA=%s is ignored: this machine has %s", wanted, ", ".join(chosen))
+    elif wanted:
+        chosen = [wanted]
+    problem = ""
+    for isa in chosen:
+        try:
+            found = load(isa)
+        except (BuildError, OSError) as error:
+            logger.debug("no native library for %s", isa, exc_info=True)
+            problem = problem or str(error).strip().splitlines()[0]
+        else:
+            logger.info("native kernels for %s, threads: %d", isa, found.threads())
+            return found
+    logger.warning("no native kernels, torch computes everything, which is slower: %s", problem)
+    return None
+
+
+def load(isa: str) -> Library:
+    """The library for an instruction set that this CPU has, built if need be.
+
+    Raises:
+        BuildError: there is none, and none can be built.
+        OSError: it cannot be loaded.
+    """
+    _promote_threads()
+    prebuilt = PREBUILT / file_name(isa)
+    if prebuilt.is_file():
+        return Library(isa, prebuilt)
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler was found (c++, g++, clang++, or what CXX names)")
+    name = file_name(isa, compiler)
+    folder = _cache()
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="octavo-native-") as private:
+            build(isa, compiler, Path(private) / name)
+            return Library(isa, Path(private) / name)
+    target = folder / name
+    if not target.is_file():
+        with _alone(folder / f"{isa}.lock"):
+            if not target.is_file():  # nobody else has made it meanwhile
+                logger.info("compiling kernels for %s, once for this machine", isa)
+                build(isa, compiler, target)
+    return Library(isa, target)
+
+
+def _cache() -> Path | None:
+    """The folder that libraries are kept in; None if there is none that only this user can write to."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(base) / "octavo" / "native"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):
+        return None
+    ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    return folder if ours and os.access(folder, os.W_OK) else None
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Only one process at a time; the system lets go of the lock of one that dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _promote_threads() -> None:
+    """Let libraries that are loaded from now on see the OpenMP library that torch has loaded, wherever it is from."""
+    with contextlib.suppress(OSError):
+        if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+            return
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+            path = line.partition("/")[2]
+            if any(name in path.rpartition("/")[2] for name in ("libgomp", "libiomp", "libomp")):
+                ctypes.CDLL(f"/{path}", mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD | os.RTLD_NOW)
+                return

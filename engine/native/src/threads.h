@@ -1,0 +1,62 @@
+// Threads: those of the OpenMP library that torch has loaded, so that one pool serves both.
+//
+// Its entry points are looked up when this library is loaded, in what the process has open already; nothing is linked.
+// Where there are none, everything runs in the calling thread. A region costs one to three microseconds while the
+// threads still spin, and it always takes all of them: a pool that is asked for fewer lets the rest go, and makes new
+// threads for the next region.
+#pragma once
+
+#include "common.h"
+
+extern "C" {
+void GOMP_parallel(void (*part)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
+void GOMP_barrier(void) __attribute__((weak));
+int omp_get_thread_num(void) __attribute__((weak));
+int omp_get_num_threads(void) __attribute__((weak));
+int omp_get_max_threads(void) __attribute__((weak));
+int omp_in_parallel(void) __attribute__((weak));
+}
+
+namespace octavo {
+
+// How many threads a region has that is opened here.
+OCTAVO_INLINE int max_threads() {
+  if (!GOMP_parallel || !GOMP_barrier || !omp_get_thread_num || !omp_get_num_threads || !omp_get_max_threads ||
+      !omp_in_parallel || omp_in_parallel())
+    return 1;
+  return omp_get_max_threads();
+}
+
+// Calls part(thread, threads) in each thread of the pool if `worth`, or else part(0, 1) here.
+template <class Part>
+OCTAVO_INLINE void parallel(bool worth, const Part& part) {
+  const int threads = worth ? max_threads() : 1;
+  if (threads == 1) {
+    part(0, 1);
+    return;
+  }
+  GOMP_parallel(
+      [](void* data) {
+        (*static_cast<const Part*>(data))(omp_get_thread_num(), omp_get_num_threads());
+      },
+      const_cast<Part*>(&part), static_cast<unsigned>(threads), 0);
+}
+
+// All threads of a region wait for each other.
+OCTAVO_INLINE void barrier(int threads) {
+  if (threads > 1) GOMP_barrier();
+}
+
+struct Share {
+  int64_t first, last;
+};
+
+// What of `count` things, in pieces of `piece`, belongs to a thread.
+OCTAVO_INLINE Share share(int64_t count, int thread, int threads, int64_t piece = 1) {
+  const int64_t pieces = (count + piece - 1) / piece;
+  const int64_t first = pieces * thread / threads * piece;
+  const int64_t last = pieces * (thread + 1) / threads * piece;
+  return {smaller(first, count), smaller(last, count)};
+}
+
+}  // namespace octavo

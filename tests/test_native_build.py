@@ -1,0 +1,230 @@
+"""The native library: made where there is a compiler, found again, and not missed where there is none."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import native
+from engine.native import build as building
+from engine.native import loading
+from engine.native.build import BuildError, build, file_name, find_compiler, instruction_sets, supported_sets
+from engine.native.norms import rms_norm
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILER = find_compiler()
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+# What a process tells about the library that it has found.
+TELL = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+from engine import native
+found = native.current()
+print(found and found.isa)
+"""
+
+
+def start(cache: Path, code: str = TELL, **variables: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+    environment |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def libraries(cache: Path) -> list[Path]:
+    return sorted(cache.rglob("*.so"))
+
+
+@needs_compiler
+def test_processes_that_start_at_once_make_one_library(tmp_path: Path) -> None:
+    running = [start(tmp_path, OCTAVO_NATIVE_ISA="portable") for _ in range(2)]
+    ended = [process.communicate(timeout=200) for process in running]
+    assert [out.split() for out, _ in ended] == [["portable"]] * 2, ended
+    assert sum("compiling kernels" in errors for _, errors in ended) == 1, "the other one waited for it"
+    assert len(libraries(tmp_path)) == 1
+    assert not list(tmp_path.rglob(".building-*"))
+    out, errors = start(tmp_path, OCTAVO_NATIVE_ISA="portable").communicate(timeout=100)
+    assert out.split() == ["portable"]
+    assert "compiling" not in errors
+
+
+def load_with(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, **variables: str) -> list[str]:
+    """What the log says while a library is looked for and not found."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.INFO, "octavo.native"):
+        assert loading._load() is None
+    return [f"{record.levelname} {record.getMessage()}" for record in caplog.records if "compil" not in record.msg]
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"OCTAVO_NATIVE": "off"}, "INFO OCTAVO_NATIVE=off"),
+        ({"CXX": "no-such-compiler"}, "WARNING no native kernels"),
+        ({"CXX": "false"}, "WARNING no native kernels"),
+    ],
+)
+def test_without_a_library_the_log_says_what_is_lost(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variables: dict[str, str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path)
+    (line,) = load_with(monkeypatch, caplog, XDG_CACHE_HOME=str(tmp_path), **variables)
+    assert line.startswith(said)
+    assert "OCTAVO_NATIVE" in variables or "no C++ compiler was found" in line
+    assert not libraries(tmp_path)
+
+
+def test_a_compiler_that_fails_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "compiler"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "cannot do that" >&2; exit 1; }\n')
+    broken.chmod(0o755)
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path)
+    (line,) = load_with(monkeypatch, caplog, XDG_CACHE_HOME=str(tmp_path / "cache"), CXX=str(broken))
+    assert line.startswith("WARNING no native kernels")
+    assert not list((tmp_path / "cache").rglob(".building-*"))
+
+
+def test_kernels_without_a_library_say_so() -> None:
+    with native.use(None):
+        assert not native.available()
+        with pytest.raises(RuntimeError, match="no native library"):
+            rms_norm(torch.ones(1, 4), None, 1e-5)
+
+
+@needs_compiler
+def test_only_torchs_threads_are_in_the_process() -> None:
+    """Two pools on the same cores would wait for each other."""
+    assert native.available()
+    mapped = {line.rpartition(" ")[2] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    assert len({path for path in mapped if re.search(r"lib(g|i)?omp[^/]*\.so", path)}) == 1, mapped
+
+
+@needs_compiler
+def test_nothing_but_c_is_linked() -> None:
+    if shutil.which("readelf") is None:
+        pytest.skip("readelf is not installed")
+    assert COMPILER is not None
+    native.load("portable")
+    path = loading._cache() / file_name("portable", COMPILER)  # type: ignore[operator]
+    dynamic = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"NEEDED.*\[(\w+)", dynamic)) <= {"libc", "libm"}
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_kernels_have_as_many_threads_as_torch(threads: int) -> None:
+    before = torch.get_num_threads()
+    found = native.current()
+    assert found is not None
+    try:
+        torch.set_num_threads(threads)
+        assert found.threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_a_prebuilt_library_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert COMPILER is not None
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path)
+    build("portable", COMPILER, tmp_path / file_name("portable"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = native.load("portable")
+    assert found.isa == "portable"
+    with native.use(found):
+        assert torch.equal(rms_norm(torch.full((1, 4), 2.0), None, 0.0), torch.ones(1, 4))
+
+
+def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = file_name("portable")
+    shutil.copytree(building.SOURCES, tmp_path / "src")
+    monkeypatch.setattr(building, "SOURCES", tmp_path / "src")
+    assert file_name("portable") == before
+    with (tmp_path / "src/common.h").open("a") as file:
+        file.write("\n")
+    assert file_name("portable") != before
+
+
+@needs_compiler
+def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies there would be loaded into this process."""
+    folder = tmp_path / "octavo" / "native"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert loading._cache() == folder
+    folder.chmod(0o777)
+    assert loading._cache() is None
+    assert native.load("portable").isa == "portable"
+    assert not libraries(tmp_path)
+
+
+def test_a_build_that_cannot_write_says_where(tmp_path: Path) -> None:
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="file"):
+        build("portable", COMPILER, tmp_path / "file" / "library.so")
+
+
+def test_instruction_sets_are_chosen_by_what_the_cpu_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    cpuinfo = tmp_path / "cpuinfo"
+    everything = sorted(instruction_sets()["avx512"].features)
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu " + " ".join(everything) + "\n")
+    assert supported_sets(cpuinfo) == ["avx512", "avx2", "portable"]
+    cpuinfo.write_text("flags\t\t: " + " ".join(set(everything) - {"avx512_bf16"}) + "\n")
+    assert supported_sets(cpuinfo) == ["avx2", "portable"]
+    cpuinfo.write_text("flags\t\t: fpu sse2\n")
+    assert supported_sets(cpuinfo) == ["portable"]
+    assert supported_sets(tmp_path / "none") == ["portable"]
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert supported_sets(cpuinfo) == ["portable"]
+
+
+def test_an_instruction_set_that_is_not_there_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OCTAVO_NATIVE_ISA", "avx1024")
+    with caplog.at_level(logging.WARNING, "octavo.native"):
+        found = loading._load()
+    assert "OCTAVO_NATIVE_ISA=avx1024 is ignored" in caplog.text
+    if COMPILER is not None:
+        assert found is not None
+        assert found.isa == supported_sets()[0]
+
+
+def test_the_sources_are_part_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["engine"]
+    names = [str(path.relative_to(ROOT / "engine")) for path in building.SOURCES.iterdir()]
+    assert len(names) > 3
+    for name in names:
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
+
+
+@needs_compiler
+def test_all_instruction_sets_can_be_made_ahead(tmp_path: Path) -> None:
+    """As the container's build does: with the standard library alone."""
+    script = str(ROOT / "engine/native/build.py")
+    ran = subprocess.run(
+        [sys.executable, "-I", "-S", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert {path.name for path in libraries(tmp_path)} == {file_name(name) for name in instruction_sets()}
