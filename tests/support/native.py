@@ -1,31 +1,56 @@
-"""What tests of kernels share: every library that this machine can run, and numbers of threads."""
+"""What tests of kernels share: every library that this machine can run, numbers of threads, poisoned memory."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine import native
-from engine.native.build import find_compiler, supported_sets
+from engine.native.build import supported_sets
 
 ISAS = supported_sets()
 needs_native = pytest.mark.skipif(not native.available(), reason="there is no native library, nor a compiler")
+_MARGIN = 64  # bytes
 
 
 @contextlib.contextmanager
 def kernels_of(isa: str, threads: int = 1) -> Iterator[None]:
-    """Kernels of an instruction set, with so many threads."""
+    """Kernels of an instruction set, with so many threads; what they are given to write to is poisoned, and what
+    lies around it must stay as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with native.use(native.load(isa)):
+        with native.use(_loaded(isa)), poisoned_memory():
             yield
     finally:
         torch.set_num_threads(before)
 
 
-def can_build() -> bool:
-    return find_compiler() is not None
+_loaded = functools.cache(native.load)
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives memory of NaN (0xff in each byte) with margins that nothing may write to."""
+    made: list[tuple[Tensor, int]] = []
+
+    def empty(*shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        like = real(*shape, dtype=dtype, device="meta")
+        size = like.numel() * like.element_size()
+        memory = torch.full((size + 2 * _MARGIN,), 0xFF, dtype=torch.uint8)
+        made.append((memory, size))
+        return memory[_MARGIN : _MARGIN + size].view(dtype).view(like.shape)
+
+    real = torch.empty
+    with mock.patch.object(torch, "empty", empty):
+        yield
+    for memory, size in made:
+        assert (memory[:_MARGIN] == 0xFF).all(), "written before the beginning"
+        assert (memory[_MARGIN + size :] == 0xFF).all(), "written behind the end"

@@ -31,14 +31,6 @@ struct Rows {
   OCTAVO_INLINE_MEMBER bool worth_sharing() const { return count() > 1 && count() * size >= SHARED; }
 };
 
-// Four running sums, so that additions do not wait for each other.
-struct Sums {
-  Vector parts[4] = {};
-
-  OCTAVO_INLINE_MEMBER Vector& at(int64_t element) { return parts[element / WIDTH % 4]; }
-  OCTAVO_INLINE_MEMBER float total() const { return sum((parts[0] + parts[1]) + (parts[2] + parts[3])); }
-};
-
 // The row that is normed: x, or the sum, which is written first.
 template <class T>
 OCTAVO_INLINE const T* begin(const Rows<T>& a, int64_t row) {
@@ -56,12 +48,11 @@ void rms_norm_part(const Rows<T>& a, int thread, int threads) {
   for (int64_t row = own.first; row < own.last; ++row) {
     const T* x = begin(a, row);
     T* out = a.out + row * a.size;
-    Sums squares;
-    each(a.size, [&](auto v) {
+    const float squares = total(a.size, [&](auto v, Vector before) {
       const Vector value = v.read(x);
-      squares.at(v.at) = fma(value, value, squares.at(v.at));
+      return fma(value, value, before);
     });
-    const Vector scale = all(1.0f / __builtin_sqrtf(squares.total() / static_cast<float>(a.size) + a.eps));
+    const Vector scale = all(1.0f / __builtin_sqrtf(squares / static_cast<float>(a.size) + a.eps));
     if (!a.weight) {
       each(a.size, [&](auto v) { v.write(out, v.read(x) * scale); });
     } else if (a.product == ROUNDED) {
@@ -80,14 +71,13 @@ void layer_norm_part(const Rows<T>& a, int thread, int threads) {
   for (int64_t row = own.first; row < own.last; ++row) {
     const T* x = begin(a, row);
     T* out = a.out + row * a.size;
-    Sums sums, squares;
-    each(a.size, [&](auto v) { sums.at(v.at) += v.read(x); });
-    const float mean = sums.total() / static_cast<float>(a.size);
-    each(a.size, [&](auto v) {
+    const float mean =
+        total(a.size, [&](auto v, Vector before) { return before + v.read(x); }) / static_cast<float>(a.size);
+    const float squares = total(a.size, [&](auto v, Vector before) {
       const Vector distance = v.kept(v.read(x) - mean);
-      squares.at(v.at) = fma(distance, distance, squares.at(v.at));
+      return fma(distance, distance, before);
     });
-    const Vector scale = all(1.0f / __builtin_sqrtf(squares.total() / static_cast<float>(a.size) + a.eps));
+    const Vector scale = all(1.0f / __builtin_sqrtf(squares / static_cast<float>(a.size) + a.eps));
     each(a.size, [&](auto v) {
       Vector value = (v.read(x) - mean) * scale;
       if (a.weight) value *= v.read(a.weight);

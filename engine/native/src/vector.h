@@ -24,6 +24,7 @@ typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
 
 OCTAVO_INLINE Vector all(float value) { return value - Vector{}; }
 
@@ -116,6 +117,15 @@ OCTAVO_INLINE void store_part(bfloat16* to, Vector v, int64_t count) {
 
 #endif
 
+OCTAVO_INLINE void store(uint8_t* to, Integers v) {
+  const Bytes bytes = __builtin_convertvector(v, Bytes);
+  __builtin_memcpy(to, &bytes, sizeof bytes);
+}
+
+OCTAVO_INLINE void store_part(uint8_t* to, Integers v, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint8_t>(v[i]);
+}
+
 // A number as a format holds it.
 OCTAVO_INLINE Vector rounded(Vector v, const float*) { return v; }
 OCTAVO_INLINE Vector rounded(Vector v, const bfloat16*) { return widen(narrow(v)); }
@@ -146,8 +156,8 @@ struct Full {
   OCTAVO_INLINE_MEMBER Vector read(const T* row) const {
     return load(row + at);
   }
-  template <class T>
-  OCTAVO_INLINE_MEMBER void write(T* row, Vector v) const {
+  template <class T, class Values>
+  OCTAVO_INLINE_MEMBER void write(T* row, Values v) const {
     store(row + at, v);
   }
   OCTAVO_INLINE_MEMBER Vector kept(Vector v) const { return v; }
@@ -159,8 +169,8 @@ struct Part {
   OCTAVO_INLINE_MEMBER Vector read(const T* row) const {
     return load_part(row + at, count);
   }
-  template <class T>
-  OCTAVO_INLINE_MEMBER void write(T* row, Vector v) const {
+  template <class T, class Values>
+  OCTAVO_INLINE_MEMBER void write(T* row, Values v) const {
     store_part(row + at, v, count);
   }
   // 0 again where a calculation has made something else of what is missing.
@@ -176,6 +186,23 @@ OCTAVO_INLINE void each(int64_t size, const Body& body) {
   int64_t at = 0;
   for (; at + WIDTH <= size; at += WIDTH) body(Full{at});
   if (at < size) body(Part{at, size - at});
+}
+
+// The sum of what term(vector, before) adds to `before`, in four running sums, so that additions do not wait for each
+// other.
+template <class Term>
+OCTAVO_INLINE float total(int64_t size, const Term& term) {
+  Vector a{}, b{}, c{}, d{};
+  int64_t at = 0;
+  for (; at + 4 * WIDTH <= size; at += 4 * WIDTH) {
+    a = term(Full{at}, a);
+    b = term(Full{at + WIDTH}, b);
+    c = term(Full{at + 2 * WIDTH}, c);
+    d = term(Full{at + 3 * WIDTH}, d);
+  }
+  for (; at + WIDTH <= size; at += WIDTH) a = term(Full{at}, a);
+  if (at < size) b = term(Part{at, size - at}, b);
+  return sum((a + b) + (c + d));
 }
 
 }  // namespace octavo
