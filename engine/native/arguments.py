@@ -33,13 +33,15 @@ def rows_of(x: Tensor) -> Rows:
     Raises:
         ValueError: it is not on a CPU, not float32 or bfloat16, or has no dimension.
     """
-    if x.dtype not in FORMATS or x.device.type != "cpu" or not x.dim():
+    if x.dtype not in FORMATS or not x.is_cpu or not x.dim():
         raise ValueError(f"kernels take rows of float32 or bfloat16 on a CPU, not {_said(x)}")
-    size = x.shape[-1]
-    if x.dim() == 2 and (x.stride(1) == 1 or size == 1):
-        return Rows(x, x.data_ptr(), 1, x.shape[0], size, 0, x.stride(0))
-    if x.dim() == 3 and (x.stride(2) == 1 or size == 1):
-        return Rows(x, x.data_ptr(), x.shape[0], x.shape[1], size, x.stride(0), x.stride(1))
+    shape, strides = x.shape, x.stride()
+    size = shape[-1]
+    if strides[-1] == 1 or size == 1:
+        if len(shape) == 2:
+            return Rows(x, x.data_ptr(), 1, shape[0], size, 0, strides[0])
+        if len(shape) == 3:
+            return Rows(x, x.data_ptr(), shape[0], shape[1], size, strides[0], strides[1])
     x = x.contiguous()
     return Rows(x, x.data_ptr(), 1, x.numel() // size if size else 0, size, 0, size)
 
@@ -52,7 +54,7 @@ def vector_of(vector: Tensor | None, size: int, dtype: torch.dtype) -> int | Non
     """
     if vector is None:
         return None
-    if vector.shape != (size,) or vector.dtype != dtype or not vector.is_contiguous() or vector.device.type != "cpu":
+    if vector.dtype != dtype or vector.shape != (size,) or not vector.is_contiguous() or not vector.is_cpu:
         raise ValueError(f"a parameter must be [{size}] of {dtype}, side by side, on a CPU, not {_said(vector)}")
     return vector.data_ptr()
 
@@ -63,9 +65,14 @@ def same_shape(y: Tensor, x: Tensor) -> Tensor:
     Raises:
         ValueError: its shape or format is not x's.
     """
-    if y.shape != x.shape or y.dtype != x.dtype or y.device != x.device:
+    if y.shape != x.shape or y.dtype != x.dtype or not y.is_cpu:
         raise ValueError(f"{_said(y)} does not go with {_said(x)}")
     return y.contiguous()
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Memory for as many numbers as x has, side by side."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _said(x: Tensor) -> str:

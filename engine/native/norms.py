@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from engine.native.arguments import rows_of, same_shape, vector_of
+from engine.native.arguments import empty_like, rows_of, same_shape, vector_of
 from engine.native.loading import kernels
 
 _RMS = kernels("rms_norm", "ppp pp iiiii f i")
@@ -39,8 +38,8 @@ def _rms(
 ) -> tuple[Tensor, Tensor]:
     rows = rows_of(x)
     y = None if y is None else same_shape(y, x)
-    total = x if y is None else torch.empty(x.shape, dtype=x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    total = x if y is None else empty_like(x)
+    out = empty_like(x)
     _RMS[x.dtype].call(
         rows.address,
         None if y is None else y.data_ptr(),
@@ -76,8 +75,8 @@ def _layer(
 ) -> tuple[Tensor, Tensor]:
     rows = rows_of(x)
     y = None if y is None else same_shape(y, x)
-    total = x if y is None else torch.empty(x.shape, dtype=x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    total = x if y is None else empty_like(x)
+    out = empty_like(x)
     _LAYER[x.dtype].call(
         rows.address,
         None if y is None else y.data_ptr(),

@@ -48,8 +48,11 @@ def poisoned_memory() -> Iterator[None]:
         made.append((memory, size))
         return memory[_MARGIN : _MARGIN + size].view(dtype).view(like.shape)
 
+    def empty_like(x: Tensor, **_: Any) -> Tensor:
+        return empty(x.shape, dtype=x.dtype)
+
     real = torch.empty
-    with mock.patch.object(torch, "empty", empty):
+    with mock.patch.object(torch, "empty", empty), mock.patch.object(torch, "empty_like", empty_like):
         yield
     for memory, size in made:
         assert (memory[:_MARGIN] == 0xFF).all(), "written before the beginning"
