@@ -47,17 +47,22 @@ class InstructionSet:
     features: frozenset[str]
 
 
-_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
-_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# Named one by one, since not all compilers agree on the names of levels (x86-64-v3).
+_AVX2 = InstructionSet(
+    ("-mavx", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt"),
+    frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "popcnt"}),
+)
+_AVX512 = InstructionSet(
+    (
+        *_AVX2.flags,
+        *("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"),
+        "-mprefer-vector-width=512",
+    ),
+    _AVX2.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"},
+)
 # Best first, by the machine's name.
 _INSTRUCTION_SETS = {
-    "x86_64": {
-        "avx512": InstructionSet(
-            ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), _V4 | {"avx512_bf16", "avx512_vnni"}
-        ),
-        "avx2": InstructionSet(("-march=x86-64-v3",), _V3),
-        "portable": InstructionSet((), frozenset()),
-    },
+    "x86_64": {"avx512": _AVX512, "avx2": _AVX2, "portable": InstructionSet((), frozenset())},
 }
 _PORTABLE = {"portable": InstructionSet((), frozenset())}
 
