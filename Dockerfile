@@ -43,12 +43,15 @@ RUN pip install --constraint constraints.txt --requirement requirements.txt && s
 
 # ---- Octavo alone: a layer of its own, small, because it changes more often than what it needs
 FROM builder AS octavo
-RUN PIP_PYTHON=/build/bin/python3 pip install --constraint constraints.txt setuptools
+# ziglang is a C++ compiler that pip can install.
+RUN PIP_PYTHON=/build/bin/python3 pip install --constraint constraints.txt setuptools ziglang
 COPY README.md LICENSE octavo.py ./
 COPY engine engine
 COPY server server
+# The kernels are compiled for all instruction sets, since what runs has no compiler, nor a cache that stays.
 RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --prefix /app/octavo . \
- && sed -i '1s|^#!.*|#!/app/venv/bin/python3|' /app/octavo/bin/octavo
+ && sed -i '1s|^#!.*|#!/app/venv/bin/python3|' /app/octavo/bin/octavo \
+ && CXX="/build/bin/python3 -m ziglang c++" python3 /app/octavo/lib/python3*/site-packages/engine/native/build.py
 
 # ---- what runs: Python, no build tools, no root. The user is named by number, so that an orchestrator can see that it
 # is not root. /models belongs to it: a volume mounted there for the first time takes that over, and downloads are kept

@@ -107,6 +107,13 @@ events = [line for line in urllib.request.urlopen(asked, timeout=60) if line.sta
 sys.exit(0 if events[-1].strip() == b"data: [DONE]" else f"cut off after {events[-1]}")
 '
 
+KERNELS='
+import sys
+from engine import native
+found = native.current()
+sys.exit(0 if found and found.threads() >= 1 else "the library of kernels is not there")
+'
+
 inside() {
     root=$1
     mapfile -t environment < <(fact Env)
@@ -143,6 +150,9 @@ inside() {
         fail "does not listen on 0.0.0.0, port 8000"
     run_in_container python3 -I -c "$COMPLETION" || fail "no completion"
     passed "listens on all addresses, and completes a prompt"
+
+    run_in_container python3 -I -c "$KERNELS" 2>"$work/kernels" || fail "no kernels: $(tail -3 "$work/kernels")"
+    passed "has its kernels built"
 
     mkfifo "$work/events"
     run_in_container python3 -I -c "$STREAM" >"$work/events" &

@@ -18,8 +18,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from engine.attention.base import AttentionMetadata
 from engine.execution.invariance import min_invariant_rows
+from engine.model.activations import ACTIVATIONS
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
-from engine.model.layers import ACTIVATIONS, Linear, Place, Step
+from engine.model.layers import Linear, Place, Step
 from engine.model.spec import Dense, Experts, Gated
 
 CPU = torch.device("cpu")

@@ -268,6 +268,7 @@ def test_variables_that_set_nothing_are_named_once(load: Callable[..., Loaded]) 
         "OCTAVO_MAX_MODEL_LENGTH": "3",
         "OCTAVO_ELSEWHERE_FLAG": "x",
         "OCTAVO_EMPTY": "",
+        "OCTAVO_NATIVE": "off",  # the engine reads it
         # what Kubernetes sets for a Service "octavo" and one "octavo-web"
         "OCTAVO_SERVICE_HOST": "10.1.1.1",
         "OCTAVO_SERVICE_PORT_HTTP": "80",

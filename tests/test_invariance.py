@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
 from engine.execution.runner import ModelRunner
-from engine.model.layers import ACTIVATIONS, Linear, Place, activate
+from engine.model.activations import ACTIVATIONS, activate
+from engine.model.layers import Linear, Place
 from engine.model.spec import Lm
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.plan import StepPlan

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model.layers import ACTIVATIONS
+from engine.model.activations import ACTIVATIONS
 from engine.native import activations, norms
 from engine.native.quantise import quantise_rows
 from tests.support.native import ISAS, kernels_of, needs_native

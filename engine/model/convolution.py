@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionMetadata
 from engine.model import spec
-from engine.model.layers import ACTIVATIONS, Linear, Place, Step, activate
+from engine.model.activations import activate_by_name
+from engine.model.layers import Linear, Place, Step
 
 
 class TokenConvolution(nn.Module):
@@ -22,7 +23,7 @@ class TokenConvolution(nn.Module):
         super().__init__()
         self.taps = part.kernel
         self.kernel = Linear(part.kernel * hidden_size, hidden_size, True, place)
-        self.activation = ACTIVATIONS[part.activation]
+        self.activation = part.activation
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]; tokens past `step.tokens` are padding."""
@@ -30,7 +31,7 @@ class TokenConvolution(nn.Module):
         places = neighbours(step.metadata, self.taps, nothing).to(x.device)
         places = F.pad(places, (0, 0, 0, len(x) - step.tokens), value=nothing)
         windows = F.pad(x, (0, 0, 0, 1)).index_select(0, places.view(-1)).view(len(x), -1)
-        return activate(self.activation, self.kernel(windows))
+        return activate_by_name(self.activation, self.kernel(windows))
 
 
 def neighbours(metadata: AttentionMetadata, taps: int, nothing: int) -> Tensor:

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model import spec
-from engine.model.layers import ACTIVATIONS, Linear, Place, Step, activate, can_pack
+from engine.model.activations import activate_by_name, gate_by_name
+from engine.model.layers import Linear, Place, Step, can_pack
 
 
 class ExpertMatrices(nn.Module):
@@ -48,7 +49,7 @@ class ExpertsFeedForward(nn.Module):
         self.router = Linear(hidden_size, part.count, False, place)
         self.up = ExpertMatrices(part.count, hidden_size, 2 * width if self.gated else width, place)
         self.down = ExpertMatrices(part.count, width, hidden_size, place)
-        self.activation = ACTIVATIONS[part.expert.activation]
+        self.activation = part.expert.activation
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]; padding is sent to no expert and gives zeros."""
@@ -108,10 +109,6 @@ class ExpertsFeedForward(nn.Module):
 
     def compute(self, x: Tensor, expert: int) -> Tensor:
         """One expert's answers to its tokens, [rows, hidden]."""
-        if self.gated:
-            gate, up = self.up(x, expert).chunk(2, dim=-1)
-            inner = activate(self.activation, gate).mul_(up)
-        else:
-            inner = activate(self.activation, self.up(x, expert))
-        out: Tensor = self.down(inner, expert)
+        by_name = gate_by_name if self.gated else activate_by_name
+        out: Tensor = self.down(by_name(self.activation, self.up(x, expert)), expert)
         return out

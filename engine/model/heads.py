@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model import spec
-from engine.model.layers import ACTIVATIONS, Linear, Place, activate, build_norm
+from engine.model.activations import activate, activate_by_name
+from engine.model.layers import Linear, Place, build_norm
 
 
 class Head(nn.Module):
@@ -31,7 +32,7 @@ class Head(nn.Module):
         super().__init__()
         hidden, width, outputs = sizes
         self.dense = None if width is None else Linear(hidden, width, dense_bias, place)
-        self.activation = None if activation is None else ACTIVATIONS[activation]
+        self.activation = activation
         self.norm = build_norm(norm, width or hidden, place)
         self.output = Linear(width or hidden, outputs, bias, place, shared=shared)
 
@@ -40,7 +41,7 @@ class Head(nn.Module):
         if self.dense is not None:
             x = self.dense(x)
         if self.activation is not None:
-            x = activate(self.activation, x)
+            x = activate_by_name(self.activation, x)
         if self.norm is not None:
             x = self.norm(x)
         out: Tensor = self.output(x)

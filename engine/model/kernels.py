@@ -1,4 +1,4 @@
-"""Where kernels of our own (`engine.native`) take over from torch: on a CPU, for what they were measured to be faster at.
+"""Where kernels of our own (`engine.native`) take over from torch: on a CPU, for what they are faster at.
 
 Which code computes a row is decided by its format alone, never by how many rows there are: a row's bits would depend on
 the batch. Without a library, and for what is not listed here, torch computes the same.
@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from engine import native
+from engine.attention.base import Paged
 from engine.model import spec
+from engine.model.positions import Rotary
+from engine.native import activations, norms, rotary
 
 _FORMATS = (torch.float32, torch.bfloat16)
 
@@ -28,3 +31,52 @@ GATED: dict[torch.dtype, frozenset[spec.Activation]] = {
 def take(x: Tensor) -> bool:
     """Whether there are kernels for tensors like x."""
     return x.is_cpu and x.dtype in _FORMATS and native.available()
+
+
+def activate(name: spec.Activation, x: Tensor) -> Tensor | None:
+    """name(x) of rows x [T, width]; None where torch is to compute it."""
+    if not take(x) or name not in PLAIN[x.dtype]:
+        return None
+    return activations.activate(x, name)
+
+
+def gate(name: spec.Activation, x: Tensor) -> Tensor | None:
+    """name(a) * b of rows [a | b] of x [T, 2 * width]; None where torch is to compute it."""
+    if not take(x) or name not in GATED[x.dtype]:
+        return None
+    return activations.gate(x, name)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool, in_float32: bool) -> Tensor | None:
+    """RMSNorm of the last dimension; None where torch is to compute it."""
+    if not take(x) or (weight is not None and weight.dtype != x.dtype):
+        return None
+    return norms.rms_norm(x, weight, eps, unit_offset=unit_offset, in_float32=in_float32)
+
+
+def rotate_and_store(
+    turning: Tensor,
+    values: Tensor,
+    part: Rotary | None,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: Paged | None,
+    slots: Tensor | None,
+) -> bool:
+    """Turn heads where they lie and store keys and values in pages; False where torch is to do it, nothing being done.
+
+    Args:
+        turning: [T, heads + kv_heads, head_dim], queries first; nobody else may need what it holds.
+        angles: cosines and sines of the tokens, for `part`.
+        cache: None for keys that are read where they lie: they are turned there, too.
+        slots: where the first tokens go.
+    """
+    if not take(turning):
+        return False
+    rotation = None
+    if part is not None and angles is not None:
+        rotation = rotary.Rotation(*angles, part.interleaved)
+    if cache is not None and slots is not None:
+        rotary.rotate_and_store(turning, values, rotation, cache, slots)
+    elif rotation is not None:
+        rotary.rotate_(turning, rotation)
+    return True

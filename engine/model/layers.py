@@ -6,7 +6,6 @@ initialised: whoever builds a module fills them (`engine.model.weights`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend, AttentionMetadata, Bias, DistanceBias, Paged, PositionBias, Ragged
-from engine.model import spec
+from engine.model import kernels, spec
+from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.positions import AttentionPosition, Rotary
 from engine.model.rotary import rotate
 
@@ -147,6 +147,11 @@ class RmsNorm(nn.Module):
         self.in_float32 = part.in_float32
 
     def forward(self, x: Tensor) -> Tensor:
+        normed = kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset, in_float32=self.in_float32)
+        return self.by_torch(x) if normed is None else normed
+
+    def by_torch(self, x: Tensor) -> Tensor:
+        """The same without kernels of our own."""
         if self.weight is None:
             return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
         if self.unit_offset:
@@ -177,61 +182,6 @@ def build_norm(part: spec.Norm | None, size: int, place: Place) -> nn.Module | N
     if part is None:
         return None
     return RmsNorm(part, size, place) if part.kind == "rms" else LayerNorm(part, size, place)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[spec.Activation, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "relu2": _relu2,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
-
-
-# Up to _UNDIVIDED elements torch gives an elementwise function to one thread, whichever function it is, and from
-# _SHARED elements per thread on to all of them.
-_UNDIVIDED, _SHARED = 2**14, 2**15
-_VECTORS = 64  # a multiple of how many elements any CPU's vector loop takes at once
-
-
-def activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function of rows [T, width], such that no row's bits depend on the others.
-
-    torch divides a tensor's elements among threads wherever it comes out even, and what is left over at the end of a
-    piece is computed by other code than full vectors are, which rounds differently. So a piece is made of whole rows
-    here, and a row of full vectors.
-    """
-    rows, width = x.shape
-    if x.device.type != "cpu" or not rows:
-        return function(x)
-    if odd := width % _VECTORS:
-        return activate(function, F.pad(x, (0, _VECTORS - odd)))[:, :width].contiguous()
-    x = x.contiguous()  # some functions have other code for tensors that are not
-    threads = torch.get_num_threads()
-    # Rows of which each thread gets as many whole ones.
-    shared = rows - rows % threads
-    if width > _UNDIVIDED or shared * width < threads * _SHARED:
-        shared = 0
-    block = max(_UNDIVIDED // width, 1)
-    sizes = [shared] if shared else []
-    sizes += [min(block, rows - start) for start in range(shared, rows, block)]
-    if threads == 1 or len(sizes) == 1:
-        return function(x)
-    return torch.cat([function(part) for part in torch.split(x, sizes)])
 
 
 class QkNorm(nn.Module):
@@ -277,8 +227,11 @@ class SelfAttention(nn.Module):
         turning, values = heads.tensor_split((part.heads + part.kv_heads,), dim=1)
         if self.qk_norm is not None:
             turning = self.qk_norm(turning)
-        if isinstance(part.position, Rotary):
-            turning = rotate(turning, part.position, *step.rotations[part.position])
+        rotary = part.position if isinstance(part.position, Rotary) else None
+        angles = None if rotary is None else step.rotations[rotary]
+        done = kernels.rotate_and_store(turning, values, rotary, angles, cache, step.slots)
+        if not done and rotary is not None and angles is not None:
+            turning = rotate(turning, rotary, *angles)
         queries, keys = turning.tensor_split((part.heads,), dim=1)
         kv: Paged | Ragged
         if cache is None:
@@ -286,7 +239,8 @@ class SelfAttention(nn.Module):
         else:
             assert step.slots is not None
             kv = cache
-            cache.write(step.slots, keys[:tokens], values[:tokens])
+            if not done:
+                cache.write(step.slots, keys[:tokens], values[:tokens])
         attended = self.backend.attend(
             queries,
             kv,
@@ -352,10 +306,10 @@ class DenseFeedForward(nn.Module):
         super().__init__()
         self.up = Linear(hidden_size, part.width, part.bias, place)
         self.down = Linear(part.width, hidden_size, part.bias, place)
-        self.activation = ACTIVATIONS[part.activation]
+        self.activation = part.activation
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        out: Tensor = self.down(activate(self.activation, self.up(x)))
+        out: Tensor = self.down(activate_by_name(self.activation, self.up(x)))
         return out
 
 
@@ -366,9 +320,8 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         self.gate_up = Linear(hidden_size, 2 * part.width, part.bias, place)
         self.down = Linear(part.width, hidden_size, part.bias, place)
-        self.activation = ACTIVATIONS[part.activation]
+        self.activation = part.activation
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(activate(self.activation, gate).mul_(up))
+        out: Tensor = self.down(gate_by_name(self.activation, self.gate_up(x)))
         return out

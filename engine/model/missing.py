@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.model import spec
-from engine.model.layers import ACTIVATIONS
+from engine.model.activations import ACTIVATIONS
 from engine.model.positions import Disentangled, RelativeBuckets
 
 

@@ -14,6 +14,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource
 from engine import ConfigError
 
 PREFIX = "OCTAVO_"
+# No settings of the service, but read by the engine where it loads its kernels (engine.native.loading).
+_ELSEWHERE = frozenset({"OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"})
 # What Kubernetes puts into every container for a Service whose name begins with "octavo".
 _SERVICE_LINK = re.compile(r"OCTAVO_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
@@ -60,7 +62,7 @@ def unknown_variables(environ: Mapping[str, str], known: Collection[str]) -> lis
     """
     sentences = []
     for name, value in sorted(environ.items()):
-        if not name.upper().startswith(PREFIX) or not value:
+        if not name.upper().startswith(PREFIX) or not value or name in _ELSEWHERE:
             continue
         if name.upper() in known:
             if is_service_link(name, value):
