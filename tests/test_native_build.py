@@ -175,6 +175,26 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, monkey
     assert not libraries(tmp_path)
 
 
+@needs_compiler
+def test_old_libraries_are_removed_when_a_new_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path)
+    folder = loading._cache()
+    assert folder is not None
+    kept, old, killed = folder / "octavo-kept.so", folder / "octavo-old.so", folder / ".building-killed"
+    killed.mkdir()
+    for path in (kept, old, killed / "a.o"):
+        path.write_text("")
+    month = 31 * 24 * 3600
+    for path in (old, killed):
+        os.utime(path, (path.stat().st_atime - month, path.stat().st_mtime - month))
+    native.load("portable")
+    assert kept.exists()
+    assert not old.exists()
+    assert not killed.exists()
+    assert len(libraries(tmp_path)) == 2
+
+
 def test_a_build_that_cannot_write_says_where(tmp_path: Path) -> None:
     if COMPILER is None:
         pytest.skip("there is no C++ compiler")

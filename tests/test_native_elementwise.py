@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.model.activations import ACTIVATIONS
+from engine.model.layers import Place, RmsNorm
+from engine.model.spec import Norm
 from engine.native import activations, norms
 from engine.native.quantise import quantise_rows
 from tests.support.native import ISAS, kernels_of, needs_native
@@ -37,17 +39,13 @@ def apart(x: Tensor) -> Tensor:
 
 
 def plain_rms(x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, in_float32: bool) -> Tensor:
-    """As engine.model.layers computes it without kernels."""
-    shape = x.shape[-1:]
-    if weight is None:
-        return F.rms_norm(x.float(), shape, None, eps).to(x.dtype)
-    if unit_offset:
-        return F.rms_norm(x.float(), shape, 1.0 + weight.float(), eps).to(x.dtype)
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, shape, weight, eps)
-    if in_float32:
-        return F.rms_norm(x.float(), shape, weight.float(), eps).to(x.dtype)
-    return F.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight
+    """As the model computes it without kernels."""
+    part = Norm("rms", eps, weight=weight is not None, unit_offset=unit_offset, in_float32=in_float32)
+    norm = RmsNorm(part, x.shape[-1], Place(torch.device("cpu"), x.dtype))
+    if weight is not None:
+        assert norm.weight is not None
+        norm.weight.copy_(weight)
+    return norm.by_torch(x)
 
 
 def assert_near(found: Tensor, wanted: Tensor, atol: float = 2e-6) -> None:

@@ -11,7 +11,9 @@ import ctypes
 import fcntl
 import logging
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +24,7 @@ from engine.native.build import PREBUILT, BuildError, build, file_name, find_com
 
 logger = logging.getLogger("octavo.native")
 
+_KEPT_SECONDS = 30 * 24 * 3600
 _TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -170,7 +173,21 @@ def load(isa: str) -> Library:
             if not target.is_file():  # nobody else has made it meanwhile
                 logger.info("compiling kernels for %s, once for this machine", isa)
                 build(isa, compiler, target)
+                _tidy(folder)
+    with contextlib.suppress(OSError):
+        os.utime(target)
     return Library(isa, target)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove libraries that nothing has loaded for long, and what builds that were killed have left."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _KEPT_SECONDS:
+                if path.suffix == ".so":
+                    path.unlink()
+                elif path.name.startswith(".building-"):
+                    shutil.rmtree(path)
 
 
 def _cache() -> Path | None:

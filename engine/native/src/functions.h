@@ -1,6 +1,6 @@
-// Functions of vectors: exponential, tanh, erf. Their polynomials were fitted to the functions themselves (weighted least
-// squares, reweighted towards the smallest largest error); tests hold the errors that are stated here, in units of the
-// last place of float32, with and without fused products.
+// Functions of vectors: exponential, tanh, erf. Their polynomials were fitted to the functions themselves (weighted
+// least squares, reweighted towards the smallest largest error); tests hold the errors that are stated here, in units of
+// the last place of float32, with and without fused products.
 #pragma once
 
 #include "vector.h"

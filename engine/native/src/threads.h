@@ -19,6 +19,9 @@ int omp_in_parallel(void) __attribute__((weak));
 
 namespace octavo {
 
+// A region is worth its costs from so many numbers on that are read and written once.
+constexpr int64_t WORTH_SHARING = 1 << 14;
+
 // How many threads a region has that is opened here.
 OCTAVO_INLINE int max_threads() {
   if (!GOMP_parallel || !GOMP_barrier || !omp_get_thread_num || !omp_get_num_threads || !omp_get_max_threads ||
