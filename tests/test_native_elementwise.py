@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.native import ISAS, kernels_of, needs_native
 from torch import Tensor
 
 from engine.model.activations import ACTIVATIONS
@@ -14,7 +15,6 @@ from engine.model.layers import Place, RmsNorm
 from engine.model.spec import Norm
 from engine.native import activations, norms
 from engine.native.quantise import quantise_rows
-from tests.support.native import ISAS, kernels_of, needs_native
 
 pytestmark = needs_native
 FORMATS = [torch.float32, torch.bfloat16]

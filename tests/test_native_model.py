@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.checkpoints import Checkpoint, random_prompt
 from support.driving import Job, make_engine, run
+from support.native import ISAS, kernels_of, needs_native
 from support.pages import Pages, load, scattered_tables
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from engine.model import kernels
 from engine.model.activations import ACTIVATIONS, activate, activate_by_name, gate_by_name
 from engine.model.layers import Place, build_norm
 from engine.model.spec import Norm
-from tests.support.native import ISAS, kernels_of, needs_native
 
 pytestmark = needs_native
 CPU = torch.device("cpu")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.native import ISAS, kernels_of, needs_native
 from torch import Tensor
 
 from engine.attention.base import Paged
@@ -13,7 +14,6 @@ from engine.attention.formats import SCALE
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
 from engine.native.rotary import Rotation, rotate_, rotate_and_store
-from tests.support.native import ISAS, kernels_of, needs_native
 
 pytestmark = needs_native
 each_isa = pytest.mark.parametrize("isa", ISAS)
