@@ -53,14 +53,32 @@ OCTAVO_INLINE Vector load(const float* from) {
 
 OCTAVO_INLINE void store(float* to, Vector v) { __builtin_memcpy(to, &v, sizeof v); }
 
-OCTAVO_INLINE Vector widen(Halves halves) { return (Vector)(__builtin_convertvector(halves, Words) << 16); }
+// What __builtin_convertvector does, in one instruction each.
+#if defined(__AVX512F__)
+OCTAVO_INLINE Words to_words(Halves halves) { return (Words)_mm512_cvtepu16_epi32((__m256i)halves); }
+OCTAVO_INLINE Halves to_halves(Words words) { return (Halves)_mm512_cvtepi32_epi16((__m512i)words); }
+OCTAVO_INLINE Bytes to_bytes(Integers integers) { return (Bytes)_mm512_cvtepi32_epi8((__m512i)integers); }
+#elif defined(__AVX2__)
+OCTAVO_INLINE Words to_words(Halves halves) { return (Words)_mm256_cvtepu16_epi32((__m128i)halves); }
+OCTAVO_INLINE Halves to_halves(Words words) {
+  const __m256i packed = _mm256_packus_epi32((__m256i)(words & 0xffff), _mm256_setzero_si256());
+  return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+}
+OCTAVO_INLINE Bytes to_bytes(Integers integers) { return __builtin_convertvector(integers, Bytes); }
+#else
+OCTAVO_INLINE Words to_words(Halves halves) { return __builtin_convertvector(halves, Words); }
+OCTAVO_INLINE Halves to_halves(Words words) { return __builtin_convertvector(words, Halves); }
+OCTAVO_INLINE Bytes to_bytes(Integers integers) { return __builtin_convertvector(integers, Bytes); }
+#endif
+
+OCTAVO_INLINE Vector widen(Halves halves) { return (Vector)(to_words(halves) << 16); }
 
 // bfloat16, rounded to nearest even as torch does it: subnormal numbers stay, NaN stays NaN.
 OCTAVO_INLINE Halves narrow(Vector v) {
   const Words bits = (Words)v;
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words chosen = v == v ? rounded : (Words)(Integers{} + 0x7fc0);
-  return __builtin_convertvector(chosen, Halves);
+  return to_halves(chosen);
 }
 
 OCTAVO_INLINE Vector load(const bfloat16* from) {
@@ -118,7 +136,7 @@ OCTAVO_INLINE void store_part(bfloat16* to, Vector v, int64_t count) {
 #endif
 
 OCTAVO_INLINE void store(uint8_t* to, Integers v) {
-  const Bytes bytes = __builtin_convertvector(v, Bytes);
+  const Bytes bytes = to_bytes(v);
   __builtin_memcpy(to, &bytes, sizeof bytes);
 }
 
@@ -132,21 +150,33 @@ OCTAVO_INLINE Vector rounded(Vector v, const bfloat16*) { return widen(narrow(v)
 
 // ---- over all elements, always in the same order
 
+#if defined(__AVX2__)
+// The operation on one half of the elements and the other, until one is left.
 template <class Operation>
 OCTAVO_INLINE float fold(Vector v, const Operation& operation) {
-  float parts[WIDTH];
-  store(parts, v);
-  for (int64_t half = WIDTH / 2; half; half /= 2)
-    for (int64_t i = 0; i < half; ++i) parts[i] = operation(parts[i], parts[i + half]);
-  return parts[0];
+#if defined(__AVX512F__)
+  const __m256 eight = operation(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+  const __m256 eight = v;
+#endif
+  const __m128 four = operation(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = operation(four, _mm_movehl_ps(four, four));
+  return operation(two, _mm_shuffle_ps(two, two, 1))[0];
 }
+#else
+template <class Operation>
+OCTAVO_INLINE float fold(Vector v, const Operation& operation) {
+  const Vector two = operation(v, Vector{v[2], v[3]});
+  return operation(two, Vector{two[1]})[0];
+}
+#endif
 
 OCTAVO_INLINE float sum(Vector v) {
-  return fold(v, [](float a, float b) { return a + b; });
+  return fold(v, [](auto a, auto b) { return a + b; });
 }
 
 OCTAVO_INLINE float largest(Vector v) {
-  return fold(v, [](float a, float b) { return larger(a, b); });
+  return fold(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // The vectors that `each` hands to its body: their place in a row, how they are read and written there.
