@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from engine import native
 from engine.attention import select
 from engine.config import EngineConfig
 from engine.engine import choose_device, choose_dtype
@@ -32,12 +33,16 @@ class TorchFacts:
         cuda: version of CUDA it was built with; None for a CPU build.
         num_threads: threads of one operation on the CPU.
         gpus: names of the GPUs it sees.
+        kernels: the instruction set of Octavo's own kernels for the CPU; "" where torch computes everything.
+        no_kernels: why there are none.
     """
 
     version: str
     cuda: str | None
     num_threads: int
     gpus: tuple[str, ...]
+    kernels: str = ""
+    no_kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +83,14 @@ class ModelFacts:
 def inspect_torch() -> TorchFacts:
     """What torch says of itself."""
     available = torch.cuda.is_available()
+    kernels, no_kernels = native.prospect()
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
         num_threads=torch.get_num_threads(),
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if available else (),
+        kernels=kernels,
+        no_kernels=no_kernels,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError
+from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError, TorchFacts
 from engine.text import load_tokenizer
 from server.config.settings import ServerSettings
 from server.door.auth import read_api_keys
@@ -98,6 +98,16 @@ def check_torch() -> Iterator[Finding]:
         yield Finding("threads", "warn", found, fix)
     else:
         yield Finding("threads", "ok", found)
+    if not facts.gpus:
+        yield check_kernels(facts)
+
+
+def check_kernels(facts: TorchFacts) -> Finding:
+    """What a CPU computes faster than torch does is there, or will be compiled at the first start."""
+    if facts.kernels:
+        return Finding("kernels", "ok", facts.kernels)
+    fix = "A CPU serves slower without: install a C++ compiler (g++), which the first start uses."
+    return Finding("kernels", "warn", f"none: {facts.no_kernels}", fix)
 
 
 def num_cpus(cgroups: Path = Path("/sys/fs/cgroup")) -> float:

@@ -16,14 +16,14 @@ import torch
 from fake_client import hf_byte_tokenizer
 
 import engine
-from engine import EngineConfig, inspect_model
+from engine import EngineConfig, inspect_model, native
 from engine.execution.memory import available_memory
 from server import doctor
 from server.cli import main
 from server.config.settings import DEMO_MODEL, ServerSettings
 from server.doctor import Finding
 
-CPU_BUILD = engine.TorchFacts(version="2.13.0+cpu", cuda=None, num_threads=1, gpus=())
+CPU_BUILD = engine.TorchFacts(version="2.13.0+cpu", cuda=None, num_threads=1, gpus=(), kernels="avx2")
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +60,11 @@ def warned(finding: Finding) -> str:
 
 def test_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "load", lambda *arguments, **options: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(native, "prospect", lambda: ("avx2", ""))
     assert main(["doctor", "--port", "0", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     checks = " ".join(line.split()[1] for line in lines[:-1])
-    assert checks == "python torch threads device model memory tokenizer chat port access engine open"
+    assert checks == "python torch threads kernels device model memory tokenizer chat port access engine open"
     assert {line.split()[0] for line in lines[:-1]} == {"ok"}
     assert lines[-1] == "All is well."
 
@@ -106,6 +107,16 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "libgomp.so.1: cannot open shared object file" in failed(findings["torch"])
     assert "model" not in findings
     assert findings["port"].verdict == "ok"
+
+
+def test_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = replace(CPU_BUILD, kernels="", no_kernels="no C++ compiler was found")
+    monkeypatch.setattr(engine, "inspect_torch", lambda: facts, raising=False)
+    found = {finding.check: finding for finding in doctor.check_torch()}
+    assert "no C++ compiler was found" in warned(found["kernels"])
+    assert "g++" in found["kernels"].fix
+    monkeypatch.setattr(engine, "inspect_torch", lambda: replace(facts, gpus=("H200",)), raising=False)
+    assert "kernels" not in {finding.check for finding in doctor.check_torch()}, "a GPU has no use for them"
 
 
 def test_more_threads_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

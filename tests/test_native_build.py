@@ -89,6 +89,20 @@ def test_without_a_library_the_log_says_what_is_lost(
     assert not libraries(tmp_path)
 
 
+def test_what_would_be_loaded_is_told_without_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if COMPILER is not None:
+        assert native.prospect() == (supported_sets()[0], "")
+        monkeypatch.setenv("OCTAVO_NATIVE_ISA", "portable")
+        assert native.prospect() == ("portable", "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native.prospect() == ("", loading._NO_COMPILER)
+    monkeypatch.setenv("OCTAVO_NATIVE", "off")
+    assert native.prospect() == ("", "OCTAVO_NATIVE=off")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_compiler_that_fails_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,6 @@ given and calls `Kernel("name", signature)`. Rules that all kernels keep, becaus
 
 from __future__ import annotations
 
-from engine.native.loading import Kernel, Library, available, current, kernels, load, use
+from engine.native.loading import Kernel, Library, available, current, kernels, load, prospect, use
 
-__all__ = ["Kernel", "Library", "available", "current", "kernels", "load", "use"]
+__all__ = ["Kernel", "Library", "available", "current", "kernels", "load", "prospect", "use"]

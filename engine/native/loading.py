@@ -24,6 +24,7 @@ from engine.native.build import PREBUILT, BuildError, build, file_name, find_com
 
 logger = logging.getLogger("octavo.native")
 
+_NO_COMPILER = "no C++ compiler was found (c++, g++, clang++, or what CXX names)"
 _KEPT_SECONDS = 30 * 24 * 3600
 _TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -123,18 +124,38 @@ def use(chosen: Library | None) -> Iterator[None]:
         Kernel.forget()
 
 
-def _load() -> Library | None:
-    if os.environ.get("OCTAVO_NATIVE", "").strip().lower() in {"off", "0", "no", "false"}:
-        logger.info("OCTAVO_NATIVE=off: torch computes everything")
-        return None
+def switched_off() -> bool:
+    """Whether the environment says to do without."""
+    return os.environ.get("OCTAVO_NATIVE", "").strip().lower() in {"off", "0", "no", "false"}
+
+
+def prospect() -> tuple[str, str]:
+    """(instruction set, why there is none) of the library that would be loaded now; nothing is compiled."""
+    if switched_off():
+        return "", "OCTAVO_NATIVE=off"
+    isa = _wanted_sets()[0]
+    if (PREBUILT / file_name(isa)).is_file() or find_compiler() is not None:
+        return isa, ""
+    return "", _NO_COMPILER
+
+
+def _wanted_sets() -> list[str]:
+    """Instruction sets in the order in which they are tried."""
     chosen = supported_sets()
     wanted = os.environ.get("OCTAVO_NATIVE_ISA", "").strip()
     if wanted and wanted not in chosen:
         logger.warning("OCTAVO_NATIVE_ISA=%s is ignored: this machine has %s", wanted, ", ".join(chosen))
     elif wanted:
         chosen = [wanted]
+    return chosen
+
+
+def _load() -> Library | None:
+    if switched_off():
+        logger.info("OCTAVO_NATIVE=off: torch computes everything")
+        return None
     problem = ""
-    for isa in chosen:
+    for isa in _wanted_sets():
         try:
             found = load(isa)
         except (BuildError, OSError) as error:
@@ -160,7 +181,7 @@ def load(isa: str) -> Library:
         return Library(isa, prebuilt)
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError("no C++ compiler was found (c++, g++, clang++, or what CXX names)")
+        raise BuildError(_NO_COMPILER)
     name = file_name(isa, compiler)
     folder = _cache()
     if folder is None:
