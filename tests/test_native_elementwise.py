@@ -204,6 +204,31 @@ def test_activations(
 
 
 @each_isa
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_bits_do_not_depend_on_threads_or_rows(isa: str, dtype: torch.dtype) -> None:
+    """Of so many numbers that they are shared, in rows of which no thread gets as many as the others."""
+    x, weight = numbers(0, 67, 1030, dtype=dtype), numbers(1, 1030, dtype=dtype)
+
+    def compute(x: Tensor) -> list[Tensor]:
+        return [
+            norms.rms_norm(x, weight, 1e-5),
+            *norms.add_rms_norm(x, x, weight, 1e-5, unit_offset=True),
+            norms.layer_norm(x, weight, weight, 1e-5),
+            *norms.add_layer_norm(x, x, weight, None, 1e-5),
+            activations.activate(x, "gelu", weight),
+            activations.gate(x, "silu", weight),
+            *quantise_rows(x, multiple=64),
+        ]
+
+    with kernels_of(isa, 1):
+        alone = [torch.cat(parts) for parts in zip(*(compute(row) for row in x.split(1)), strict=True)]
+    for cores in (1, 2, 3):
+        with kernels_of(isa, cores):
+            for found, wanted in zip(compute(x), alone, strict=True):
+                assert torch.equal(found, wanted)
+
+
+@each_isa
 @few
 @given(rows, sizes, seeds, formats, threads, st.sampled_from([0, 128]), st.sampled_from([1, 4, 64]))
 def test_quantised_rows(

@@ -70,7 +70,7 @@ def rotate_and_store(
         cache: None for keys that are read where they lie: they are turned there, too.
         slots: where the first tokens go.
     """
-    if not take(turning):
+    if not take(turning) or turning.shape[2] > rotary.LONGEST_HEAD:
         return False
     rotation = None
     if part is not None and angles is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +21,9 @@ from typing import Any, ClassVar
 import torch
 
 from engine.native.build import PREBUILT, BuildError, build, file_name, find_compiler, supported_sets
+
+if sys.platform != "win32":
+    import fcntl
 
 logger = logging.getLogger("octavo.native")
 
@@ -175,6 +178,8 @@ def load(isa: str) -> Library:
         BuildError: there is none, and none can be built.
         OSError: it cannot be loaded.
     """
+    if sys.platform == "win32":
+        raise BuildError("kernels are not compiled on Windows")
     _promote_threads()
     prebuilt = PREBUILT / file_name(isa)
     if prebuilt.is_file():
