@@ -18,6 +18,7 @@ _TURN = {
 }
 # The numbers are those of src/pages.h.
 _PAGES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+_NOWHERE = (None,) * 6
 LONGEST_HEAD = 1024
 
 
@@ -37,8 +38,7 @@ class Rotation(NamedTuple):
 
 def rotate_(heads: Tensor, rotation: Rotation) -> None:
     """Turn heads [T, n, head_dim] where they lie."""
-    tokens, count, _ = heads.shape
-    _call(heads, None, rotation, (None,) * 6, tokens, 0, count, 0, -1, False)
+    _call(heads, None, rotation, _NOWHERE, 0, heads.shape[1], 0, -1, False)
 
 
 def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None, cache: Paged, slots: Tensor) -> None:
@@ -50,31 +50,37 @@ def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None,
         rotation: None where nothing turns.
         slots: [S] int64, S <= T: where the first S tokens go.
     """
-    kv_heads, head_dim = cache.keys.shape[2:]
-    tokens, stored = values.shape[0], slots.shape[0]
-    if values.shape != (tokens, kv_heads, head_dim) or turning.dtype != values.dtype or stored > tokens:
-        raise ValueError(f"{_said(values)} and {stored} slots do not go with pages of {_said(cache.keys)}")
-    if turning.shape[0] != tokens or turning.shape[1] < kv_heads:
-        raise ValueError(f"{_said(turning)} does not go with {_said(values)}")
+    pages = cache.keys
+    _, _, kv_heads, head_dim = pages.shape
+    tokens, heads, _ = turning.shape
+    stored = slots.shape[0]
+    if values.shape != (tokens, kv_heads, head_dim) or heads < kv_heads or stored > tokens:
+        raise ValueError(f"{_said(turning)}, {_said(values)} and {stored} slots do not go with {_said(pages)}")
+    if turning.dtype != values.dtype:
+        raise ValueError(f"{_said(turning)} and {_said(values)} have different formats")
     if slots.dtype != torch.int64 or not slots.is_contiguous():
         raise ValueError(f"slots are int64, side by side, not {_said(slots)}")
-    pages = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
-    if any(tensor is not None and not tensor.is_contiguous() for tensor in (*pages, cache.key_centre)):
-        raise ValueError("pages must lie side by side")
-    if (cache.key_scales is None or cache.value_scales is None) != (cache.keys.dtype != torch.int8):
-        raise ValueError(f"scales belong to pages of int8, not of {cache.keys.dtype}")
-    _call(
-        turning,
-        values,
-        rotation,
-        tuple(None if tensor is None else tensor.data_ptr() for tensor in (slots, *pages, cache.key_centre)),
-        tokens,
-        stored,
-        turning.shape[1] - kv_heads,
-        kv_heads,
-        _PAGES[cache.keys.dtype],
-        cache.keys.dtype == values.dtype,
+    if (cache.key_scales is None or cache.value_scales is None) != (pages.dtype != torch.int8):
+        raise ValueError(f"scales belong to pages of int8, not of {pages.dtype}")
+    addresses = (
+        slots.data_ptr(),
+        _whole(pages),
+        _whole(cache.values),
+        _whole(cache.key_scales),
+        _whole(cache.value_scales),
+        _whole(cache.key_centre),
     )
+    kind = _PAGES[pages.dtype]
+    _call(turning, values, rotation, addresses, stored, heads - kv_heads, kv_heads, kind, pages.dtype == values.dtype)
+
+
+def _whole(tensor: Tensor | None) -> int | None:
+    """Where a tensor is that has no gaps; None for none."""
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():
+        raise ValueError(f"{_said(tensor)} must lie side by side")
+    return tensor.data_ptr()
 
 
 def _call(
@@ -82,39 +88,30 @@ def _call(
     values: Tensor | None,
     rotation: Rotation | None,
     addresses: tuple[int | None, ...],
-    tokens: int,
     stored: int,
     heads: int,
     kv_heads: int,
     pages: int,
     same: bool,
 ) -> None:
-    head_dim = turning.shape[2]
-    for tensor in (turning, values):
-        if tensor is not None and (
-            tensor.device.type != "cpu"
-            or tensor.stride(2) != 1
-            or (tensor.shape[1] > 1 and tensor.stride(1) != head_dim)
-        ):
-            raise ValueError(f"the heads of a token must lie side by side on a CPU, not as in {_said(tensor)}")
+    tokens, _, head_dim = turning.shape
     if head_dim > LONGEST_HEAD:
         raise ValueError(f"a head has {LONGEST_HEAD} features at most, not {head_dim}")
     dim, cos, sin, interleaved, kind = 0, None, None, False, turning.dtype
     if rotation is not None:
-        cos, sin, interleaved = rotation
-        dim, kind = 2 * sin.shape[-1], cos.dtype
-        if cos.shape != (tokens, 1, head_dim) or sin.shape[:2] != (tokens, 1) or dim > head_dim or sin.dtype != kind:
-            raise ValueError(f"{_said(cos)} and {_said(sin)} do not turn {_said(turning)}")
-        if not cos.is_contiguous() or not sin.is_contiguous():
-            raise ValueError("cosines and sines must lie side by side")
+        angles, sines, interleaved = rotation
+        dim, kind = 2 * sines.shape[2], angles.dtype
+        if angles.shape != (tokens, 1, head_dim) or sines.shape[0] != tokens or dim > head_dim or sines.dtype != kind:
+            raise ValueError(f"{_said(angles)} and {_said(sines)} do not turn {_said(turning)}")
+        cos, sin = _whole(angles), _whole(sines)
     kernel = _TURN.get((turning.dtype, kind))
     if kernel is None:
         raise ValueError(f"heads of {turning.dtype} are not turned in {kind}")
     kernel.call(
         turning.data_ptr(),
         None if values is None else values.data_ptr(),
-        None if cos is None else cos.data_ptr(),
-        None if sin is None else sin.data_ptr(),
+        cos,
+        sin,
         *addresses,
         tokens,
         stored,
@@ -122,12 +119,20 @@ def _call(
         kv_heads,
         head_dim,
         dim,
-        turning.stride(0),
-        0 if values is None else values.stride(0),
+        _token_stride(turning),
+        0 if values is None else _token_stride(values),
         interleaved,
         pages,
         same,
     )
+
+
+def _token_stride(heads: Tensor) -> int:
+    """Numbers from one token to the next of heads [T, n, head_dim] that lie side by side in each token."""
+    stride, between, within = heads.stride()
+    if within != 1 or (between != heads.shape[2] and heads.shape[1] > 1) or not heads.is_cpu:
+        raise ValueError(f"the heads of a token must lie side by side on a CPU, not as in {_said(heads)}")
+    return stride
 
 
 def _said(x: Tensor) -> str:
