@@ -41,15 +41,16 @@ def poisoned_memory() -> Iterator[None]:
     """`torch.empty` gives memory of NaN (0xff in each byte) with margins that nothing may write to."""
     made: list[tuple[Tensor, int]] = []
 
-    def empty(*shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(*shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        assert device is None or torch.device(device).type == "cpu"
         like = real(*shape, dtype=dtype, device="meta")
         size = like.numel() * like.element_size()
         memory = torch.full((size + 2 * _MARGIN,), 0xFF, dtype=torch.uint8)
         made.append((memory, size))
         return memory[_MARGIN : _MARGIN + size].view(dtype).view(like.shape)
 
-    def empty_like(x: Tensor, **_: Any) -> Tensor:
-        return empty(x.shape, dtype=x.dtype)
+    def empty_like(x: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return empty(x.shape, dtype=dtype or x.dtype)
 
     real = torch.empty
     with mock.patch.object(torch, "empty", empty), mock.patch.object(torch, "empty_like", empty_like):
