@@ -122,12 +122,26 @@ def test_kernels_without_a_library_say_so() -> None:
             rms_norm(torch.ones(1, 4), None, 1e-5)
 
 
+MAPPED = """
+from pathlib import Path
+import torch
+from engine import native
+def mapped():
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+before = mapped()
+assert native.current().threads() == torch.get_num_threads()
+print(len(before), len(mapped() - before))
+"""
+
+
 @needs_compiler
 def test_only_torchs_threads_are_in_the_process() -> None:
-    """Two pools on the same cores would wait for each other."""
+    """Two pools on the same cores would wait for each other. (Other packages may bring a pool of their own.)"""
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("the system does not tell what is mapped")
     assert native.available()
-    mapped = {line.rpartition(" ")[2] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
-    assert len({path for path in mapped if re.search(r"lib(g|i)?omp[^/]*\.so", path)}) == 1, mapped
+    out, errors = start(loading._cache().parents[1], MAPPED).communicate(timeout=100)  # type: ignore[union-attr]
+    assert out.split() == ["1", "0"], errors
 
 
 @needs_compiler

@@ -23,7 +23,7 @@ PLAIN: dict[torch.dtype, frozenset[spec.Activation]] = {
     torch.bfloat16: frozenset({"gelu_tanh", "quick_gelu", "relu2"}),
 }
 GATED: dict[torch.dtype, frozenset[spec.Activation]] = {
-    torch.float32: frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"}),
+    torch.float32: frozenset({"silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"}),
     torch.bfloat16: frozenset({"silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"}),
 }
 

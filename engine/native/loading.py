@@ -242,8 +242,9 @@ def _promote_threads() -> None:
     with contextlib.suppress(OSError):
         if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
             return
-        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-            path = line.partition("/")[2]
-            if any(name in path.rpartition("/")[2] for name in ("libgomp", "libiomp", "libomp")):
-                ctypes.CDLL(f"/{path}", mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD | os.RTLD_NOW)
-                return
+        mapped = {f"/{line.partition('/')[2]}" for line in Path("/proc/self/maps").read_text("utf-8").splitlines()}
+        pools = [path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
+        # Other packages may have brought one, too.
+        pools.sort(key=lambda path: not path.startswith(str(Path(torch.__file__).parent)))
+        if pools:
+            ctypes.CDLL(pools[0], mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD | os.RTLD_NOW)
