@@ -1,0 +1,175 @@
+// Products y = x @ W.T + bias of any number of rows with weights that were laid out once.
+//
+// A tile is up to Kernel::ROWS rows of x by PANEL columns of y. The weights of PANEL columns lie together, in the order
+// in which a tile reads them; rows of x are laid out likewise before they are read (`prepare`). An element of y is one
+// chain of additions along K, the same one however many rows there are and whichever thread makes it.
+#pragma once
+
+#include "threads.h"
+#include "vector.h"
+
+namespace octavo {
+
+constexpr int64_t PANEL = 2 * WIDTH;
+
+// Rows of activations and of results are either.
+enum Format : int64_t { BFLOAT16 = 0, FLOAT32 = 1 };
+
+struct Product {
+  const void* x;
+  void* y;
+  const void* weight;  // as it was packed
+  const float* bias;   // null for none
+  void* workspace;     // aligned to 64; room for one tile more than the rows need, and better for one more a thread
+  int64_t workspace_tiles;
+  int64_t x_format, y_format;
+  int64_t x_stride, y_stride;
+  int64_t rows, outputs, inputs;
+};
+
+constexpr int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+// Rows are cut into equal tiles, of which the first ones have a row more.
+struct Tiles {
+  int64_t first, rows, count;
+  OCTAVO_INLINE_MEMBER Tiles(int64_t first, int64_t rows, int64_t most)
+      : first(first), rows(rows), count((rows + most - 1) / most) {}
+  OCTAVO_INLINE_MEMBER int64_t start(int64_t tile) const {
+    return first + rows / count * tile + smaller(tile, rows % count);
+  }
+  OCTAVO_INLINE_MEMBER int64_t size(int64_t tile) const { return rows / count + (tile < rows % count); }
+};
+
+// How threads divide a product: `row_parts` parts of the rows, each of them shared by threads / row_parts threads that
+// take different columns.
+OCTAVO_INLINE int row_parts(int64_t rows, int64_t panels, int threads) {
+  constexpr int64_t FREE = 8;  // rows that cost nothing while weights come from memory
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int parts = 1; parts <= threads; ++parts) {
+    if (threads % parts || parts > rows) continue;
+    const int64_t part = (rows + parts - 1) / parts;
+    const int64_t columns = (panels + threads / parts - 1) / (threads / parts);
+    const int64_t cost = columns * larger(part, FREE) + part;  // the last for laying rows out
+    if (cost < least) {
+      least = cost;
+      best = parts;
+    }
+  }
+  return best;
+}
+
+// Adds the bias to a tile's sums, `rows` rows of PANEL, and writes those that are columns of y.
+template <class T>
+__attribute__((noinline)) void write_tile(const float* sums, int rows, const float* bias, int64_t columns, T* y,
+                                          int64_t stride) {
+  for (int row = 0; row < rows; ++row, sums += PANEL, y += stride)
+    each(smaller(columns, PANEL), [&](auto place) {
+      const Vector sum = load(sums + place.at);
+      place.write(y, bias ? sum + place.read(bias) : sum);
+    });
+}
+
+template <class Kernel, int ROWS = Kernel::ROWS>
+OCTAVO_INLINE void multiply_tile(int rows, const char* x, const char* weight, int64_t inputs, float* sums) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return multiply_tile<Kernel, ROWS - 1>(rows, x, weight, inputs, sums);
+  Kernel::template multiply<ROWS>(x, weight, inputs, sums);
+}
+
+template <class Kernel>
+void tile(int rows, const Product& p, const char* x, int64_t row, const char* weight, int64_t column) {
+  alignas(64) float sums[Kernel::ROWS * PANEL];
+  multiply_tile<Kernel>(rows, x, weight, p.inputs, sums);
+  const float* bias = p.bias ? p.bias + column : nullptr;
+  const int64_t at = row * p.y_stride + column;
+  if (p.y_format == FLOAT32)
+    write_tile(sums, rows, bias, p.outputs - column, static_cast<float*>(p.y) + at, p.y_stride);
+  else
+    write_tile(sums, rows, bias, p.outputs - column, static_cast<bfloat16*>(p.y) + at, p.y_stride);
+}
+
+template <class Kernel>
+OCTAVO_INLINE int64_t tile_bytes(int64_t inputs) {
+  return larger<int64_t>(rounded_up(Kernel::ROWS * Kernel::row_bytes(inputs), 64), 64);
+}
+
+// One thread's share of a product; all threads of a region call it.
+template <class Kernel>
+OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
+  constexpr int64_t CACHE = 1 << 19;  // of a core's second level, what rows of x may take
+  if (p.rows == 0 || p.outputs == 0) return;
+  const int64_t panels = (p.outputs + PANEL - 1) / PANEL;
+  const int64_t bytes = tile_bytes<Kernel>(p.inputs), panel_bytes = Kernel::panel_bytes(p.inputs);
+  const int64_t spare = p.workspace_tiles - (p.rows + Kernel::ROWS - 1) / Kernel::ROWS;
+  const int working = static_cast<int>(smaller<int64_t>(threads, spare));
+  const int parts = row_parts(p.rows, panels, working), columns = working / parts;
+  // Few rows are laid out by every thread for itself, which is quicker than to wait for each other.
+  const bool alone = p.rows <= 2 * parts;
+  const bool meet = !alone && columns > 1;
+  if (thread >= working) {
+    if (meet) barrier(threads);
+    return;
+  }
+  const int part = thread / columns, column = thread % columns;
+  const Share rows = share(p.rows, part, parts);
+  const Tiles tiles(rows.first, rows.last - rows.first, Kernel::ROWS);
+  // The second sum counts at least the tiles of the parts before.
+  char* x = static_cast<char*>(p.workspace) + (alone ? thread : rows.first / Kernel::ROWS + part) * bytes;
+  const Share prepared = alone ? Share{0, 1} : share(tiles.count, column, columns);
+  for (int64_t i = prepared.first; i < prepared.last; ++i) {
+    const int64_t at = tiles.start(i) * p.x_stride;
+    if (p.x_format == FLOAT32)
+      Kernel::prepare(static_cast<const float*>(p.x) + at, p.x_stride, tiles.size(i), p.inputs, x + i * bytes);
+    else
+      Kernel::prepare(static_cast<const bfloat16*>(p.x) + at, p.x_stride, tiles.size(i), p.inputs, x + i * bytes);
+  }
+  if (meet) barrier(threads);
+
+  const Share mine = share(panels, column, columns);
+  const int64_t block = larger<int64_t>(CACHE / bytes, 4);
+  for (int64_t start = 0; start < tiles.count; start += block)
+    for (int64_t panel = mine.first; panel < mine.last; ++panel) {
+      const char* weight = static_cast<const char*>(p.weight) + panel * panel_bytes;
+      for (int64_t i = start; i < smaller(start + block, tiles.count); ++i)
+        tile<Kernel>(static_cast<int>(tiles.size(i)), p, x + i * bytes, tiles.start(i), weight, panel * PANEL);
+    }
+}
+
+template <class Kernel>
+OCTAVO_INLINE void product(const Product& p) {
+  constexpr int64_t WORTH = 1 << 16;  // products below this are over before other threads have begun
+  parallel(p.rows * p.outputs * p.inputs >= WORTH, [&](int thread, int threads) {
+    product_part<Kernel>(p, thread, threads);
+  });
+}
+
+// What whoever makes room has to know: bytes of packed weights, most rows of a tile, bytes of a tile in the workspace,
+// columns of a panel.
+template <class Kernel>
+OCTAVO_INLINE void layout(int64_t outputs, int64_t inputs, int64_t* to) {
+  to[0] = (outputs + PANEL - 1) / PANEL * Kernel::panel_bytes(inputs);
+  to[1] = Kernel::ROWS;
+  to[2] = tile_bytes<Kernel>(inputs);
+  to[3] = PANEL;
+}
+
+// What Python calls for weights of one kind, and one thread's share for whoever has opened a region.
+void gemm_float32_part(const Product& p, int thread, int threads);
+void gemm_bfloat16_part(const Product& p, int thread, int threads);
+void gemm_int8_part(const Product& p, int thread, int threads);
+void gemm_int4_part(const Product& p, int thread, int threads);
+
+#define OCTAVO_EXPORT_PRODUCT(kind, Kernel)                                                                           \
+  OCTAVO_EXPORT(gemm_layout_##kind)(int64_t outputs, int64_t inputs, int64_t* to) {                                   \
+    layout<Kernel>(outputs, inputs, to);                                                                              \
+  }                                                                                                                   \
+  OCTAVO_EXPORT(gemm_##kind)(const void* x, void* y, const void* weight, const float* bias, void* workspace,          \
+                             int64_t workspace_tiles, int64_t x_format, int64_t y_format, int64_t x_stride,           \
+                             int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs) {                       \
+    product<Kernel>({x, y, weight, bias, workspace, workspace_tiles, x_format, y_format, x_stride, y_stride, rows,    \
+                     outputs, inputs});                                                                               \
+  }                                                                                                                   \
+  void gemm_##kind##_part(const Product& p, int thread, int threads) { product_part<Kernel>(p, thread, threads); }
+
+}  // namespace octavo

@@ -1,0 +1,153 @@
+// Products with weights of float32 and bfloat16, summed in float32.
+#include "gemm.h"
+
+namespace octavo {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 12;
+#else
+constexpr int TILE_ROWS = 6;
+#endif
+
+constexpr int64_t AHEAD = 2048;  // bytes of the weights that are asked for before they are needed
+
+// Weights [inputs][PANEL]; x [inputs][rows].
+struct Float32 {
+  static constexpr int ROWS = TILE_ROWS;
+  static int64_t row_bytes(int64_t inputs) { return 4 * inputs; }
+  static int64_t panel_bytes(int64_t inputs) { return 4 * PANEL * inputs; }
+
+  template <class T>
+  static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
+    float* out = reinterpret_cast<float*>(to);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = 0; i < inputs; ++i) out[i * rows + row] = number(x[row * stride + i]);
+  }
+
+  template <int N>
+  static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums) {
+    const float* x = reinterpret_cast<const float*>(tile);
+    const float* w = reinterpret_cast<const float*>(panel);
+    Vector acc[N][2] = {};
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < inputs; ++i, x += N, w += PANEL) {
+      for (int64_t line = 0; line < 4 * PANEL; line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(w) + AHEAD + line);
+      const Vector low = load(w), high = load(w + WIDTH);
+#pragma GCC unroll 16
+      for (int row = 0; row < N; ++row) {
+        const Vector value = all(x[row]);
+        acc[row][0] = fma(value, low, acc[row][0]);
+        acc[row][1] = fma(value, high, acc[row][1]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < N; ++row) {
+      store(sums + row * PANEL, acc[row][0]);
+      store(sums + row * PANEL + WIDTH, acc[row][1]);
+    }
+  }
+
+  static float number(float x) { return x; }
+  static float number(bfloat16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+  }
+};
+
+// acc + the products of pairs of bfloat16, the even one in the lower half.
+OCTAVO_INLINE Vector pairs(Vector acc, Integers weights, uint32_t x) {
+#if defined(__AVX512BF16__)
+  return (Vector)_mm512_dpbf16_ps((__m512)acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
+#else
+  const Integers value = static_cast<int32_t>(x) - Integers{};
+  const Integers upper = Integers{} + static_cast<int32_t>(0xffff0000);
+  acc = fma((Vector)(weights << 16), (Vector)(value << 16), acc);
+  return fma((Vector)(weights & upper), (Vector)(value & upper), acc);
+#endif
+}
+
+// Weights [inputs / 2][PANEL][2]; x [inputs / 2][rows][2]; an odd input's partner is 0.
+struct Bfloat16 {
+  static constexpr int ROWS = TILE_ROWS;
+  static int64_t row_bytes(int64_t inputs) { return 4 * ((inputs + 1) / 2); }
+  static int64_t panel_bytes(int64_t inputs) { return 4 * PANEL * ((inputs + 1) / 2); }
+
+  template <class T>
+  static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
+    uint32_t* out = reinterpret_cast<uint32_t*>(to);
+    for (int64_t row = 0; row < rows; ++row, x += stride) {
+      for (int64_t i = 0; i < inputs / 2; ++i)
+        out[i * rows + row] = half(x[2 * i]) | static_cast<uint32_t>(half(x[2 * i + 1])) << 16;
+      if (inputs % 2) out[inputs / 2 * rows + row] = half(x[inputs - 1]);
+    }
+  }
+
+  template <int N>
+  static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums) {
+    const uint32_t* x = reinterpret_cast<const uint32_t*>(tile);
+    Vector acc[N][2] = {};
+    const int64_t units = (inputs + 1) / 2;
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < units; ++i, x += N, panel += 4 * PANEL) {
+      for (int64_t line = 0; line < 4 * PANEL; line += 64) __builtin_prefetch(panel + AHEAD + line);
+      Integers low, high;
+      __builtin_memcpy(&low, panel, sizeof low);
+      __builtin_memcpy(&high, panel + sizeof low, sizeof high);
+#pragma GCC unroll 16
+      for (int row = 0; row < N; ++row) {
+        acc[row][0] = pairs(acc[row][0], low, x[row]);
+        acc[row][1] = pairs(acc[row][1], high, x[row]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < N; ++row) {
+      store(sums + row * PANEL, acc[row][0]);
+      store(sums + row * PANEL + WIDTH, acc[row][1]);
+    }
+  }
+
+  static uint16_t half(bfloat16 x) { return x.bits; }
+  static uint16_t half(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return x == x ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+  }
+};
+
+// Lays weights [outputs, inputs] out in panels of PANEL columns and `unit` inputs; what is missing is 0.
+template <class T>
+void pack(const T* weight, int64_t stride, T* to, int64_t outputs, int64_t inputs, int64_t unit) {
+  const int64_t panels = (outputs + PANEL - 1) / PANEL, units = (inputs + unit - 1) / unit;
+  parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
+    const Share mine = share(panels, thread, threads);
+    for (int64_t panel = mine.first; panel < mine.last; ++panel)
+      for (int64_t column = 0; column < PANEL; ++column) {
+        const int64_t output = panel * PANEL + column;
+        T* out = to + (panel * units * PANEL + column) * unit;
+        for (int64_t i = 0; i < units; ++i)
+          for (int64_t j = 0; j < unit; ++j)
+            out[i * PANEL * unit + j] =
+                output < outputs && i * unit + j < inputs ? weight[output * stride + i * unit + j] : T{};
+      }
+  });
+}
+
+}  // namespace
+
+OCTAVO_EXPORT(gemm_pack_float32)(const float* weight, int64_t stride, float* to, int64_t outputs, int64_t inputs) {
+  pack(weight, stride, to, outputs, inputs, 1);
+}
+
+OCTAVO_EXPORT(gemm_pack_bfloat16)(const bfloat16* weight, int64_t stride, bfloat16* to, int64_t outputs,
+                                  int64_t inputs) {
+  pack(weight, stride, to, outputs, inputs, 2);
+}
+
+OCTAVO_EXPORT_PRODUCT(float32, Float32)
+OCTAVO_EXPORT_PRODUCT(bfloat16, Bfloat16)
+
+}  // namespace octavo

@@ -1,0 +1,117 @@
+// Products of 4-bit weights, with a scale for each GROUP inputs of an output, and activations that become int8, with a
+// scale for each GROUP inputs of a row.
+//
+// A weight is (q - 8) * scale, q from 0 to 15. Sums within a group are integers and exact; groups are added in float32,
+// in order.
+#include "gemm_integer.h"
+
+namespace octavo {
+namespace {
+
+constexpr int64_t GROUP = 32;
+constexpr int64_t UNIT = 4;
+constexpr int64_t UNITS = GROUP / UNIT;
+constexpr int64_t AHEAD = 1024;
+constexpr int32_t ZERO = 8;
+
+OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
+
+// Weights: for each group [UNITS / 2][PANEL][4] bytes, whose lower halves are one unit of inputs and whose upper halves
+// the next, then bfloat16 scales [PANEL]. x: for each group [UNITS][rows][4], then scales [rows], then -8 times the
+// sums of the row's int8 in the group [rows].
+struct Int4 {
+#if defined(__AVX512F__)
+  static constexpr int ROWS = 6;
+#else
+  static constexpr int ROWS = 3;
+#endif
+  static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * (GROUP + 8); }
+  static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * PANEL * (GROUP / 2 + 2); }
+
+  template <class T>
+  static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
+    const int64_t groups = groups_of(inputs);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t group = 0; group < groups; ++group) {
+        int32_t plain[UNITS];
+        int32_t total;
+        const float scale =
+            quantize_row(x + row * stride + group * GROUP, smaller(GROUP, inputs - group * GROUP), GROUP,
+                         reinterpret_cast<int8_t*>(plain), total);
+        int32_t* out = reinterpret_cast<int32_t*>(to) + group * (UNITS + 2) * rows + row;
+        for (int64_t i = 0; i < UNITS; ++i) out[i * rows] = plain[i];
+        __builtin_memcpy(out + UNITS * rows, &scale, 4);
+        out[(UNITS + 1) * rows] = -ZERO * total;
+      }
+  }
+
+  template <int N>
+  static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums) {
+    const int64_t groups = groups_of(inputs);
+    const int32_t* x = reinterpret_cast<const int32_t*>(tile);
+    Vector total[N][2] = {};
+    for (int64_t group = 0; group < groups; ++group, x += (UNITS + 2) * N) {
+      Integers acc[N][2];
+#pragma GCC unroll 16
+      for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = integers(x[(UNITS + 1) * N + row]);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < UNITS; i += 2, panel += UNIT * PANEL) {
+        for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(panel + AHEAD + line);
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; ++side) {
+          const Integers both = load_integers(panel + side * UNIT * WIDTH);
+          const Integers first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
+#pragma GCC unroll 16
+          for (int row = 0; row < N; ++row) {
+            acc[row][side] = dot_nibbles(acc[row][side], first, x[i * N + row]);
+            acc[row][side] = dot_nibbles(acc[row][side], second, x[(i + 1) * N + row]);
+          }
+        }
+      }
+      const float* row_scales = reinterpret_cast<const float*>(x + UNITS * N);
+      const bfloat16* scales = reinterpret_cast<const bfloat16*>(panel);
+      const Vector low = load(scales), high = load(scales + WIDTH);
+      panel += 2 * PANEL;
+#pragma GCC unroll 16
+      for (int row = 0; row < N; ++row) {
+        const Vector scale = all(row_scales[row]);
+        total[row][0] = fma(__builtin_convertvector(acc[row][0], Vector) * scale, low, total[row][0]);
+        total[row][1] = fma(__builtin_convertvector(acc[row][1], Vector) * scale, high, total[row][1]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < N; ++row) {
+      store(sums + row * PANEL, total[row][0]);
+      store(sums + row * PANEL + WIDTH, total[row][1]);
+    }
+  }
+};
+
+}  // namespace
+
+// q [outputs, groups, GROUP] from 0 to 15, scales [outputs, groups].
+OCTAVO_EXPORT(gemm_pack_int4)(const uint8_t* q, const bfloat16* scales, uint8_t* to, int64_t outputs, int64_t inputs) {
+  const int64_t panels = (outputs + PANEL - 1) / PANEL, groups = groups_of(inputs);
+  parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
+    const Share mine = share(panels * groups, thread, threads);
+    for (int64_t block = mine.first; block < mine.last; ++block) {
+      uint8_t* out = to + block * PANEL * (GROUP / 2 + 2);
+      bfloat16* out_scales = reinterpret_cast<bfloat16*>(out + PANEL * GROUP / 2);
+      const int64_t group = block % groups;
+      for (int64_t column = 0; column < PANEL; ++column) {
+        const int64_t output = block / groups * PANEL + column;
+        const bool real = output < outputs;
+        const uint8_t* from = q + (output * groups + group) * GROUP;
+        out_scales[column] = real ? scales[output * groups + group] : bfloat16{0};
+        for (int64_t i = 0; i < UNITS; i += 2)
+          for (int64_t j = 0; j < UNIT; ++j)
+            out[(i / 2 * PANEL + column) * UNIT + j] =
+                real ? static_cast<uint8_t>(from[i * UNIT + j] | from[(i + 1) * UNIT + j] << 4) : ZERO * 17;
+      }
+    }
+  });
+}
+
+OCTAVO_EXPORT_PRODUCT(int4, Int4)
+
+}  // namespace octavo

@@ -1,0 +1,107 @@
+// What the products of integers share: rows of activations as int8 with a scale, and dot products of four of them.
+#pragma once
+
+#include "gemm.h"
+
+namespace octavo {
+
+// Weights of int8 are stored with OFFSET added where the processor multiplies unsigned by signed bytes.
+#if defined(__AVX512VNNI__)
+constexpr int32_t OFFSET = 128;
+#else
+constexpr int32_t OFFSET = 0;
+#endif
+
+OCTAVO_INLINE Integers integers(int32_t value) { return value - Integers{}; }
+
+OCTAVO_INLINE Integers load_integers(const void* from) {
+  Integers v;
+  __builtin_memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// acc + four products in each element; weights are from 0 to 15. Exact.
+OCTAVO_INLINE Integers dot_nibbles(Integers acc, Integers weights, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return (Integers)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(x));
+  return acc + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  const Integers value = integers(x);
+  acc += (weights & 0xff) * (value << 24 >> 24);
+  acc += (weights >> 8 & 0xff) * (value << 16 >> 24);
+  acc += (weights >> 16 & 0xff) * (value << 8 >> 24);
+  return acc + (weights >> 24 & 0xff) * (value >> 24);
+#endif
+}
+
+// The same for weights from -127 to 127, OFFSET added. Exact: nothing saturates, x being from -127 to 127 as well.
+OCTAVO_INLINE Integers dot_bytes(Integers acc, Integers weights, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return (Integers)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+  const __m256i signed_weights = (__m256i)weights, value = _mm256_set1_epi32(x);
+  const __m256i pairs =
+      _mm256_maddubs_epi16(_mm256_abs_epi8(signed_weights), _mm256_sign_epi8(value, signed_weights));
+  return acc + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  const Integers value = integers(x);
+  acc += (weights << 24 >> 24) * (value << 24 >> 24);
+  acc += (weights << 16 >> 24) * (value << 16 >> 24);
+  acc += (weights << 8 >> 24) * (value << 8 >> 24);
+  return acc + (weights >> 24) * (value >> 24);
+#endif
+}
+
+// ---- activations
+
+// The largest magnitude of part of a row; NaN or infinity if there is one, NaN before infinity.
+template <class T>
+OCTAVO_INLINE float peak(const T* x, int64_t size) {
+  Integers most{};
+  each(size, [&](auto place) {
+    const Integers bits = (Integers)place.read(x) & 0x7fffffff;  // ordered as the numbers are
+    most = bits > most ? bits : most;
+  });
+  int32_t largest = 0;
+  for (int64_t i = 0; i < WIDTH; ++i) largest = larger(largest, most[i]);
+  float value;
+  __builtin_memcpy(&value, &largest, 4);
+  return value;
+}
+
+typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+
+OCTAVO_INLINE void put(const Full& place, int8_t* row, Bytes bytes) {
+  __builtin_memcpy(row + place.at, &bytes, sizeof bytes);
+}
+
+OCTAVO_INLINE void put(const Part& place, int8_t* row, Bytes bytes) {
+  for (int64_t i = 0; i < place.count; ++i) row[place.at + i] = bytes[i];
+}
+
+// Writes round(x * 127 / peak) to q, `padded` bytes of which those past `size` are 0, and their sum. Returns the scale,
+// peak / 127; NaN if part of the row is not finite, which makes NaN of all that comes from it.
+template <class T>
+OCTAVO_INLINE float quantize_row(const T* x, int64_t size, int64_t padded, int8_t* q, int32_t& total) {
+  constexpr float TINY = 1e-35f;  // below it the reciprocal is infinite
+  constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the last bits
+  const float most = peak(x, size);
+  const bool finite = most < __builtin_inff();
+  const float reciprocal = finite && most > TINY ? 127.0f / most : 0.0f;
+  Integers sums{};
+  each(size, [&](auto place) {
+    const Vector shifted = fma(place.read(x), all(reciprocal), all(SHIFT));
+    Integers values = (Integers)shifted - (Integers)all(SHIFT);
+    if (!finite) values = Integers{};
+    sums += values;
+    put(place, q, __builtin_convertvector(values, Bytes));
+  });
+  for (int64_t i = size; i < padded; ++i) q[i] = 0;
+  total = 0;
+  for (int64_t i = 0; i < WIDTH; ++i) total += sums[i];
+  return finite ? most / 127.0f : __builtin_nanf("");
+}
+
+}  // namespace octavo

@@ -1,0 +1,132 @@
+// Weights of few bits, made from float32 or bfloat16 once, at load.
+#include "gemm_integer.h"
+
+namespace octavo {
+namespace {
+
+constexpr int64_t GROUP = 32;
+constexpr int64_t VECTORS = GROUP / WIDTH;
+constexpr float LOWEST = -8, HIGHEST = 7;
+
+// Weights of a group, and how well a scale serves them.
+struct Group {
+  Vector values[VECTORS];
+
+  // The nearest of the 16 integers to each weight over the scale whose reciprocal is given.
+  OCTAVO_INLINE_MEMBER Vector level(int64_t i, float reciprocal) const {
+    constexpr float SHIFT = 12582912.0f;
+    const Vector wanted = minimum(maximum(values[i] * all(reciprocal), all(LOWEST)), all(HIGHEST));
+    return wanted + all(SHIFT) - all(SHIFT);
+  }
+
+  // For the integers that a reciprocal gives: their products with the weights, and with themselves, summed.
+  OCTAVO_INLINE_MEMBER void sums(float reciprocal, float& with_weights, float& with_themselves) const {
+    Vector products{}, squares{};
+    for (int64_t i = 0; i < VECTORS; ++i) {
+      const Vector q = level(i, reciprocal);
+      products += q * values[i];
+      squares += q * q;
+    }
+    with_weights = sum(products);
+    with_themselves = sum(squares);
+  }
+};
+
+OCTAVO_INLINE float nearest_bfloat16(float value, bfloat16& rounded) {
+  const Vector all_of_it = all(value);
+  rounded.bits = narrow(all_of_it)[0];
+  return widen(narrow(all_of_it))[0];
+}
+
+// A scale whose least squared error is least among those tried; -8 or 7 of it come near the largest weight.
+OCTAVO_INLINE float best_scale(const Group& group, float extreme) {
+  constexpr int TRIED = 9;
+  float best = 0, highest = 0;
+  for (int i = -TRIED; i <= TRIED; ++i) {
+    const float reciprocal = (LOWEST + 0.125f * static_cast<float>(i)) / extreme;
+    float with_weights, with_themselves;
+    group.sums(reciprocal, with_weights, with_themselves);
+    // With these integers the best scale is a / b, and the squared error is that of 0 less a² / b.
+    if (with_themselves > 0 && with_weights * with_weights > highest * with_themselves) {
+      highest = with_weights * with_weights / with_themselves;
+      best = with_weights / with_themselves;
+    }
+  }
+  return best;
+}
+
+template <class T>
+OCTAVO_INLINE void quantize_group(const T* weights, int64_t size, uint8_t* q, bfloat16& scale) {
+  constexpr float TINY = 1e-17f;  // squares of smaller weights vanish
+  const float most = peak(weights, size);
+  const bool finite = most < __builtin_inff();
+  Group group{};
+  float extreme = most;
+  for (int64_t i = 0; finite && i < VECTORS; ++i) {
+    const int64_t left = larger<int64_t>(size - i * WIDTH, 0);
+    if (left) group.values[i] = left >= WIDTH ? load(weights + i * WIDTH) : load_part(weights + i * WIDTH, left);
+    for (int64_t j = 0; j < WIDTH; ++j)
+      if (group.values[i][j] == -most) extreme = -most;
+  }
+  float reciprocal = 0;
+  scale.bits = finite ? 0 : 0x7fc0;
+  if (finite && most > TINY) {
+    const float kept = nearest_bfloat16(best_scale(group, extreme), scale);
+    if (kept != 0) reciprocal = 1 / kept;
+  }
+  for (int64_t i = 0; i < VECTORS; ++i) {
+    const Vector level = group.level(i, reciprocal);
+    for (int64_t j = 0; j < WIDTH; ++j)
+      q[i * WIDTH + j] = static_cast<uint8_t>(reciprocal == 0 ? 8 : static_cast<int>(level[j]) + 8);
+  }
+}
+
+template <class T>
+void quantize_int8(const T* weight, int64_t stride, int8_t* q, float* scales, int64_t outputs, int64_t inputs) {
+  parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
+    const Share mine = share(outputs, thread, threads);
+    for (int64_t output = mine.first; output < mine.last; ++output) {
+      int32_t total;
+      scales[output] = quantize_row(weight + output * stride, inputs, inputs, q + output * inputs, total);
+    }
+  });
+}
+
+template <class T>
+void quantize_int4(const T* weight, int64_t stride, uint8_t* q, bfloat16* scales, int64_t outputs, int64_t inputs) {
+  const int64_t groups = (inputs + GROUP - 1) / GROUP;
+  parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
+    const Share mine = share(outputs * groups, thread, threads);
+    for (int64_t i = mine.first; i < mine.last; ++i) {
+      const int64_t at = i % groups * GROUP;
+      quantize_group(weight + i / groups * stride + at, smaller(GROUP, inputs - at), q + i * GROUP, scales[i]);
+    }
+  });
+}
+
+}  // namespace
+
+// q [outputs, inputs] from -127 to 127, scales [outputs]: weight is about q * scale.
+OCTAVO_EXPORT(gemm_quantize_int8_f32)(const float* weight, int64_t stride, int8_t* q, float* scales, int64_t outputs,
+                                      int64_t inputs) {
+  quantize_int8(weight, stride, q, scales, outputs, inputs);
+}
+
+OCTAVO_EXPORT(gemm_quantize_int8_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, float* scales,
+                                       int64_t outputs, int64_t inputs) {
+  quantize_int8(weight, stride, q, scales, outputs, inputs);
+}
+
+// q [outputs, groups, GROUP] from 0 to 15, 8 past the end of a row, scales [outputs, groups]: weight is about
+// (q - 8) * scale.
+OCTAVO_EXPORT(gemm_quantize_int4_f32)(const float* weight, int64_t stride, uint8_t* q, bfloat16* scales,
+                                      int64_t outputs, int64_t inputs) {
+  quantize_int4(weight, stride, q, scales, outputs, inputs);
+}
+
+OCTAVO_EXPORT(gemm_quantize_int4_bf16)(const bfloat16* weight, int64_t stride, uint8_t* q, bfloat16* scales,
+                                       int64_t outputs, int64_t inputs) {
+  quantize_int4(weight, stride, q, scales, outputs, inputs);
+}
+
+}  // namespace octavo

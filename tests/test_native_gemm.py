@@ -1,0 +1,257 @@
+"""Products with packed weights against float64: each instruction set that the machine has, odd sizes, strided rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.native import gemm
+from engine.native.gemm import GROUP, Packed, matmul
+from tests.support.native import ISAS, kernels_of, needs_native
+
+pytestmark = needs_native
+each_isa = pytest.mark.parametrize("isa", ISAS)
+few = settings(max_examples=20, deadline=None, derandomize=True)
+FORMATS = [torch.float32, torch.bfloat16]
+FLOAT32, BFLOAT16 = 2.0**-24, 2.0**-8  # how far rounding moves a number at most, relative to it
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Operands of a product, and how it is made."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    result: torch.dtype
+    threads: int
+
+    def run(self, packed: Packed) -> Tensor:
+        """The product, into rows that lie apart, with what surrounds them untouched."""
+        rows, outputs = self.x.shape[0], self.weight.shape[0]
+        room = torch.full((rows + 1, outputs + 3), torch.nan, dtype=self.result)
+        found = matmul(packed, _apart(self.x), room[:rows, 1 : 1 + outputs])
+        assert room[:rows, 0].isnan().all() and room[:rows, 1 + outputs :].isnan().all() and room[rows].isnan().all()
+        return found
+
+    def finished(self, sums: Tensor) -> Tensor:
+        """Float32 sums with the bias, in the result's format."""
+        return (sums if self.bias is None else sums + self.bias).to(self.result)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rows = draw(st.one_of(st.integers(1, 30), st.sampled_from([64, 131])))
+    outputs = draw(st.one_of(st.integers(1, 100), st.sampled_from([256, 577])))
+    inputs = draw(st.one_of(st.integers(1, 140), st.sampled_from([576, 1000])))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    weight = torch.randn(outputs, inputs, generator=generator).to(draw(st.sampled_from(FORMATS)))
+    # Rows of very different sizes, as activations are.
+    x = torch.randn(rows, inputs, generator=generator) * torch.rand(rows, 1, generator=generator).mul(12).exp2()
+    bias = torch.randn(outputs, generator=generator) if draw(st.booleans()) else None
+    formats = st.sampled_from(FORMATS)
+    return Case(x.to(draw(formats)), weight, bias, draw(formats), draw(st.sampled_from([1, 2])))
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The same rows, with NaN between them."""
+    wide = torch.full((x.shape[0], x.shape[1] + 5), torch.nan, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def _assert_sums(found: Tensor, case: Case, x: Tensor, weight: Tensor, steps: int) -> None:
+    """Within what `steps` roundings to float32 of sums of x @ weight.T (float64) may make, and the last one."""
+    wanted, magnitude = x @ weight.T, x.abs() @ weight.abs().T
+    if case.bias is not None:
+        wanted, magnitude = wanted + case.bias.double(), magnitude + case.bias.double().abs()
+    bound = steps * FLOAT32 / (1 - steps * FLOAT32) * magnitude
+    if case.result == torch.bfloat16:
+        bound = bound + BFLOAT16 * (wanted.abs() + bound)
+    assert ((found.double() - wanted).abs() <= bound + 1e-30).all()
+
+
+@each_isa
+@few
+@given(cases())
+def test_weights_of_floating_point(isa: str, case: Case) -> None:
+    """Bound: Higham, Accuracy and Stability of Numerical Algorithms, section 3.1."""
+    with kernels_of(isa, case.threads):
+        found = case.run(gemm.pack(case.weight, case.bias))
+    rounded = case.x.to(case.weight.dtype).double()  # float32 rows become bfloat16 before bfloat16 weights
+    x = rounded if case.weight.dtype == torch.bfloat16 else case.x.double()
+    _assert_sums(found, case, x, case.weight.double(), case.x.shape[1] + 2)
+
+
+def _quantized_rows(x: Tensor, isa: str) -> tuple[Tensor, Tensor]:
+    """Integers and scales of rows, as the kernels make them: float64 [rows, inputs], float32 [rows]."""
+    x = x.float()
+    peak = x.abs().amax(1)
+    reciprocal = torch.where(peak > 1e-35, torch.full_like(peak, 127) / peak, 0)  # 127 / peak would round twice
+    wanted = x.double() * reciprocal.double()[:, None]
+    if isa == "portable":
+        wanted = wanted.float().double()  # there the product is rounded before the sum that makes an integer of it
+    return wanted.round(), peak / 127
+
+
+@each_isa
+@few
+@given(cases())
+def test_weights_of_8_bits_exactly(isa: str, case: Case) -> None:
+    with kernels_of(isa, case.threads):
+        made = gemm.quantize_int8(case.weight)
+        found = case.run(gemm.pack_int8(made, case.bias))
+    integers, scales = _quantized_rows(case.x, isa)
+    sums = (integers @ made.values.double().T).float() * (made.scales * scales[:, None])
+    assert torch.equal(found, case.finished(sums))
+
+
+@each_isa
+@few
+@given(cases())
+def test_weights_of_4_bits(isa: str, case: Case) -> None:
+    with kernels_of(isa, case.threads):
+        made = gemm.quantize_int4(case.weight)
+        found = case.run(gemm.pack_int4(made, case.bias))
+    rows, inputs = case.x.shape
+    groups = F.pad(case.x, (0, -inputs % GROUP)).reshape(-1, GROUP)
+    integers, scales = _quantized_rows(groups, isa)
+    x = (integers * scales.double()[:, None]).view(rows, -1)[:, :inputs]
+    _assert_sums(found, case, x, made.dense().double(), made.values.shape[1] + 4)
+
+
+PACKERS = {"pack": gemm.pack, "int8": gemm.pack_int8, "int4": gemm.pack_int4}
+each_packer = pytest.mark.parametrize("packer", PACKERS.values(), ids=PACKERS)
+
+
+@each_isa
+@each_packer
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(case=cases())
+def test_a_row_does_not_depend_on_the_others(isa: str, packer: Callable[..., Packed], case: Case) -> None:
+    """Nor on threads: each row alone, some of them, and all of them come out the same to the bit."""
+    rows = case.x.shape[0]
+    with kernels_of(isa, 1):
+        packed = packer(case.weight, case.bias)
+        alone = torch.cat([matmul(packed, row, dtype=case.result) for row in case.x.split(1)])
+        some = torch.cat([matmul(packed, part, dtype=case.result) for part in case.x.split(max(rows // 3, 1))])
+        assert torch.equal(alone, some) and torch.equal(alone, case.run(packed))
+    with kernels_of(isa, 2):
+        assert torch.equal(alone, case.run(packed))
+        assert torch.equal(alone[:1], matmul(packed, case.x[:1], dtype=case.result))
+
+
+@each_isa
+@each_packer
+@pytest.mark.parametrize("shape", [(2048, 70, 33), (515, 96, 260), (3, 2000, 64)])
+def test_many_rows_are_those_of_one(isa: str, packer: Callable[..., Packed], shape: tuple[int, int, int]) -> None:
+    """Also where rows are cut into several blocks, and divided among threads."""
+    rows, outputs, inputs = shape
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    with kernels_of(isa, 2):
+        packed = packer(weight)
+        found = matmul(packed, x)
+        for row in (0, 1, rows // 2, rows - 1):
+            assert torch.equal(found[row : row + 1], matmul(packed, x[row : row + 1]))
+
+
+@each_isa
+@each_packer
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_row(isa: str, packer: Callable[..., Packed], poison: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight, x = torch.randn(40, 50, generator=generator), torch.randn(5, 50, generator=generator)
+    with kernels_of(isa):
+        packed = packer(weight)
+        clean = matmul(packed, x)
+        x[2, 49] = poison
+        found = matmul(packed, x)
+    assert not found[2].isfinite().any()
+    others = [0, 1, 3, 4]
+    assert torch.equal(found[others], clean[others])
+
+
+@each_isa
+def test_unpacked_weights_are_the_packed_ones(isa: str) -> None:
+    weight = torch.randn(37, 71, generator=torch.Generator().manual_seed(3))
+    with kernels_of(isa):
+        assert torch.equal(gemm.unpack(gemm.pack(weight)), weight)
+        assert torch.equal(gemm.unpack(gemm.pack(weight.bfloat16())), weight.bfloat16().float())
+        for quantize, pack in ((gemm.quantize_int8, gemm.pack_int8), (gemm.quantize_int4, gemm.pack_int4)):
+            made = quantize(weight)
+            torch.testing.assert_close(gemm.unpack(pack(made)), made.dense(), rtol=1e-6, atol=0)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_8_bits_err_by_half_a_step(isa: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(9, 45, generator=torch.Generator().manual_seed(4)).to(dtype)
+    weight[3] = 0
+    with kernels_of(isa):
+        made = gemm.quantize_int8(weight)
+    assert torch.equal(made.scales, weight.float().abs().amax(1) / 127)
+    assert ((made.dense() - weight.float()).abs() <= made.scales[:, None] * 0.50001).all()
+    assert not made.values[3].any()
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_4_bits_err_less_than_with_the_largest_weight_as_the_scale(isa: str, dtype: torch.dtype) -> None:
+    """Even though scales are bfloat16, and clearly less on average."""
+    weight = torch.randn(64, 200, generator=torch.Generator().manual_seed(5)).to(dtype)
+    weight[7, 32:64] = 0
+    with kernels_of(isa):
+        made = gemm.quantize_int4(weight)
+    assert made.values.max() <= 15
+    groups = F.pad(weight.float(), (0, -200 % GROUP)).view(64, -1, GROUP)
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scale = torch.where(extreme == 0, 1, extreme / -8)
+    plain = (groups / scale).round().clamp(-8, 7) * scale - groups
+    found = F.pad(made.dense() - weight.float(), (0, -200 % GROUP)).view(64, -1, GROUP)
+    assert (found.square().sum(2) <= plain.square().sum(2) * 1.02 + 1e-9).all()
+    assert found.square().sum() < 0.9 * plain.square().sum()
+
+
+@each_isa
+def test_weights_that_are_not_finite_are_not_hidden(isa: str) -> None:
+    weight = torch.ones(3, 64)
+    weight[1, 40] = torch.inf
+    with kernels_of(isa):
+        for pack in (gemm.pack_int8, gemm.pack_int4):
+            found = matmul(pack(weight), torch.ones(1, 64))
+            assert found.isfinite().tolist() == [[True, False, True]]
+
+
+@each_isa
+def test_nothing_to_do(isa: str) -> None:
+    with kernels_of(isa):
+        packed = gemm.pack(torch.randn(5, 7))
+        assert matmul(packed, torch.empty(0, 7)).shape == (0, 5)
+        assert matmul(packed, torch.zeros(2, 3, 7)).shape == (2, 3, 5)
+        empty = gemm.pack(torch.empty(5, 0), torch.arange(5.0))
+        assert torch.equal(matmul(empty, torch.empty(2, 0)), torch.arange(5.0).expand(2, 5))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    packed = gemm.pack(torch.zeros(5, 7))
+    with pytest.raises(ValueError, match="takes rows of as many"):
+        matmul(packed, torch.zeros(2, 6))
+    with pytest.raises(ValueError, match="takes rows of as many"):
+        matmul(packed, torch.zeros(2, 7, dtype=torch.float16))
+    with pytest.raises(ValueError, match="cannot go to"):
+        matmul(packed, torch.zeros(2, 7), torch.zeros(5, 2).T)
+    with pytest.raises(ValueError, match="a weight is a matrix"):
+        gemm.pack(torch.zeros(5, 7, dtype=torch.float64))
+    with pytest.raises(ValueError, match="a bias for 5 outputs"):
+        gemm.pack(torch.zeros(5, 7), torch.zeros(7))
+    with pytest.raises(ValueError, match="expected"):
+        gemm.pack_int4(gemm.quantize_int8(torch.zeros(5, 7)))
