@@ -38,7 +38,9 @@ class Case:
         rows, outputs = self.x.shape[0], self.weight.shape[0]
         room = torch.full((rows + 1, outputs + 3), torch.nan, dtype=self.result)
         found = matmul(packed, _apart(self.x), room[:rows, 1 : 1 + outputs])
-        assert room[:rows, 0].isnan().all() and room[:rows, 1 + outputs :].isnan().all() and room[rows].isnan().all()
+        assert room[:rows, 0].isnan().all()
+        assert room[:rows, 1 + outputs :].isnan().all()
+        assert room[rows].isnan().all()
         return found
 
     def finished(self, sums: Tensor) -> Tensor:
@@ -142,7 +144,8 @@ def test_a_row_does_not_depend_on_the_others(isa: str, packer: Callable[..., Pac
         packed = packer(case.weight, case.bias)
         alone = torch.cat([matmul(packed, row, dtype=case.result) for row in case.x.split(1)])
         some = torch.cat([matmul(packed, part, dtype=case.result) for part in case.x.split(max(rows // 3, 1))])
-        assert torch.equal(alone, some) and torch.equal(alone, case.run(packed))
+        assert torch.equal(alone, some)
+        assert torch.equal(alone, case.run(packed))
     with kernels_of(isa, 2):
         assert torch.equal(alone, case.run(packed))
         assert torch.equal(alone[:1], matmul(packed, case.x[:1], dtype=case.result))
