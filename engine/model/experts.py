@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from engine.model import spec
 from engine.model.activations import activate_by_name, gate_by_name
-from engine.model.layers import Linear, Place, Step, can_pack
+from engine.model.layers import Linear, Place, Step
+from engine.model.packing import PackedProduct, pack_product
 
 
 class ExpertMatrices(nn.Module):
@@ -18,20 +19,20 @@ class ExpertMatrices(nn.Module):
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         self.weight = place.parameter(count, outputs, inputs)
-        self.packed: list[Tensor] | None = None
+        self.packed: list[PackedProduct] | None = None
 
     def pack(self) -> None:
         """Lay the filled matrices out as the CPU's kernels read them; the plain ones are given up."""
-        if can_pack(self.weight):
-            self.packed = [torch.ops.mkldnn._reorder_linear_weight(one, None) for one in self.weight.detach()]
+        packed = [product for one in self.weight if (product := pack_product(one)) is not None]
+        if packed and len(packed) == len(self.weight):
+            self.packed = packed
             self.weight = nn.Parameter(self.weight.new_empty(0, self.outputs, self.inputs), requires_grad=False)
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
         """[rows, in] to [rows, out] by one expert's matrix."""
         if self.packed is None:
             return F.linear(x, self.weight[expert])
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed[expert], None, "none", [], "")
-        return out
+        return self.packed[expert](x)
 
 
 class ExpertsFeedForward(nn.Module):

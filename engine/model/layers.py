@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.attention.base import AttentionBackend, AttentionMetadata, Bias, DistanceBias, Paged, PositionBias, Ragged
 from engine.model import kernels, spec
 from engine.model.activations import activate_by_name, gate_by_name
+from engine.model.packing import PackedProduct, pack_product
 from engine.model.positions import AttentionPosition, Rotary
 from engine.model.rotary import rotate
 
@@ -99,36 +100,19 @@ class Linear(nn.Module):
         self.shared = shared is not None
         self.weight = place.parameter(outputs, inputs) if shared is None else shared
         self.bias = place.parameter(outputs) if bias else None
-        self.packed: Tensor | None = None
+        self.packed: PackedProduct | None = None
 
     def pack(self) -> None:
         """Lay the filled weight out as the CPU's matrix kernels read it, once instead of at every product.
 
         The plain weight is given up, unless another module needs it.
         """
-        if can_pack(self.weight):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
-            if not self.shared:
-                self.weight = nn.Parameter(self.weight.new_empty(0, self.inputs), requires_grad=False)
+        self.packed = pack_product(self.weight, self.bias)
+        if self.packed is not None and not self.shared:
+            self.weight = nn.Parameter(self.weight.new_empty(0, self.inputs), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            return F.linear(x, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
-
-
-def can_pack(weight: Tensor) -> bool:
-    """oneDNN has a packed product for this weight on this machine."""
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.device.type != "cpu" or not has_onednn:
-        return False
-    kernels = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-    if not all(hasattr(torch.ops.mkldnn, kernel) for kernel in kernels):
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+        return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
 
 class RmsNorm(nn.Module):
