@@ -92,15 +92,12 @@ def test_weights_of_floating_point(isa: str, case: Case) -> None:
     _assert_sums(found, case, x, case.weight.double(), case.x.shape[1] + 2)
 
 
-def _quantized_rows(x: Tensor, isa: str) -> tuple[Tensor, Tensor]:
+def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers and scales of rows, as the kernels make them: float64 [rows, inputs], float32 [rows]."""
     x = x.float()
     peak = x.abs().amax(1)
-    reciprocal = torch.where(peak > 1e-35, torch.full_like(peak, 127) / peak, 0)  # 127 / peak would round twice
-    wanted = x.double() * reciprocal.double()[:, None]
-    if isa == "portable":
-        wanted = wanted.float().double()  # there the product is rounded before the sum that makes an integer of it
-    return wanted.round(), peak / 127
+    reciprocal = torch.where(peak >= 2.0**-100, torch.full_like(peak, 127) / peak, 0)  # 127 / peak would round twice
+    return (x * reciprocal[:, None]).round().double(), peak / 127
 
 
 @each_isa
@@ -108,9 +105,9 @@ def _quantized_rows(x: Tensor, isa: str) -> tuple[Tensor, Tensor]:
 @given(cases())
 def test_weights_of_8_bits_exactly(isa: str, case: Case) -> None:
     with kernels_of(isa, case.threads):
-        made = gemm.quantize_int8(case.weight)
+        made = gemm.quantise_int8(case.weight)
         found = case.run(gemm.pack_int8(made, case.bias))
-    integers, scales = _quantized_rows(case.x, isa)
+    integers, scales = _quantised_rows(case.x)
     sums = (integers @ made.values.double().T).float() * (made.scales * scales[:, None])
     assert torch.equal(found, case.finished(sums))
 
@@ -120,11 +117,11 @@ def test_weights_of_8_bits_exactly(isa: str, case: Case) -> None:
 @given(cases())
 def test_weights_of_4_bits(isa: str, case: Case) -> None:
     with kernels_of(isa, case.threads):
-        made = gemm.quantize_int4(case.weight)
+        made = gemm.quantise_int4(case.weight)
         found = case.run(gemm.pack_int4(made, case.bias))
     rows, inputs = case.x.shape
     groups = F.pad(case.x, (0, -inputs % GROUP)).reshape(-1, GROUP)
-    integers, scales = _quantized_rows(groups, isa)
+    integers, scales = _quantised_rows(groups)
     x = (integers * scales.double()[:, None]).view(rows, -1)[:, :inputs]
     _assert_sums(found, case, x, made.dense().double(), made.values.shape[1] + 4)
 
@@ -189,8 +186,8 @@ def test_unpacked_weights_are_the_packed_ones(isa: str) -> None:
     with kernels_of(isa):
         assert torch.equal(gemm.unpack(gemm.pack(weight)), weight)
         assert torch.equal(gemm.unpack(gemm.pack(weight.bfloat16())), weight.bfloat16().float())
-        for quantize, pack in ((gemm.quantize_int8, gemm.pack_int8), (gemm.quantize_int4, gemm.pack_int4)):
-            made = quantize(weight)
+        for quantise, pack in ((gemm.quantise_int8, gemm.pack_int8), (gemm.quantise_int4, gemm.pack_int4)):
+            made = quantise(weight)
             torch.testing.assert_close(gemm.unpack(pack(made)), made.dense(), rtol=1e-6, atol=0)
 
 
@@ -200,7 +197,7 @@ def test_8_bits_err_by_half_a_step(isa: str, dtype: torch.dtype) -> None:
     weight = torch.randn(9, 45, generator=torch.Generator().manual_seed(4)).to(dtype)
     weight[3] = 0
     with kernels_of(isa):
-        made = gemm.quantize_int8(weight)
+        made = gemm.quantise_int8(weight)
     assert torch.equal(made.scales, weight.float().abs().amax(1) / 127)
     assert ((made.dense() - weight.float()).abs() <= made.scales[:, None] * 0.50001).all()
     assert not made.values[3].any()
@@ -213,7 +210,7 @@ def test_4_bits_err_less_than_with_the_largest_weight_as_the_scale(isa: str, dty
     weight = torch.randn(64, 200, generator=torch.Generator().manual_seed(5)).to(dtype)
     weight[7, 32:64] = 0
     with kernels_of(isa):
-        made = gemm.quantize_int4(weight)
+        made = gemm.quantise_int4(weight)
     assert made.values.max() <= 15
     groups = F.pad(weight.float(), (0, -200 % GROUP)).view(64, -1, GROUP)
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
@@ -257,4 +254,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="a bias for 5 outputs"):
         gemm.pack(torch.zeros(5, 7), torch.zeros(7))
     with pytest.raises(ValueError, match="expected"):
-        gemm.pack_int4(gemm.quantize_int8(torch.zeros(5, 7)))
+        gemm.pack_int4(gemm.quantise_int8(torch.zeros(5, 7)))

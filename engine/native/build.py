@@ -32,6 +32,8 @@ _FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
     # What a number becomes is written in the source: nothing is fused or reordered behind it.
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    # Packed memory is written as one type and read as another.
+    "-fno-strict-aliasing",
     "-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes",
 )  # fmt: skip
 _LINK_FLAGS = ("-shared", "-fPIC", "-Wl,--as-needed", "-Wl,-z,noexecstack")

@@ -5,7 +5,7 @@ output. Sums are float32; for int8 and 4 bits the activations are quantised too,
 is the same to the bit whatever other rows there are, and however many threads.
 
     packed = pack(weight, bias)                        # float32, bfloat16
-    packed = pack_int8(weight, bias)                   # or of what quantize_int8 made, which can be kept on disk
+    packed = pack_int8(weight, bias)                   # or of what quantise_int8 made, which can be kept on disk
     y = matmul(packed, x)
 """
 
@@ -38,8 +38,8 @@ _PACK: dict[torch.dtype, Kernel] = {
 }
 _PACK_INT8 = Kernel("gemm_pack_int8", "pppii")
 _PACK_INT4 = Kernel("gemm_pack_int4", "pppii")
-_QUANTIZE = {
-    (bits, dtype): Kernel(f"gemm_quantize_{bits}_{suffix}", "pi ppii")
+_QUANTISE = {
+    (bits, dtype): Kernel(f"gemm_quantise_{bits}_{suffix}", "pi ppii")
     for bits in ("int8", "int4")
     for dtype, suffix in _SUFFIXES.items()
 }
@@ -48,7 +48,7 @@ _THREADS = os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantised:
     """A weight [outputs, inputs] of few bits, as it may be kept: the same on every machine.
 
     Attributes:
@@ -102,18 +102,18 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
     return packed
 
 
-def quantize_int8(weight: Tensor) -> Quantized:
+def quantise_int8(weight: Tensor) -> Quantised:
     """Integers of 8 bits and for each output the scale that puts its largest weight at 127.
 
     Raises:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
     """
     weight = _matrix(weight)
-    made = Quantized(torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0]), weight.shape[1])
-    return _quantized("int8", weight, made)
+    made = Quantised(torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0]), weight.shape[1])
+    return _quantised("int8", weight, made)
 
 
-def quantize_int4(weight: Tensor) -> Quantized:
+def quantise_int4(weight: Tensor) -> Quantised:
     """Integers of 4 bits and for each GROUP inputs the scale that, of 19 tried, has the least squared error.
 
     Raises:
@@ -122,25 +122,25 @@ def quantize_int4(weight: Tensor) -> Quantized:
     weight = _matrix(weight)
     outputs, groups = weight.shape[0], -(-weight.shape[1] // GROUP)
     values = torch.empty(outputs, groups, GROUP, dtype=torch.uint8)
-    return _quantized(
-        "int4", weight, Quantized(values, torch.empty(outputs, groups, dtype=torch.bfloat16), weight.shape[1])
+    return _quantised(
+        "int4", weight, Quantised(values, torch.empty(outputs, groups, dtype=torch.bfloat16), weight.shape[1])
     )
 
 
-def _quantized(bits: str, weight: Tensor, made: Quantized) -> Quantized:
-    _QUANTIZE[bits, weight.dtype].call(
+def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
+    _QUANTISE[bits, weight.dtype].call(
         weight.data_ptr(), weight.stride(0), made.values.data_ptr(), made.scales.data_ptr(), *weight.shape
     )
     return made
 
 
-def pack_int8(weight: Tensor | Quantized, bias: Tensor | None = None) -> Packed:
+def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
     """Lay a weight out as int8, quantised now or before.
 
     Raises:
         ValueError: it is not a matrix that can be quantised, not 8 bits, or the bias does not go with it.
     """
-    made = weight if isinstance(weight, Quantized) else quantize_int8(weight)
+    made = weight if isinstance(weight, Quantised) else quantise_int8(weight)
     outputs = made.values.shape[0]
     _check(made.values, torch.int8, (outputs, made.inputs))
     _check(made.scales, torch.float32, (outputs,))
@@ -151,13 +151,13 @@ def pack_int8(weight: Tensor | Quantized, bias: Tensor | None = None) -> Packed:
     return packed
 
 
-def pack_int4(weight: Tensor | Quantized, bias: Tensor | None = None) -> Packed:
+def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
     """Lay a weight out as 4 bits, quantised now or before.
 
     Raises:
         ValueError: it is not a matrix that can be quantised, not 4 bits, or the bias does not go with it.
     """
-    made = weight if isinstance(weight, Quantized) else quantize_int4(weight)
+    made = weight if isinstance(weight, Quantised) else quantise_int4(weight)
     outputs, groups = made.values.shape[0], -(-made.inputs // GROUP)
     _check(made.values, torch.uint8, (outputs, groups, GROUP))
     _check(made.scales, torch.bfloat16, (outputs, groups))

@@ -5,8 +5,8 @@
 // chain of additions along K, the same one however many rows there are and whichever thread makes it.
 #pragma once
 
+#include "gemm_rows.h"
 #include "threads.h"
-#include "vector.h"
 
 namespace octavo {
 

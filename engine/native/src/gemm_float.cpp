@@ -20,9 +20,11 @@ struct Float32 {
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
-    float* out = reinterpret_cast<float*>(to);
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t i = 0; i < inputs; ++i) out[i * rows + row] = number(x[row * stride + i]);
+    lay_out(rows, inputs, reinterpret_cast<uint32_t*>(to),
+            [&](int64_t row, int64_t first, int64_t count, uint32_t* units) {
+              const T* from = x + row * stride + first;
+              each(count, [&](auto place) { place.write(reinterpret_cast<float*>(units), place.read(from)); });
+            });
   }
 
   template <int N>
@@ -48,14 +50,6 @@ struct Float32 {
       store(sums + row * PANEL + WIDTH, acc[row][1]);
     }
   }
-
-  static float number(float x) { return x; }
-  static float number(bfloat16 x) {
-    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-    float value;
-    __builtin_memcpy(&value, &bits, 4);
-    return value;
-  }
 };
 
 // acc + the products of pairs of bfloat16, the even one in the lower half.
@@ -78,12 +72,13 @@ struct Bfloat16 {
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
-    uint32_t* out = reinterpret_cast<uint32_t*>(to);
-    for (int64_t row = 0; row < rows; ++row, x += stride) {
-      for (int64_t i = 0; i < inputs / 2; ++i)
-        out[i * rows + row] = half(x[2 * i]) | static_cast<uint32_t>(half(x[2 * i + 1])) << 16;
-      if (inputs % 2) out[inputs / 2 * rows + row] = half(x[inputs - 1]);
-    }
+    lay_out(rows, (inputs + 1) / 2, reinterpret_cast<uint32_t*>(to),
+            [&](int64_t row, int64_t first, int64_t count, uint32_t* units) {
+              const int64_t size = smaller(2 * count, inputs - 2 * first);
+              bfloat16* halves = reinterpret_cast<bfloat16*>(units);
+              copy(x + row * stride + 2 * first, size, halves);
+              if (size % 2) halves[size].bits = 0;
+            });
   }
 
   template <int N>
@@ -110,11 +105,11 @@ struct Bfloat16 {
     }
   }
 
-  static uint16_t half(bfloat16 x) { return x.bits; }
-  static uint16_t half(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, 4);
-    return x == x ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+  static void copy(const bfloat16* x, int64_t size, bfloat16* to) {
+    __builtin_memcpy(to, x, static_cast<size_t>(size) * sizeof *to);
+  }
+  static void copy(const float* x, int64_t size, bfloat16* to) {
+    each(size, [&](auto place) { place.write(to, place.read(x)); });
   }
 };
 

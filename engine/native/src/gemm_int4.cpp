@@ -31,18 +31,19 @@ struct Int4 {
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
     const int64_t groups = groups_of(inputs);
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t group = 0; group < groups; ++group) {
-        int32_t plain[UNITS];
-        int32_t total;
-        const float scale =
-            quantize_row(x + row * stride + group * GROUP, smaller(GROUP, inputs - group * GROUP), GROUP,
-                         reinterpret_cast<int8_t*>(plain), total);
-        int32_t* out = reinterpret_cast<int32_t*>(to) + group * (UNITS + 2) * rows + row;
-        for (int64_t i = 0; i < UNITS; ++i) out[i * rows] = plain[i];
-        __builtin_memcpy(out + UNITS * rows, &scale, 4);
-        out[(UNITS + 1) * rows] = -ZERO * total;
-      }
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t at = group * GROUP, size = smaller(GROUP, inputs - at);
+      uint32_t* out = reinterpret_cast<uint32_t*>(to) + group * (UNITS + 2) * rows;
+      float* scales = reinterpret_cast<float*>(out + UNITS * rows);
+      int32_t* corrections = reinterpret_cast<int32_t*>(scales + rows);
+      lay_out(rows, UNITS, out, [&](int64_t row, int64_t, int64_t count, uint32_t* made) {
+        const T* from = x + row * stride + at;
+        if (size < GROUP) __builtin_memset(made, 0, static_cast<size_t>(count) * UNIT);
+        const Steps steps = Steps::of(from, size);
+        scales[row] = steps.scale;
+        corrections[row] = -ZERO * steps.write(from, size, reinterpret_cast<int8_t*>(made));
+      });
+    }
   }
 
   template <int N>

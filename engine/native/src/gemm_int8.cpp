@@ -19,26 +19,28 @@ struct Int8 {
 #else
   static constexpr int ROWS = 4;
 #endif
-  static int64_t row_bytes(int64_t inputs) {
-    // Two numbers more, and a share of the room for one row before it is laid out.
-    const int64_t row = UNIT * units_of(inputs);
-    return row + 8 + rounded_up((row + ROWS - 1) / ROWS, 4);
-  }
+  static int64_t row_bytes(int64_t inputs) { return UNIT * units_of(inputs) + 8; }
   static int64_t panel_bytes(int64_t inputs) { return PANEL * (UNIT * units_of(inputs) + 4); }
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
     const int64_t units = units_of(inputs);
-    int32_t* out = reinterpret_cast<int32_t*>(to);
+    uint32_t* out = reinterpret_cast<uint32_t*>(to);
     float* scales = reinterpret_cast<float*>(out + units * rows);
     int32_t* corrections = reinterpret_cast<int32_t*>(scales + rows);
-    int32_t* plain = corrections + rows;
+    float reciprocals[MOST_ROWS];
     for (int64_t row = 0; row < rows; ++row) {
-      int32_t total;
-      scales[row] = quantize_row(x + row * stride, inputs, UNIT * units, reinterpret_cast<int8_t*>(plain), total);
-      corrections[row] = -OFFSET * total;
-      for (int64_t i = 0; i < units; ++i) out[i * rows + row] = plain[i];
+      const Steps steps = Steps::of(x + row * stride, inputs);
+      reciprocals[row] = steps.reciprocal;
+      scales[row] = steps.scale;
+      corrections[row] = 0;
     }
+    lay_out(rows, units, out, [&](int64_t row, int64_t first, int64_t count, uint32_t* made) {
+      const int64_t at = UNIT * first, size = smaller(UNIT * count, inputs - at);
+      made[count - 1] = 0;
+      const Steps steps{reciprocals[row], 0};
+      corrections[row] -= OFFSET * steps.write(x + row * stride + at, size, reinterpret_cast<int8_t*>(made));
+    });
   }
 
   template <int N>

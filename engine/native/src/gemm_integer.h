@@ -71,37 +71,34 @@ OCTAVO_INLINE float peak(const T* x, int64_t size) {
   return value;
 }
 
-typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+// How a row, or a group of it, becomes integers: round(x * 127 / peak), halves to even. Its scale is peak / 127; NaN if it
+// is not finite everywhere, which makes NaN of all that comes from it.
+struct Steps {
+  float reciprocal, scale;
 
-OCTAVO_INLINE void put(const Full& place, int8_t* row, Bytes bytes) {
-  __builtin_memcpy(row + place.at, &bytes, sizeof bytes);
-}
+  template <class T>
+  OCTAVO_INLINE_MEMBER static Steps of(const T* x, int64_t size) {
+    const float most = peak(x, size);
+    if (!(most < __builtin_inff())) return {0, __builtin_nanf("")};
+    if (most < 0x1p-100f) return {0, 0};  // no product would notice it
+    return {127.0f / most, most / 127.0f};
+  }
 
-OCTAVO_INLINE void put(const Part& place, int8_t* row, Bytes bytes) {
-  for (int64_t i = 0; i < place.count; ++i) row[place.at + i] = bytes[i];
-}
-
-// Writes round(x * 127 / peak) to q, `padded` bytes of which those past `size` are 0, and their sum. Returns the scale,
-// peak / 127; NaN if part of the row is not finite, which makes NaN of all that comes from it.
-template <class T>
-OCTAVO_INLINE float quantize_row(const T* x, int64_t size, int64_t padded, int8_t* q, int32_t& total) {
-  constexpr float TINY = 1e-35f;  // below it the reciprocal is infinite
-  constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the last bits
-  const float most = peak(x, size);
-  const bool finite = most < __builtin_inff();
-  const float reciprocal = finite && most > TINY ? 127.0f / most : 0.0f;
-  Integers sums{};
-  each(size, [&](auto place) {
-    const Vector shifted = fma(place.read(x), all(reciprocal), all(SHIFT));
-    Integers values = (Integers)shifted - (Integers)all(SHIFT);
-    if (!finite) values = Integers{};
-    sums += values;
-    put(place, q, __builtin_convertvector(values, Bytes));
-  });
-  for (int64_t i = size; i < padded; ++i) q[i] = 0;
-  total = 0;
-  for (int64_t i = 0; i < WIDTH; ++i) total += sums[i];
-  return finite ? most / 127.0f : __builtin_nanf("");
-}
+  // Writes integers from -127 to 127, and returns their sum. Where the scale is 0 or NaN they are 0.
+  template <class T>
+  OCTAVO_INLINE_MEMBER int32_t write(const T* x, int64_t size, int8_t* to) const {
+    constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the last bits
+    Integers sums{};
+    each(size, [&](auto place) {
+      const Vector shifted = (reciprocal == 0 ? Vector{} : place.read(x) * all(reciprocal)) + all(SHIFT);
+      const Integers steps = (Integers)shifted - (Integers)all(SHIFT);
+      sums += steps;
+      place.write(reinterpret_cast<uint8_t*>(to), steps);
+    });
+    int32_t total = 0;
+    for (int64_t i = 0; i < WIDTH; ++i) total += sums[i];
+    return total;
+  }
+};
 
 }  // namespace octavo

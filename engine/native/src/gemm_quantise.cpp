@@ -56,7 +56,7 @@ OCTAVO_INLINE float best_scale(const Group& group, float extreme) {
 }
 
 template <class T>
-OCTAVO_INLINE void quantize_group(const T* weights, int64_t size, uint8_t* q, bfloat16& scale) {
+OCTAVO_INLINE void quantise_group(const T* weights, int64_t size, uint8_t* q, bfloat16& scale) {
   constexpr float TINY = 1e-17f;  // squares of smaller weights vanish
   const float most = peak(weights, size);
   const bool finite = most < __builtin_inff();
@@ -82,24 +82,26 @@ OCTAVO_INLINE void quantize_group(const T* weights, int64_t size, uint8_t* q, bf
 }
 
 template <class T>
-void quantize_int8(const T* weight, int64_t stride, int8_t* q, float* scales, int64_t outputs, int64_t inputs) {
+void quantise_int8(const T* weight, int64_t stride, int8_t* q, float* scales, int64_t outputs, int64_t inputs) {
   parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
     const Share mine = share(outputs, thread, threads);
     for (int64_t output = mine.first; output < mine.last; ++output) {
-      int32_t total;
-      scales[output] = quantize_row(weight + output * stride, inputs, inputs, q + output * inputs, total);
+      const T* row = weight + output * stride;
+      const Steps steps = Steps::of(row, inputs);
+      steps.write(row, inputs, q + output * inputs);
+      scales[output] = steps.scale;
     }
   });
 }
 
 template <class T>
-void quantize_int4(const T* weight, int64_t stride, uint8_t* q, bfloat16* scales, int64_t outputs, int64_t inputs) {
+void quantise_int4(const T* weight, int64_t stride, uint8_t* q, bfloat16* scales, int64_t outputs, int64_t inputs) {
   const int64_t groups = (inputs + GROUP - 1) / GROUP;
   parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
     const Share mine = share(outputs * groups, thread, threads);
     for (int64_t i = mine.first; i < mine.last; ++i) {
       const int64_t at = i % groups * GROUP;
-      quantize_group(weight + i / groups * stride + at, smaller(GROUP, inputs - at), q + i * GROUP, scales[i]);
+      quantise_group(weight + i / groups * stride + at, smaller(GROUP, inputs - at), q + i * GROUP, scales[i]);
     }
   });
 }
@@ -107,26 +109,26 @@ void quantize_int4(const T* weight, int64_t stride, uint8_t* q, bfloat16* scales
 }  // namespace
 
 // q [outputs, inputs] from -127 to 127, scales [outputs]: weight is about q * scale.
-OCTAVO_EXPORT(gemm_quantize_int8_f32)(const float* weight, int64_t stride, int8_t* q, float* scales, int64_t outputs,
+OCTAVO_EXPORT(gemm_quantise_int8_f32)(const float* weight, int64_t stride, int8_t* q, float* scales, int64_t outputs,
                                       int64_t inputs) {
-  quantize_int8(weight, stride, q, scales, outputs, inputs);
+  quantise_int8(weight, stride, q, scales, outputs, inputs);
 }
 
-OCTAVO_EXPORT(gemm_quantize_int8_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, float* scales,
+OCTAVO_EXPORT(gemm_quantise_int8_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, float* scales,
                                        int64_t outputs, int64_t inputs) {
-  quantize_int8(weight, stride, q, scales, outputs, inputs);
+  quantise_int8(weight, stride, q, scales, outputs, inputs);
 }
 
 // q [outputs, groups, GROUP] from 0 to 15, 8 past the end of a row, scales [outputs, groups]: weight is about
 // (q - 8) * scale.
-OCTAVO_EXPORT(gemm_quantize_int4_f32)(const float* weight, int64_t stride, uint8_t* q, bfloat16* scales,
+OCTAVO_EXPORT(gemm_quantise_int4_f32)(const float* weight, int64_t stride, uint8_t* q, bfloat16* scales,
                                       int64_t outputs, int64_t inputs) {
-  quantize_int4(weight, stride, q, scales, outputs, inputs);
+  quantise_int4(weight, stride, q, scales, outputs, inputs);
 }
 
-OCTAVO_EXPORT(gemm_quantize_int4_bf16)(const bfloat16* weight, int64_t stride, uint8_t* q, bfloat16* scales,
+OCTAVO_EXPORT(gemm_quantise_int4_bf16)(const bfloat16* weight, int64_t stride, uint8_t* q, bfloat16* scales,
                                        int64_t outputs, int64_t inputs) {
-  quantize_int4(weight, stride, q, scales, outputs, inputs);
+  quantise_int4(weight, stride, q, scales, outputs, inputs);
 }
 
 }  // namespace octavo
