@@ -40,8 +40,8 @@ struct Tiles {
   OCTAVO_INLINE_MEMBER int64_t size(int64_t tile) const { return rows / count + (tile < rows % count); }
 };
 
-// How threads divide a product: `row_parts` parts of the rows, each of them shared by threads / row_parts threads that
-// take different columns.
+// How threads divide a product: `row_parts` parts of the rows, as few as serve, each of them shared by
+// threads / row_parts threads that take different columns.
 OCTAVO_INLINE int row_parts(int64_t rows, int64_t panels, int threads) {
   constexpr int64_t FREE = 8;  // rows that cost nothing while weights come from memory
   int best = 1;
@@ -50,7 +50,7 @@ OCTAVO_INLINE int row_parts(int64_t rows, int64_t panels, int threads) {
     if (threads % parts || parts > rows) continue;
     const int64_t part = (rows + parts - 1) / parts;
     const int64_t columns = (panels + threads / parts - 1) / (threads / parts);
-    const int64_t cost = columns * larger(part, FREE) + part;  // the last for laying rows out
+    const int64_t cost = columns * larger(part, FREE);
     if (cost < least) {
       least = cost;
       best = parts;

@@ -11,7 +11,8 @@ namespace {
 constexpr int64_t GROUP = 32;
 constexpr int64_t UNIT = 4;
 constexpr int64_t UNITS = GROUP / UNIT;
-constexpr int64_t AHEAD = 1024;
+constexpr int64_t GROUP_BYTES = PANEL * (GROUP / 2 + 2);  // of a panel
+constexpr int64_t AHEAD = 2048;
 constexpr int32_t ZERO = 8;
 
 OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
@@ -21,12 +22,12 @@ OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / 
 // sums of the row's int8 in the group [rows].
 struct Int4 {
 #if defined(__AVX512F__)
-  static constexpr int ROWS = 6;
+  static constexpr int ROWS = 8;
 #else
-  static constexpr int ROWS = 3;
+  static constexpr int ROWS = 4;
 #endif
   static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * (GROUP + 8); }
-  static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * PANEL * (GROUP / 2 + 2); }
+  static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * GROUP_BYTES; }
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
@@ -52,33 +53,32 @@ struct Int4 {
     const int32_t* x = reinterpret_cast<const int32_t*>(tile);
     Vector total[N][2] = {};
     for (int64_t group = 0; group < groups; ++group, x += (UNITS + 2) * N) {
-      Integers acc[N][2];
-#pragma GCC unroll 16
-      for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = integers(x[(UNITS + 1) * N + row]);
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < UNITS; i += 2, panel += UNIT * PANEL) {
-        for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(panel + AHEAD + line);
+      for (int64_t line = 0; line < GROUP_BYTES; line += 64) __builtin_prefetch(panel + AHEAD + line);
+      const int32_t* corrections = x + (UNITS + 1) * N;
+      const float* row_scales = reinterpret_cast<const float*>(x + UNITS * N);
+      const bfloat16* scales = reinterpret_cast<const bfloat16*>(panel + UNITS / 2 * UNIT * PANEL);
 #pragma GCC unroll 2
-        for (int side = 0; side < 2; ++side) {
-          const Integers both = load_integers(panel + side * UNIT * WIDTH);
+      for (int side = 0; side < 2; ++side) {
+        Integers acc[N];
+#pragma GCC unroll 16
+        for (int row = 0; row < N; ++row) acc[row] = integers(corrections[row]);
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < UNITS; i += 2) {
+          const Integers both = load_integers(panel + (i * PANEL / 2 + side * WIDTH) * UNIT);
           const Integers first = both & 0x0f0f0f0f, second = both >> 4 & 0x0f0f0f0f;
 #pragma GCC unroll 16
-          for (int row = 0; row < N; ++row) {
-            acc[row][side] = dot_nibbles(acc[row][side], first, x[i * N + row]);
-            acc[row][side] = dot_nibbles(acc[row][side], second, x[(i + 1) * N + row]);
-          }
+          for (int row = 0; row < N; ++row) acc[row] = dot_nibbles(acc[row], first, x[i * N + row]);
+#pragma GCC unroll 16
+          for (int row = 0; row < N; ++row) acc[row] = dot_nibbles(acc[row], second, x[(i + 1) * N + row]);
+        }
+        const Vector scale = load(scales + side * WIDTH);
+#pragma GCC unroll 16
+        for (int row = 0; row < N; ++row) {
+          const Vector sum = __builtin_convertvector(acc[row], Vector) * all(row_scales[row]);
+          total[row][side] = fma(sum, scale, total[row][side]);
         }
       }
-      const float* row_scales = reinterpret_cast<const float*>(x + UNITS * N);
-      const bfloat16* scales = reinterpret_cast<const bfloat16*>(panel);
-      const Vector low = load(scales), high = load(scales + WIDTH);
-      panel += 2 * PANEL;
-#pragma GCC unroll 16
-      for (int row = 0; row < N; ++row) {
-        const Vector scale = all(row_scales[row]);
-        total[row][0] = fma(__builtin_convertvector(acc[row][0], Vector) * scale, low, total[row][0]);
-        total[row][1] = fma(__builtin_convertvector(acc[row][1], Vector) * scale, high, total[row][1]);
-      }
+      panel += GROUP_BYTES;
     }
 #pragma GCC unroll 16
     for (int row = 0; row < N; ++row) {
@@ -96,7 +96,7 @@ OCTAVO_EXPORT(gemm_pack_int4)(const uint8_t* q, const bfloat16* scales, uint8_t*
   parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
     const Share mine = share(panels * groups, thread, threads);
     for (int64_t block = mine.first; block < mine.last; ++block) {
-      uint8_t* out = to + block * PANEL * (GROUP / 2 + 2);
+      uint8_t* out = to + block * GROUP_BYTES;
       bfloat16* out_scales = reinterpret_cast<bfloat16*>(out + PANEL * GROUP / 2);
       const int64_t group = block % groups;
       for (int64_t column = 0; column < PANEL; ++column) {
