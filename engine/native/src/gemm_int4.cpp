@@ -59,6 +59,8 @@ struct Int4 {
       const bfloat16* scales = reinterpret_cast<const bfloat16*>(panel + UNITS / 2 * UNIT * PANEL);
 #pragma GCC unroll 2
       for (int side = 0; side < 2; ++side) {
+        // Units of x are read again for the other side, rather than kept in registers that there are not.
+        __asm__ volatile("" ::: "memory");
         Integers acc[N];
 #pragma GCC unroll 16
         for (int row = 0; row < N; ++row) acc[row] = integers(corrections[row]);
