@@ -13,6 +13,8 @@ import torch
 from paged_simulator import make_request
 from torch import Tensor, nn
 
+from engine import native
+from engine.execution import invariance
 from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
 from engine.execution.runner import ModelRunner
@@ -27,24 +29,28 @@ from engine.scheduling.sequence import SequenceGroup
 SHAPES = [(96, 64), (64, 96), (256, 64), (33, 64), (1000, 48), (576, 1536)]
 
 
-def model(*, packed: bool = True, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+def model(packed: str = "by the best", dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+    """Layers whose weights are laid out by whichever kernels are best here, by oneDNN, or not at all."""
     torch.manual_seed(0)
     place = Place(torch.device("cpu"), dtype)
     layers = nn.ModuleList(Linear(inner, outer, True, place) for outer, inner in SHAPES)
     for layer in layers:
         layer.weight.normal_()
         layer.bias.normal_()
-        if packed:
+        if packed == "by the best":
             layer.pack()
+        elif packed == "by oneDNN":
+            with native.use(None):
+                layer.pack()
     return layers
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", ["not", "by oneDNN", "by the best"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_measured_count_holds_for_other_inputs_too(
-    dtype: torch.dtype, packed: bool, caplog: pytest.LogCaptureFixture
+    dtype: torch.dtype, packed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layers = model(packed=packed, dtype=dtype)
+    layers = model(packed, dtype)
     with caplog.at_level(logging.INFO, "octavo.execution"):
         least = min_invariant_rows(layers)
     if "may depend" in caplog.text:
@@ -104,8 +110,24 @@ def test_without_products_nothing_is_padded() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_products_equal_plain_ones(dtype: torch.dtype) -> None:
-    for plain, packed in zip(model(packed=False, dtype=dtype), model(dtype=dtype), strict=True):
+def test_our_own_products_are_invariant_without_measuring(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = model(dtype=dtype)
+    if not all(layer.packed is not None and layer.packed.invariant for layer in layers):
+        pytest.skip("others are better on this machine, or there are no kernels")
+    monkeypatch.setattr(invariance, "_threshold", lambda *_: pytest.fail("measured"))
+    assert min_invariant_rows(layers) == 1
+    with torch.inference_mode():
+        for layer in layers:
+            x = torch.randn(80, layer.inputs).to(dtype)
+            truth = layer(x)
+            assert torch.equal(torch.cat([layer(row) for row in x.split(1)]), truth)
+            assert torch.equal(torch.cat([layer(rows) for rows in x.split(7)]), truth)
+
+
+@pytest.mark.parametrize("how", ["by oneDNN", "by the best"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_products_equal_plain_ones(dtype: torch.dtype, how: str) -> None:
+    for plain, packed in zip(model("not", dtype), model(how, dtype), strict=True):
         if packed.packed is None:
             pytest.skip("this machine has no packed products")
         assert packed.weight.numel() == 0, "the plain weight is given up"

@@ -8,7 +8,7 @@
 #include "gemm_rows.h"
 #include "threads.h"
 
-namespace octavo {
+namespace octavo::gemm {
 
 constexpr int64_t PANEL = 2 * WIDTH;
 
@@ -104,8 +104,8 @@ OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
   const int64_t spare = p.workspace_tiles - (p.rows + Kernel::ROWS - 1) / Kernel::ROWS;
   const int working = static_cast<int>(smaller<int64_t>(threads, spare));
   const int parts = row_parts(p.rows, panels, working), columns = working / parts;
-  // Few rows are laid out by every thread for itself, which is quicker than to wait for each other.
-  const bool alone = p.rows <= 2 * parts;
+  // A lone tile is laid out by every thread for itself, which takes no longer and needs no waiting for each other.
+  const bool alone = p.rows <= Kernel::ROWS * parts;
   const bool meet = !alone && columns > 1;
   if (thread >= working) {
     if (meet) barrier(threads);
@@ -138,7 +138,7 @@ OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
 
 template <class Kernel>
 OCTAVO_INLINE void product(const Product& p) {
-  constexpr int64_t WORTH = 1 << 16;  // products below this are over before other threads have begun
+  constexpr int64_t WORTH = 1 << 17;  // products below this are over before other threads have begun
   parallel(p.rows * p.outputs * p.inputs >= WORTH, [&](int thread, int threads) {
     product_part<Kernel>(p, thread, threads);
   });
@@ -155,10 +155,10 @@ OCTAVO_INLINE void layout(int64_t outputs, int64_t inputs, int64_t* to) {
 }
 
 // What Python calls for weights of one kind, and one thread's share for whoever has opened a region.
-void gemm_float32_part(const Product& p, int thread, int threads);
-void gemm_bfloat16_part(const Product& p, int thread, int threads);
-void gemm_int8_part(const Product& p, int thread, int threads);
-void gemm_int4_part(const Product& p, int thread, int threads);
+void float32_part(const Product& p, int thread, int threads);
+void bfloat16_part(const Product& p, int thread, int threads);
+void int8_part(const Product& p, int thread, int threads);
+void int4_part(const Product& p, int thread, int threads);
 
 #define OCTAVO_EXPORT_PRODUCT(kind, Kernel)                                                                           \
   OCTAVO_EXPORT(gemm_layout_##kind)(int64_t outputs, int64_t inputs, int64_t* to) {                                   \
@@ -170,6 +170,6 @@ void gemm_int4_part(const Product& p, int thread, int threads);
     product<Kernel>({x, y, weight, bias, workspace, workspace_tiles, x_format, y_format, x_stride, y_stride, rows,    \
                      outputs, inputs});                                                                               \
   }                                                                                                                   \
-  void gemm_##kind##_part(const Product& p, int thread, int threads) { product_part<Kernel>(p, thread, threads); }
+  void kind##_part(const Product& p, int thread, int threads) { product_part<Kernel>(p, thread, threads); }
 
-}  // namespace octavo
+}  // namespace octavo::gemm

@@ -1,7 +1,7 @@
 // Products with weights of float32 and bfloat16, summed in float32.
 #include "gemm.h"
 
-namespace octavo {
+namespace octavo::gemm {
 namespace {
 
 #if defined(__AVX512F__)
@@ -145,4 +145,4 @@ OCTAVO_EXPORT(gemm_pack_bfloat16)(const bfloat16* weight, int64_t stride, bfloat
 OCTAVO_EXPORT_PRODUCT(float32, Float32)
 OCTAVO_EXPORT_PRODUCT(bfloat16, Bfloat16)
 
-}  // namespace octavo
+}  // namespace octavo::gemm

@@ -5,7 +5,7 @@
 // in order.
 #include "gemm_integer.h"
 
-namespace octavo {
+namespace octavo::gemm {
 namespace {
 
 constexpr int64_t GROUP = 32;
@@ -117,4 +117,4 @@ OCTAVO_EXPORT(gemm_pack_int4)(const uint8_t* q, const bfloat16* scales, uint8_t*
 
 OCTAVO_EXPORT_PRODUCT(int4, Int4)
 
-}  // namespace octavo
+}  // namespace octavo::gemm

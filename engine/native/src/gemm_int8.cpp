@@ -3,7 +3,7 @@
 // Sums are integers and exact. Rows of x are quantised by the product itself: round(x * 127 / largest magnitude).
 #include "gemm_integer.h"
 
-namespace octavo {
+namespace octavo::gemm {
 namespace {
 
 constexpr int64_t UNIT = 4;
@@ -97,4 +97,4 @@ OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const float* scales, int8_t* to, 
 
 OCTAVO_EXPORT_PRODUCT(int8, Int8)
 
-}  // namespace octavo
+}  // namespace octavo::gemm

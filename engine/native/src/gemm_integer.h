@@ -3,7 +3,7 @@
 
 #include "gemm.h"
 
-namespace octavo {
+namespace octavo::gemm {
 
 // Weights of int8 are stored with OFFSET added where the processor multiplies unsigned by signed bytes.
 #if defined(__AVX512VNNI__)
@@ -101,4 +101,4 @@ struct Steps {
   }
 };
 
-}  // namespace octavo
+}  // namespace octavo::gemm

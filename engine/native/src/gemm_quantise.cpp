@@ -1,7 +1,7 @@
 // Weights of few bits, made from float32 or bfloat16 once, at load.
 #include "gemm_integer.h"
 
-namespace octavo {
+namespace octavo::gemm {
 namespace {
 
 constexpr int64_t GROUP = 32;
@@ -131,4 +131,4 @@ OCTAVO_EXPORT(gemm_quantise_int4_bf16)(const bfloat16* weight, int64_t stride, u
   quantise_int4(weight, stride, q, scales, outputs, inputs);
 }
 
-}  // namespace octavo
+}  // namespace octavo::gemm

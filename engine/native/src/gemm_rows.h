@@ -3,7 +3,7 @@
 
 #include "vector.h"
 
-namespace octavo {
+namespace octavo::gemm {
 
 constexpr int64_t MOST_ROWS = 16;  // of a tile
 constexpr int64_t CHUNK = 128;     // units of a row that are made at a time
@@ -53,4 +53,4 @@ OCTAVO_INLINE void lay_out(int64_t rows, int64_t units, uint32_t* to, const Make
   }
 }
 
-}  // namespace octavo
+}  // namespace octavo::gemm
