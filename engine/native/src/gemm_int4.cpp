@@ -24,7 +24,7 @@ struct Int4 {
 #if defined(__AVX512F__)
   static constexpr int ROWS = 8;
 #else
-  static constexpr int ROWS = 4;
+  static constexpr int ROWS = 3;
 #endif
   static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * (GROUP + 8); }
   static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * GROUP_BYTES; }
@@ -39,12 +39,22 @@ struct Int4 {
       int32_t* corrections = reinterpret_cast<int32_t*>(scales + rows);
       lay_out(rows, UNITS, out, [&](int64_t row, int64_t, int64_t count, uint32_t* made) {
         const T* from = x + row * stride + at;
-        if (size < GROUP) __builtin_memset(made, 0, static_cast<size_t>(count) * UNIT);
-        const Steps steps = Steps::of(from, size);
-        scales[row] = steps.scale;
-        corrections[row] = -ZERO * steps.write(from, size, reinterpret_cast<int8_t*>(made));
+        int8_t* bytes = reinterpret_cast<int8_t*>(made);
+        if (size < GROUP) {
+          __builtin_memset(made, 0, static_cast<size_t>(count) * UNIT);
+          make(from, size, bytes, scales[row], corrections[row]);
+        } else {
+          make(from, GROUP, bytes, scales[row], corrections[row]);  // a size that the compiler knows
+        }
       });
     }
+  }
+
+  template <class T>
+  OCTAVO_INLINE_MEMBER static void make(const T* x, int64_t size, int8_t* to, float& scale, int32_t& correction) {
+    const Steps steps = Steps::of(x, size);
+    scale = steps.scale;
+    correction = -ZERO * steps.write(x, size, to);
   }
 
   template <int N>

@@ -56,6 +56,30 @@ OCTAVO_INLINE Integers dot_bytes(Integers acc, Integers weights, int32_t x) {
 
 // ---- activations
 
+OCTAVO_INLINE int32_t sum_of(Integers v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(__AVX2__)
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
+#else
+  return v[0] + v[1] + v[2] + v[3];
+#endif
+}
+
+OCTAVO_INLINE int32_t largest_of(Integers v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(__AVX2__)
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 1)));
+#else
+  return larger(larger(v[0], v[1]), larger(v[2], v[3]));
+#endif
+}
+
 // The largest magnitude of part of a row; NaN or infinity if there is one, NaN before infinity.
 template <class T>
 OCTAVO_INLINE float peak(const T* x, int64_t size) {
@@ -64,10 +88,9 @@ OCTAVO_INLINE float peak(const T* x, int64_t size) {
     const Integers bits = (Integers)place.read(x) & 0x7fffffff;  // ordered as the numbers are
     most = bits > most ? bits : most;
   });
-  int32_t largest = 0;
-  for (int64_t i = 0; i < WIDTH; ++i) largest = larger(largest, most[i]);
+  const int32_t bits = largest_of(most);
   float value;
-  __builtin_memcpy(&value, &largest, 4);
+  __builtin_memcpy(&value, &bits, 4);
   return value;
 }
 
@@ -95,9 +118,7 @@ struct Steps {
       sums += steps;
       place.write(reinterpret_cast<uint8_t*>(to), steps);
     });
-    int32_t total = 0;
-    for (int64_t i = 0; i < WIDTH; ++i) total += sums[i];
-    return total;
+    return sum_of(sums);
   }
 };
 
