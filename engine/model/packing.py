@@ -65,7 +65,8 @@ def _native_is_best(dtype: torch.dtype) -> bool:
     if library is None or library.isa == "portable" or dtype not in (torch.float32, torch.bfloat16):
         return False
     if dtype == torch.bfloat16:
-        return not torch.cpu._is_amx_tile_supported()
+        has_tiles: bool = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+        return not has_tiles
     return library.isa == "avx512" or torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 

@@ -29,15 +29,13 @@ struct Product {
 
 constexpr int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
-// Rows are cut into equal tiles, of which the first ones have a row more.
+// Rows, at least one, are cut into equal tiles, of which the first ones have a row more.
 struct Tiles {
-  int64_t first, rows, count;
+  int64_t first, count, size_of_last, longer;
   OCTAVO_INLINE_MEMBER Tiles(int64_t first, int64_t rows, int64_t most)
-      : first(first), rows(rows), count((rows + most - 1) / most) {}
-  OCTAVO_INLINE_MEMBER int64_t start(int64_t tile) const {
-    return first + rows / count * tile + smaller(tile, rows % count);
-  }
-  OCTAVO_INLINE_MEMBER int64_t size(int64_t tile) const { return rows / count + (tile < rows % count); }
+      : first(first), count((rows + most - 1) / most), size_of_last(rows / count), longer(rows % count) {}
+  OCTAVO_INLINE_MEMBER int64_t start(int64_t tile) const { return first + size_of_last * tile + smaller(tile, longer); }
+  OCTAVO_INLINE_MEMBER int64_t size(int64_t tile) const { return size_of_last + (tile < longer); }
 };
 
 // How threads divide a product: `row_parts` parts of the rows, as few as serve, each of them shared by
