@@ -38,19 +38,19 @@ OCTAVO_INLINE float nearest_bfloat16(float value, bfloat16& rounded) {
   return widen(narrow(all_of_it))[0];
 }
 
-// A scale whose least squared error is least among those tried; -8 or 7 of it come near the largest weight.
+// The scale of least squared error among those tried; -8 of it come near the weight of the largest magnitude.
 OCTAVO_INLINE float best_scale(const Group& group, float extreme) {
-  constexpr int TRIED = 9;
+  constexpr int TRIED = 4;
+  const float inverse = 1 / extreme;
   float best = 0, highest = 0;
   for (int i = -TRIED; i <= TRIED; ++i) {
-    const float reciprocal = (LOWEST + 0.125f * static_cast<float>(i)) / extreme;
     float with_weights, with_themselves;
-    group.sums(reciprocal, with_weights, with_themselves);
-    // With these integers the best scale is a / b, and the squared error is that of 0 less a² / b.
-    if (with_themselves > 0 && with_weights * with_weights > highest * with_themselves) {
-      highest = with_weights * with_weights / with_themselves;
-      best = with_weights / with_themselves;
-    }
+    group.sums((LOWEST + 0.25f * static_cast<float>(i)) * inverse, with_weights, with_themselves);
+    // With these integers the best scale is a / b, and the squared error is that of 0 less a * a / b. One of the
+    // integers is at least 6, so that b is not 0.
+    const float scale = with_weights / with_themselves, gain = with_weights * scale;
+    best = gain > highest ? scale : best;
+    highest = gain > highest ? gain : highest;
   }
   return best;
 }
@@ -61,23 +61,24 @@ OCTAVO_INLINE void quantise_group(const T* weights, int64_t size, uint8_t* q, bf
   const float most = peak(weights, size);
   const bool finite = most < __builtin_inff();
   Group group{};
-  float extreme = most;
+  Integers lowest{};
   for (int64_t i = 0; finite && i < VECTORS; ++i) {
     const int64_t left = larger<int64_t>(size - i * WIDTH, 0);
     if (left) group.values[i] = left >= WIDTH ? load(weights + i * WIDTH) : load_part(weights + i * WIDTH, left);
-    for (int64_t j = 0; j < WIDTH; ++j)
-      if (group.values[i][j] == -most) extreme = -most;
+    lowest |= group.values[i] == -most;
   }
   float reciprocal = 0;
   scale.bits = finite ? 0 : 0x7fc0;
   if (finite && most > TINY) {
+    const float extreme = sum_of(lowest) ? -most : most;
     const float kept = nearest_bfloat16(best_scale(group, extreme), scale);
     if (kept != 0) reciprocal = 1 / kept;
   }
   for (int64_t i = 0; i < VECTORS; ++i) {
-    const Vector level = group.level(i, reciprocal);
-    for (int64_t j = 0; j < WIDTH; ++j)
-      q[i * WIDTH + j] = static_cast<uint8_t>(reciprocal == 0 ? 8 : static_cast<int>(level[j]) + 8);
+    // Adding this leaves the integers in the last bits.
+    constexpr float SHIFT = 12582912.0f;
+    const Vector level = reciprocal == 0 ? Vector{} : group.level(i, reciprocal);
+    store(q + i * WIDTH, ((Integers)(level + all(SHIFT)) & 15) ^ 8);
   }
 }
 
