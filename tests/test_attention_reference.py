@@ -513,7 +513,8 @@ class Part:
     content_bias: bool = False
 
 
-def test_select_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_select_logs_its_choice_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.attention.BACKENDS", (TorchReference,))
     with caplog.at_level(logging.INFO, logger="octavo.attention"):
         backend = select("cpu", [Part(), Part(window=Window(5))])
         rows, query_lens = mixed(6, 2, 16)

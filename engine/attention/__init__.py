@@ -8,13 +8,14 @@ from collections.abc import Iterable
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionPart
+from engine.attention.native import NativeAttention
 from engine.attention.reference import TorchReference
 from engine.errors import ConfigError
 
 __all__ = ["select"]
 
 # Fastest first; the reference computes everything and comes last.
-BACKENDS: tuple[type[AttentionBackend], ...] = (TorchReference,)
+BACKENDS: tuple[type[AttentionBackend], ...] = (NativeAttention, TorchReference)
 
 logger = logging.getLogger("octavo.attention")
 

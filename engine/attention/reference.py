@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import whole
+from engine.attention.agreement import check_shapes, tables_of
 from engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
@@ -90,28 +91,11 @@ class TorchReference(AttentionBackend):
         plain = not causal and window is None and bias is None and softcap is None
         if plain and isinstance(kv, Ragged) and whole.serves(q, kv, metadata):
             return whole.attend(q, kv, metadata, scale)
+        check_shapes(q, kv, metadata, bias)
         heads, head_dim = q.shape[1:]
         kv_heads = kv.keys.shape[-2]
-        if heads % kv_heads or kv.keys.shape[-1] != head_dim or kv.keys.shape != kv.values.shape:
-            raise ValueError(
-                f"q {tuple(q.shape)}, keys {tuple(kv.keys.shape)} and values {tuple(kv.values.shape)} do not "
-                "agree: heads must be a multiple of kv_heads, and head_dim the same"
-            )
-        tables = _tables(bias)
-        if any(table.shape[0] != heads for table in tables):
-            raise ValueError(f"the bias has {tables[0].shape[0]} heads, the queries have {heads}")
-        lines = 0
-        if isinstance(bias, ContentBias):
-            lines = len(tables)
-            if heads != kv_heads or any(table.shape[2] != head_dim for table in tables):
-                shapes = ", ".join(str(tuple(table.shape)) for table in tables)
-                raise ValueError(
-                    f"q {tuple(q.shape)}, {kv_heads} key heads and tables {shapes} do not agree: a content bias is for "
-                    "heads that share no keys, and head_dim the same"
-                )
+        lines = len(tables_of(bias)) if isinstance(bias, ContentBias) else 0
         groups = self._groups(metadata, kv, Shape(heads, kv_heads, head_dim, causal, window, lines))
-        if q.shape[0] < sum(metadata.query_lens):
-            raise ValueError(f"q has {q.shape[0]} tokens, the rows have {sum(metadata.query_lens)} queries")
         if isinstance(kv, Paged):  # view, not reshape: a copy of the whole pool must never happen silently
             keys = _Vectors(kv.keys.view(-1, head_dim), kv.key_scales, kv.key_centre)
             values = _Vectors(kv.values.view(-1, head_dim), kv.value_scales)
@@ -252,10 +236,3 @@ def _add_content(scores: Tensor, bias: ContentBias, queries: Tensor, keys: Tenso
             products = torch.bmm(keys[:, begin : begin + some], near.transpose(1, 2))
             seen = products.as_strided((count, width, some), (some * (some + width), 1, some + width + 1))
             scores[..., begin : begin + some].add_(seen.view(tiles, heads, width, some), alpha=scale)
-
-
-def _tables(bias: Bias | None) -> list[Tensor]:
-    """What a bias reads, each [heads, ...]."""
-    if isinstance(bias, ContentBias):
-        return [table for table in (bias.keys, bias.queries) if table is not None]
-    return [] if bias is None else [bias.table]

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.agreement import check_lengths
 from engine.attention.base import AttentionMetadata, Paged, Ragged, Window
 
 TILE = 32
@@ -103,20 +104,9 @@ def plan(metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple
     Raises:
         ValueError: lengths contradict each other or the block tables.
     """
+    check_lengths(metadata, kv, shape.causal)
     lens = np.asarray(metadata.query_lens, dtype=np.int64)
     context = np.asarray(metadata.context_lens, dtype=np.int64)
-    if lens.shape != context.shape:
-        raise ValueError(f"query_lens has {len(lens)} rows, context_lens has {len(context)}")
-    if shape.causal and bool((lens > context).any()):
-        row = int((lens > context).argmax())
-        raise ValueError(f"row {row} has {lens[row]} causal queries but a context of {context[row]} tokens")
-    if isinstance(kv, Paged) and len(lens):
-        tables, room = len(kv.block_tables), kv.block_tables.shape[1] * kv.keys.shape[1]
-        if len(lens) > tables or int(context.max()) > room:
-            raise ValueError(
-                f"{len(lens)} rows with contexts up to {context.max()} tokens do not fit "
-                f"{tables} block tables that hold {room} tokens each"
-            )
     start = np.cumsum(lens) - lens
     groups: list[Group] = []
     widths = _widths(lens, shape.causal)

@@ -1,0 +1,231 @@
+// Some queries over one chunk of keys: scores, their softmax, the weighted sum of values.
+#pragma once
+
+#include "attention_math.h"
+#include "attention_pack.h"
+
+namespace octavo {
+namespace {
+
+// Queries computed together, and vectors of the other side: their sums fill the registers.
+constexpr int ROWS = 6;
+#if defined(__AVX512F__)
+constexpr int COLUMNS = 4;
+#else
+constexpr int COLUMNS = 2;
+#endif
+
+constexpr float LOWEST = -3.402823466e38f;
+
+// What has been added up for some queries: softmax with a running maximum (arXiv:1805.02867).
+struct Running {
+  float* best;   // [queries] largest score so far
+  float* total;  // [queries] sum of exp(score - best)
+  float* sums;   // [queries, width] sum of exp(score - best) * value
+};
+
+// One query of a head.
+struct Query {
+  int64_t low, high;   // keys of the chunk that it sees
+  const float* bias;   // line of its head's biases, null for none
+  int64_t bias_shift;  // column of the chunk's first key
+  float centre;        // score of what was subtracted from all keys
+};
+
+// A chunk of packed keys and values.
+struct Chunk {
+  const Unit* keys;           // [units, CHUNK]
+  const Unit* values;         // [CHUNK / held, width]
+  const float* key_scales;    // [CHUNK] null for none
+  const float* value_scales;  // [CHUNK] null for none
+  int64_t first, last;        // vectors of keys that some query sees
+};
+
+// What is the same for all chunks of a batch.
+struct Scores {
+  int64_t units, width;  // of a key; of a value, in whole vectors
+  float scale, softcap;  // softcap 0 for none
+  int64_t bias_columns;
+};
+
+// acc[r][c] = sum over k of a[r][k] b[k][c], in the order of k.
+template <class Form, int R, int C>
+OCTAVO_INLINE void multiply(const Unit* a, int64_t a_row, const Unit* b, int64_t b_row, int64_t depth,
+                            Vector (&acc)[R][C]) {
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) acc[r][c] = Vector{};
+  for (int64_t k = 0; k < depth; ++k, b += b_row) {
+    Vector right[C];
+    for (int c = 0; c < C; ++c) right[c] = load(reinterpret_cast<const float*>(b) + c * WIDTH);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) acc[r][c] = Form::add(acc[r][c], a[r * a_row + k], right[c]);
+  }
+}
+
+OCTAVO_INLINE Integers places(int64_t first) {
+  Integers v;
+  for (int32_t i = 0; i < WIDTH; ++i) v[i] = i;
+  return v + static_cast<int32_t>(first);
+}
+
+// Biases of WIDTH keys; columns beyond either end of a line take the end's.
+OCTAVO_INLINE Vector biases(const float* line, int64_t column, int64_t columns) {
+  if (column >= 0 && column + WIDTH <= columns) return load(line + column);
+  if (column >= columns - 1) return all(line[columns - 1]);
+  if (column + WIDTH <= 1) return all(line[0]);
+  float found[WIDTH];
+  for (int64_t i = 0; i < WIDTH; ++i) found[i] = line[smaller(larger(column + i, int64_t{0}), columns - 1)];
+  return load(found);
+}
+
+// Turns products [CHUNK] of one query into weights; returns the largest score and the sum of weights.
+template <class Form>
+OCTAVO_INLINE void weigh(const Query& query, const Chunk& chunk, const Scores& how, float* scores, Unit* weights,
+                         float* best, float* sum_of) {
+  const int64_t first = query.low / WIDTH, last = (query.high + WIDTH - 1) / WIDTH;
+  Vector largest_so_far = all(LOWEST);
+  for (int64_t at = first; at < last; ++at) {
+    Vector score = load(scores + at * WIDTH) * how.scale;
+    if (chunk.key_scales) score = score * load(chunk.key_scales + at * WIDTH);
+    if (how.softcap != 0.0f) score = hyperbolic_tangent((score + query.centre) / how.softcap) * how.softcap;
+    if (query.bias) score = score + biases(query.bias, query.bias_shift + at * WIDTH, how.bias_columns);
+    if (at * WIDTH < query.low || (at + 1) * WIDTH > query.high) {
+      const Integers place = places(at * WIDTH);
+      const Vector hidden = all(-__builtin_inff());
+      score = place >= static_cast<int32_t>(query.low) ? score : hidden;
+      score = place < static_cast<int32_t>(query.high) ? score : hidden;
+    }
+    store(scores + at * WIDTH, score);
+    largest_so_far = maximum(score, largest_so_far);
+  }
+  const float top = largest(largest_so_far);
+  Vector sums{};
+  for (int64_t at = chunk.first; at < chunk.last; ++at) {
+    Unit* to = weights + at * WIDTH / Form::HELD;
+    if (at < first || at >= last) {
+      Form::put(to, Vector{});
+      continue;
+    }
+    const Vector weight = falling(load(scores + at * WIDTH) - top);
+    if (chunk.value_scales) {
+      Form::put(to, weight * load(chunk.value_scales + at * WIDTH));
+      sums = sums + weight;
+    } else {
+      sums = sums + Form::put(to, weight);
+    }
+  }
+  *best = top;
+  *sum_of = sum(sums);
+}
+
+// How two sums that are taken relative to different maxima become one.
+struct Merge {
+  float before[WIDTH], added[WIDTH];
+
+  // Merges the next `count` queries' maxima and sums into those of `to`.
+  OCTAVO_INLINE_MEMBER void begin(float* to_best, float* to_total, const float* best, const float* sum_of,
+                                  int64_t count) {
+    const Vector was = read(to_best, count), is = read(best, count);
+    const Vector now = is > was ? is : was;
+    const Vector keep = falling(was - now), take = falling(is - now);
+    write(to_total, fma(read(sum_of, count), take, read(to_total, count) * keep), count);
+    write(to_best, now, count);
+    store(before, keep);
+    store(added, take);
+  }
+
+  OCTAVO_INLINE_MEMBER Vector both(Vector was, Vector is, int64_t query) const {
+    return fma(is, all(added[query]), was * before[query]);
+  }
+};
+
+// R queries over a chunk. `kept`: the chunk's own result is written to `to`, otherwise it is merged into it.
+template <class Form, int R>
+OCTAVO_INLINE void attend_rows(const Unit* queries, const Query* of, const Chunk& chunk, const Scores& how,
+                               const Running& to, bool kept) {
+  alignas(64) float scores[R][CHUNK];
+  alignas(64) Unit weights[R][CHUNK / Form::HELD];
+  float best[WIDTH < R ? R : WIDTH], sums[WIDTH < R ? R : WIDTH];
+  int64_t at = chunk.first;
+  const auto score = [&]<int C>(Vector(&acc)[R][C]) {
+    multiply<Form>(queries, how.units, chunk.keys + at * WIDTH, CHUNK, how.units, acc);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) store(&scores[r][(at + c) * WIDTH], acc[r][c]);
+    at += C;
+  };
+  while (at + COLUMNS <= chunk.last) {
+    Vector acc[R][COLUMNS];
+    score(acc);
+  }
+  while (at < chunk.last) {
+    Vector acc[R][1];
+    score(acc);
+  }
+  for (int r = 0; r < R; ++r) weigh<Form>(of[r], chunk, how, scores[r], weights[r], best + r, sums + r);
+
+  Merge merge[(R + WIDTH - 1) / WIDTH];
+  if (kept) {
+    for (int r = 0; r < R; ++r) to.best[r] = best[r], to.total[r] = sums[r];
+  } else {
+    for (int64_t r = 0; r < R; r += WIDTH)
+      merge[r / WIDTH].begin(to.best + r, to.total + r, best + r, sums + r, smaller(R - r, WIDTH));
+  }
+  const int64_t begin = chunk.first * WIDTH / Form::HELD, depth = (chunk.last - chunk.first) * WIDTH / Form::HELD;
+  int64_t column = 0;
+  const auto add = [&]<int C>(Vector(&acc)[R][C]) {
+    multiply<Form>(&weights[0][begin], CHUNK / Form::HELD, chunk.values + begin * how.width + column, how.width, depth,
+                   acc);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) {
+        float* place = to.sums + r * how.width + column + c * WIDTH;
+        store(place, kept ? acc[r][c] : merge[r / WIDTH].both(load(place), acc[r][c], r % WIDTH));
+      }
+    column += C * WIDTH;
+  };
+  while (column + COLUMNS * WIDTH <= how.width) {
+    Vector acc[R][COLUMNS];
+    add(acc);
+  }
+  while (column < how.width) {
+    Vector acc[R][1];
+    add(acc);
+  }
+}
+
+// All queries of a tile over a chunk, in blocks of much the same size.
+template <class Form>
+void attend_chunk(const Unit* queries, const Query* of, int64_t count, const Chunk& chunk, const Scores& how,
+                  const Running& to, bool kept) {
+  int64_t some;
+  for (int64_t row = 0; row < count; row += some) {
+    const int64_t left = count - row, blocks = (left + ROWS - 1) / ROWS;
+    some = (left + blocks - 1) / blocks;
+    const Unit* units = queries + row * how.units;
+    const Running own{to.best + row, to.total + row, to.sums + row * how.width};
+    switch (some) {
+      case 1: attend_rows<Form, 1>(units, of + row, chunk, how, own, kept); break;
+      case 2: attend_rows<Form, 2>(units, of + row, chunk, how, own, kept); break;
+      case 3: attend_rows<Form, 3>(units, of + row, chunk, how, own, kept); break;
+      case 4: attend_rows<Form, 4>(units, of + row, chunk, how, own, kept); break;
+      case 5: attend_rows<Form, 5>(units, of + row, chunk, how, own, kept); break;
+      default: attend_rows<Form, 6>(units, of + row, chunk, how, own, kept);
+    }
+  }
+}
+
+// Merges one more chunk's own result.
+OCTAVO_INLINE void merge_chunk(const Running& to, const Running& chunk, int64_t count, int64_t width) {
+  for (int64_t row = 0; row < count; row += WIDTH) {
+    const int64_t some = smaller(count - row, WIDTH);
+    Merge merge;
+    merge.begin(to.best + row, to.total + row, chunk.best + row, chunk.total + row, some);
+    for (int64_t r = 0; r < some; ++r)
+      for (int64_t column = 0; column < width; column += WIDTH) {
+        float* place = to.sums + (row + r) * width + column;
+        store(place, merge.both(load(place), load(chunk.sums + (row + r) * width + column), r));
+      }
+  }
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,153 @@
+// What attention multiplies: units of 32 bits, and how they are read from what pages and queries hold.
+//
+// A unit is one float32 (`Single`), or two bfloat16 of neighbouring features or keys (`Pair`) where the processor
+// multiplies those. Sums are float32 in both cases.
+#pragma once
+
+#include "pages.h"
+
+namespace octavo {
+namespace {
+
+using Unit = uint32_t;
+
+// ---- float32 from the formats that only attention reads; `count` elements of a vector, the others are 0
+
+OCTAVO_INLINE float widened(float16 half) {
+  const uint32_t sign = static_cast<uint32_t>(half.bits & 0x8000) << 16, rest = half.bits & 0x7fff;
+  const uint32_t largest = rest >= 0x7c00 ? 0x70000000u : 0;  // infinite or not a number
+  uint32_t bits = (rest << 13) + largest;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  value *= 0x1p112f;  // the difference of the exponents' biases; subnormal numbers become normal
+  if (largest) {
+    bits = 0x7f800000u | rest << 13;
+    __builtin_memcpy(&value, &bits, sizeof value);
+  }
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  bits |= sign;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+OCTAVO_INLINE float widened(bfloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float wide;
+  __builtin_memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+OCTAVO_INLINE Vector read(const float* from, int64_t count) {
+  return count >= WIDTH ? load(from) : load_part(from, count);
+}
+
+OCTAVO_INLINE Vector read(const bfloat16* from, int64_t count) {
+  return count >= WIDTH ? load(from) : load_part(from, count);
+}
+
+OCTAVO_INLINE Vector read(const float16* from, int64_t count) {
+#if defined(__AVX512F__)
+  const auto mask = static_cast<__mmask16>(count >= WIDTH ? 0xffff : (1u << count) - 1);
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
+#else
+  uint16_t parts[WIDTH] = {};
+  __builtin_memcpy(parts, from, 2 * static_cast<size_t>(smaller(count, WIDTH)));
+#if defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(parts)));
+#else
+  Vector v;
+  for (int64_t i = 0; i < WIDTH; ++i) v[i] = widened(float16{parts[i]});
+  return v;
+#endif
+#endif
+}
+
+OCTAVO_INLINE Vector read(const int8_t* from, int64_t count) {
+#if defined(__AVX512F__)
+  const auto mask = static_cast<__mmask16>(count >= WIDTH ? 0xffff : (1u << count) - 1);
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, from)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+  Bytes parts{};
+  __builtin_memcpy(&parts, from, static_cast<size_t>(smaller(count, WIDTH)));
+  return __builtin_convertvector(__builtin_convertvector(parts, Integers), Vector);
+#endif
+}
+
+// ---- float32 to what queries come in
+
+OCTAVO_INLINE void write(float* to, Vector v, int64_t count) {
+  count >= WIDTH ? store(to, v) : store_part(to, v, count);
+}
+
+OCTAVO_INLINE void write(bfloat16* to, Vector v, int64_t count) {
+  count >= WIDTH ? store(to, v) : store_part(to, v, count);
+}
+
+OCTAVO_INLINE void write(float16* to, Vector v, int64_t count) {
+  float values[WIDTH];
+  store(values, v);
+  for (int64_t i = 0; i < smaller(count, WIDTH); ++i) to[i].bits = half_bits(values[i]);
+}
+
+// ---- units
+
+// One float32 a unit.
+struct Single {
+  static constexpr int64_t HELD = 1;
+
+  // WIDTH units of a vector from its element `at` on; those past its end are 0.
+  template <class T>
+  OCTAVO_INLINE Vector units(const T* vector, int64_t at, int64_t size) {
+    return read(vector + at, size - at);
+  }
+
+  // acc + unit * b
+  OCTAVO_INLINE Vector add(Vector acc, Unit unit, Vector b) {
+    float value;
+    __builtin_memcpy(&value, &unit, sizeof value);
+    return fma(all(value), b, acc);
+  }
+
+  // Writes weights; gives them back as they were written.
+  OCTAVO_INLINE Vector put(Unit* to, Vector weights) {
+    store(reinterpret_cast<float*>(to), weights);
+    return weights;
+  }
+};
+
+#if defined(__AVX512BF16__)
+
+// Two bfloat16 a unit.
+struct Pair {
+  static constexpr int64_t HELD = 2;
+
+  OCTAVO_INLINE Vector units(const bfloat16* vector, int64_t at, int64_t size) {
+    const int64_t left = size - at;
+    if (left >= 2 * WIDTH) return (Vector)_mm512_loadu_si512(vector + at);
+    return (Vector)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << left) - 1), vector + at);
+  }
+
+  // Whole numbers up to 127 are exact in bfloat16.
+  OCTAVO_INLINE Vector units(const int8_t* vector, int64_t at, int64_t size) {
+    const int64_t left = size - at;
+    const Vector low = read(vector + at, left);
+    const Vector high = left > WIDTH ? read(vector + at + WIDTH, left - WIDTH) : Vector{};
+    return (Vector)_mm512_cvtne2ps_pbh(high, low);
+  }
+
+  OCTAVO_INLINE Vector add(Vector acc, Unit unit, Vector b) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(unit)), (__m512bh)b);
+  }
+
+  OCTAVO_INLINE Vector put(Unit* to, Vector weights) {
+    const __m256i halves = (__m256i)_mm512_cvtneps_pbh(weights);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+    return widen((Halves)halves);
+  }
+};
+
+#endif
+
+}  // namespace
+}  // namespace octavo
