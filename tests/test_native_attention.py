@@ -104,7 +104,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Row], list[int], Paged | Ragged, boo
 
 
 @each_isa
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problem=problems(), threads=st.integers(1, 2), surplus=st.integers(0, 3))
 def test_any_batch_equals_the_reference(isa: str, problem: Any, threads: int, surplus: int) -> None:
     rows, query_lens, kv, causal, how, dtype = problem
