@@ -17,7 +17,7 @@ from engine.execution.calibration import mean_keys
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.isolation import join, run_apart
 from engine.execution.kv_cache import KVCache, choose_cache_dtype, count_blocks
-from engine.execution.loading import check_weights_fit, explained, find_max_model_len
+from engine.execution.loading import check_weights_fit, explained, find_max_model_len, find_quantization
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import measure, trial
 from engine.generation import GenerationDefaults, load_defaults, resolve
@@ -70,6 +70,7 @@ class Engine:
         device = choose_device(config.device)
         stored = stored_dtype(path, hf_config)
         dtype = choose_dtype(config.dtype, stored, device)
+        quantization = find_quantization(config, device)
         cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
         check_weights_fit(path, stored, dtype, device)
         max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
@@ -86,7 +87,7 @@ class Engine:
             max_model_len=max_model_len,
             show_progress=config.show_progress,
         )
-        model.pack()
+        model.pack(quantization)
         if model.spec != spec:  # the head it names is not stored, for example
             spec = model.spec
             abilities = find_abilities(hf_config, spec, pipeline)
@@ -146,6 +147,7 @@ class Engine:
             default_max_length=self.defaults.values.get("max_length"),
             whole_inputs=whole,
             hidden_size=spec.trunk.output_size,
+            quantization=quantization,
             **abilities.facts(),
         )
         self._random = random.Random(config.seed)
@@ -335,7 +337,7 @@ class Engine:
     def _log_start(self, seconds: float) -> None:
         info = self.info
         tokens = info.num_blocks * info.block_size
-        logger.info("loaded %s (%s, %s) in %.1f s", info.model, info.dtype, info.device, seconds)
+        logger.info("loaded %s (%s, %s) in %.1f s", info.model, info.format, info.device, seconds)
         logger.debug(  # the server says it with more
             "KV cache: %d pages of %d tokens = %d tokens in %s; %.1f requests of the full %d tokens fit, "
             "and at most %d sequences run in one step",

@@ -12,7 +12,7 @@ from engine.attention import select
 from engine.config import EngineConfig
 from engine.engine import choose_device, choose_dtype
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
-from engine.execution.loading import find_max_model_len
+from engine.execution.loading import find_max_model_len, find_quantization
 from engine.execution.memory import available_memory
 from engine.launch import make_folder, remove_folder
 from engine.model.abilities import find_abilities
@@ -54,7 +54,7 @@ class ModelFacts:
         architecture: the name in its config.json.
         weight_files: how many safetensors files hold its weights.
         device, dtype, kv_cache_dtype: what the settings choose.
-        weights: size of the parameters in that dtype.
+        weights: size of the parameters in that dtype, or as few bits as the settings say.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
         pages: size of these pages.
         block_size: tokens a page holds.
@@ -62,6 +62,7 @@ class ModelFacts:
         max_encoder_len: longest prompt of an encoder-decoder model, None for others.
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
+        quantization: what matrices become, "int8" or "int4"; None: they have the dtype.
     """
 
     path: Path
@@ -78,6 +79,7 @@ class ModelFacts:
     max_encoder_len: int | None
     free: int
     tasks: tuple[Task, ...] = ("generate",)
+    quantization: str | None = None
 
 
 def inspect_torch() -> TorchFacts:
@@ -117,12 +119,13 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
+    quantization = find_quantization(config, device)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None
     backend = select(device, [block.attention for block in spec.trunk.blocks], cache_dtype if paged else None)
     model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory
-    weights = sum(tensor.nbytes for tensor in model.parameters())
+    weights = model.weight_bytes(quantization)
     num_blocks = pages = 0
     if paged:
         shapes, longest = model.kv_shapes(), model.max_encoder_len
@@ -145,6 +148,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         max_encoder_len=model.max_encoder_len,
         free=available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
         tasks=abilities.tasks,
+        quantization=quantization,
     )
 
 

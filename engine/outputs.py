@@ -246,6 +246,7 @@ class EngineInfo:
         prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
             unless another is asked for.
         include_prompt: the tokens of such a prompt count in the vector.
+        quantization: what matrices were made into, "int8" or "int4"; None: they have the dtype.
     """
 
     model: str
@@ -281,3 +282,9 @@ class EngineInfo:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     include_prompt: bool = True
+    quantization: str | None = None
+
+    @property
+    def format(self) -> str:
+        """Of weights and activations, such as "bfloat16" or "bfloat16, int8 weights"."""
+        return self.dtype if self.quantization is None else f"{self.dtype}, {self.quantization} weights"

@@ -192,12 +192,13 @@ def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Findin
 
 def check_memory(facts: ModelFacts) -> Finding:
     """Weights and pages fit into what is free."""
-    found = f"weights {_size(facts.weights)} ({facts.dtype}), and no pages"
+    weights = f"weights {_size(facts.weights)} ({facts.quantization or facts.dtype})"
+    found = f"{weights}, and no pages"
     fix = "Use a 16-bit --dtype or a smaller model, or free memory."
     if facts.num_blocks:
         found = (
-            f"weights {_size(facts.weights)} ({facts.dtype}) + {facts.num_blocks} pages {_size(facts.pages)} "
-            f"({facts.kv_cache_dtype}) = {facts.num_blocks * facts.block_size} tokens"
+            f"{weights} + {facts.num_blocks} pages {_size(facts.pages)} ({facts.kv_cache_dtype}) = "
+            f"{facts.num_blocks * facts.block_size} tokens"
         )
         fix = (
             "Lower --kv-cache-memory or --num-gpu-blocks-override, use a 16-bit --dtype or a smaller model, or free "

@@ -236,6 +236,7 @@ BAD_CONFIG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"gpu_memory_utilization": 1.1}, ("gpu_memory_utilization", "(0, 1]", "1.1")),
     ({"gpu_memory_utilization": math.nan}, ("gpu_memory_utilization", "nan")),
     ({"dtype": "int8"}, ("dtype", "bfloat16", "'int8'")),
+    ({"quantization": "awq"}, ("quantization", "int4", "'awq'")),
     ({"kv_cache_dtype": "fp8"}, ("kv_cache_dtype", "int8", "'fp8'")),
     ({"device": "tpu"}, ("device", "cuda:N", "'tpu'")),
     ({"device": "cuda:x"}, ("device", "'cuda:x'")),

@@ -13,6 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.memory import available_memory
+from engine.model.quantisation import Quantization
 from engine.model.spec import ModelSpec
 from engine.model.weights import weight_files
 
@@ -38,6 +39,22 @@ def check_weights_fit(path: Path, stored: torch.dtype, dtype: torch.dtype, devic
             f"The weights of {path} take {size} bytes as {dtype}, but {free} bytes of memory are free. Use a smaller "
             "model, a 16-bit --dtype, or a machine (a container's limit) with more memory."
         )
+
+
+def find_quantization(config: EngineConfig, device: torch.device) -> Quantization | None:
+    """What the matrices become.
+
+    Raises:
+        ConfigError: they cannot on this device.
+    """
+    if config.quantization is None or config.quantization == "none":
+        return None
+    if device.type != "cpu":
+        raise ConfigError(
+            f"quantization is {config.quantization}, but the device is {device}: weights of few bits are for CPUs. "
+            "Use --device cpu, or --quantization none."
+        )
+    return config.quantization
 
 
 @contextmanager

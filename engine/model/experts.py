@@ -10,6 +10,7 @@ from engine.model import spec
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.layers import Linear, Place, Step
 from engine.model.packing import PackedProduct, pack_product
+from engine.model.quantisation import Quantization
 
 
 class ExpertMatrices(nn.Module):
@@ -21,9 +22,10 @@ class ExpertMatrices(nn.Module):
         self.weight = place.parameter(count, outputs, inputs)
         self.packed: list[PackedProduct] | None = None
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization | None = None) -> None:
         """Lay the filled matrices out as the CPU's kernels read them; the plain ones are given up."""
-        packed = [product for one in self.weight if (product := pack_product(one)) is not None]
+        products = (pack_product(one, quantization=quantization) for one in self.weight)
+        packed = [product for product in products if product is not None]
         if packed and len(packed) == len(self.weight):
             self.packed = packed
             self.weight = nn.Parameter(self.weight.new_empty(0, self.outputs, self.inputs), requires_grad=False)

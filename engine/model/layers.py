@@ -18,6 +18,7 @@ from engine.model import kernels, spec
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.positions import AttentionPosition, Rotary
+from engine.model.quantisation import Quantization
 from engine.model.rotary import rotate
 
 if TYPE_CHECKING:
@@ -102,12 +103,12 @@ class Linear(nn.Module):
         self.bias = place.parameter(outputs) if bias else None
         self.packed: PackedProduct | None = None
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization | None = None) -> None:
         """Lay the filled weight out as the CPU's matrix kernels read it, once instead of at every product.
 
         The plain weight is given up, unless another module needs it.
         """
-        self.packed = pack_product(self.weight, self.bias)
+        self.packed = pack_product(self.weight, self.bias, quantization)
         if self.packed is not None and not self.shared:
             self.weight = nn.Parameter(self.weight.new_empty(0, self.inputs), requires_grad=False)
 

@@ -1,4 +1,4 @@
-"""Matrix products on a CPU with weights that were laid out once, by our own kernels or by oneDNN."""
+"""Matrix products on a CPU with weights that were laid out once, by our own kernels or by oneDNN, or quantised."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from engine import native
+from engine.model import quantisation
+from engine.model.quantisation import Quantization
 from engine.native import gemm
 
 
@@ -28,7 +30,9 @@ class PackedProduct:
         return self.compute(x)
 
 
-def pack_product(weight: Tensor, bias: Tensor | None = None) -> PackedProduct | None:
+def pack_product(
+    weight: Tensor, bias: Tensor | None = None, quantization: Quantization | None = None
+) -> PackedProduct | None:
     """The product with a weight [out, in], which is not needed any more; None if plain products are best.
 
     One form serves all numbers of rows, because two would take twice the memory. Ours reaches oneDNN's speed at many
@@ -37,6 +41,8 @@ def pack_product(weight: Tensor, bias: Tensor | None = None) -> PackedProduct | 
     weight = weight.detach()
     if weight.device.type != "cpu":
         return None
+    if quantization is not None:
+        return PackedProduct(quantisation.product(weight, bias, quantization), invariant=True)
     if _native_is_best(weight.dtype):
         return native_product(gemm.pack(weight, bias))
     if not _has_onednn(weight.dtype):

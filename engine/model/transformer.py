@@ -6,7 +6,7 @@ asks before it reads any weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.errors import ConfigError, UnsupportedModelError
-from engine.model import spec
+from engine.model import quantisation, spec
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.blocks import build_block
 from engine.model.disentangled import DistanceTable
-from engine.model.experts import ExpertMatrices
+from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import build_head
 from engine.model.layers import CrossAttention, CrossPages, Linear, Place, Step, build_norm
 from engine.model.missing import unsupported
 from engine.model.positions import Learned, Rotary, RoundedSlopes, Sinusoidal, Slopes
+from engine.model.quantisation import Quantization
 from engine.model.rotary import RotaryTable
 from engine.model.sinusoidal import SinusoidalTable
 
@@ -212,11 +213,36 @@ class Transformer(nn.Module):
         assert stack is not None
         return stack.embedding.tokens
 
-    def pack(self) -> None:
-        """Lay all matrices out for the CPU's kernels, once they are filled."""
+    def pack(self, quantization: Quantization | None = None) -> None:
+        """Lay all matrices out for the CPU's kernels, once they are filled, one after the other."""
+        if quantization is not None:
+            quantisation.warn_if_slow()
+        for module, kind in self._matrices(quantization):
+            module.pack(kind)
+
+    def weight_bytes(self, quantization: Quantization | None = None) -> int:
+        """Size of the parameters, those of few bits included."""
+        size = sum(tensor.nbytes for tensor in self.parameters())
+        for module, kind in self._matrices(quantization):
+            if kind is not None:
+                count = module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1
+                size += count * quantisation.size_of(module.outputs, module.inputs, kind)
+                size -= 0 if isinstance(module, Linear) and module.shared else module.weight.nbytes
+        return size
+
+    def _matrices(
+        self, quantization: Quantization | None
+    ) -> Iterator[tuple[Linear | ExpertMatrices, Quantization | None]]:
+        """All matrices, and what each becomes. The few numbers that choose an expert or a class keep their format; a
+        vocabulary's, on which every choice of a token hangs, have 8 bits."""
+        kept = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
+        head = [] if self.head is None else list(self.head.modules())
+        plain = {id(module) for module in (*kept, *(head if isinstance(self.spec.head, spec.Classifier) else ()))}
+        careful = {id(module) for module in head}
         for module in self.modules():
             if isinstance(module, Linear | ExpertMatrices):
-                module.pack()
+                kind: Quantization | None = "int8" if id(module) in careful else quantization
+                yield module, None if quantization is None or id(module) in plain else kind
 
     @property
     def vocab_size(self) -> int:

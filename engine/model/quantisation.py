@@ -1,0 +1,144 @@
+"""Weights of few bits made from those of a checkpoint, and their products where there are no kernels of our own.
+
+Embeddings and norms keep their format. int8 has a scale for each output, int4 one for each `gemm.GROUP` inputs of an
+output; activations become int8 in the product, with a scale for each row or each group of a row. What torch computes
+here is what `engine.native.gemm` computes, from the same numbers: sums of integers are exact, so that a row's result
+depends on nothing but that row here as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine import native
+from engine.native import gemm
+from engine.native.gemm import GROUP, Quantised
+
+logger = logging.getLogger("octavo.model")
+
+Quantization = Literal["int8", "int4"]
+
+_EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order
+_TINY = {"int8": 2.0**-100, "int4": 1e-17}  # largest weights of a row or group below this are zeros
+_TRIED = 9
+_ROWS = 4096  # of groups, quantised at a time
+
+
+def size_of(outputs: int, inputs: int, kind: Quantization) -> int:
+    """Bytes of a weight [outputs, inputs]."""
+    if kind == "int8":
+        return outputs * (inputs + 4)
+    return outputs * -(-inputs // GROUP) * (GROUP // 2 + 2)
+
+
+def warn_if_slow() -> None:
+    """Say in the log what weights of few bits cost without kernels of our own."""
+    if not native.available():
+        logger.warning(
+            "Weights of few bits are widened by torch at every product, which is slow, and int4 takes as much memory "
+            "as int8: Octavo's own kernels are not there (see octavo doctor). Plain weights are faster here."
+        )
+
+
+def product(weight: Tensor, bias: Tensor | None, kind: Quantization) -> Callable[[Tensor], Tensor]:
+    """x [..., inputs] to x @ weight.T + bias with a quantised weight, which is not needed any more, in x's format."""
+    weight = weight.detach()
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        weight = weight.float()
+    if not native.available():
+        return torch_product(quantise_by_torch(weight, kind), bias)
+    packed = gemm.pack_int8(weight, bias) if kind == "int8" else gemm.pack_int4(weight, bias)
+    return lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)
+
+
+def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:
+    return gemm.matmul(packed, x.float()).to(x.dtype)
+
+
+def quantise_by_torch(weight: Tensor, kind: Quantization) -> Quantised:
+    """What `gemm.quantise_int8` and `gemm.quantise_int4` make, but for ties that round otherwise."""
+    if kind == "int8":
+        steps, scales = _steps(weight)
+        return Quantised(steps.to(torch.int8), scales, weight.shape[1])
+    outputs, inputs = weight.shape
+    groups = F.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
+    made = [_quantise_groups(part) for part in torch.split(groups, _ROWS)]
+    values = torch.cat([part[0] for part in made]) if made else groups.new_empty(0, GROUP, dtype=torch.uint8)
+    scales = torch.cat([part[1] for part in made]) if made else groups.new_empty(0, dtype=torch.bfloat16)
+    return Quantised(values.view(outputs, -1, GROUP), scales.view(outputs, -1), inputs)
+
+
+def _quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers from 0 to 15 and scales of groups [N, GROUP]: of several scales the one with the least squared error."""
+    most = weights.abs().amax(1)
+    finite = most.isfinite()
+    weights = torch.where(finite[:, None], weights, 0)
+    extreme = torch.where((weights == -most[:, None]).any(1), -most, most)
+    best, highest = torch.zeros_like(most), torch.zeros_like(most)
+    for i in range(-_TRIED, _TRIED + 1):
+        levels = _levels(weights, (-8 + 0.125 * i) / extreme)
+        with_weights, with_themselves = (levels * weights).sum(1), levels.square().sum(1)
+        # With these integers the best scale is a / b, and the squared error is that of 0 less a² / b.
+        explained = torch.where(with_themselves > 0, with_weights.square() / with_themselves, 0)
+        better = explained > highest
+        highest = torch.where(better, explained, highest)
+        best = torch.where(better, with_weights / with_themselves, best)
+    scales = torch.where(finite & (most > _TINY["int4"]), best, 0).bfloat16()
+    used = scales.float()
+    levels = torch.where(used[:, None] != 0, _levels(weights, 1 / used), 0)
+    return (levels + 8).to(torch.uint8), torch.where(finite, scales, torch.nan)
+
+
+def _levels(weights: Tensor, reciprocal: Tensor) -> Tensor:
+    return (weights * reciprocal[:, None]).clamp(-8, 7).round().nan_to_num(0.0)
+
+
+def _steps(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers -127 to 127 (float32) and scales of rows [N, size]; NaN is the scale of a row that is not finite."""
+    x = x.float()
+    peak = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
+    finite = peak.isfinite()
+    some = finite & (peak >= _TINY["int8"])
+    reciprocal = torch.where(some, torch.full_like(peak, 127) / peak, 0)  # 127 / peak, a Python number, rounds twice
+    steps = torch.where(some[:, None], (x * reciprocal[:, None]).round(), 0)
+    return steps, torch.where(finite, torch.where(some, peak / 127, 0), torch.nan)
+
+
+def torch_product(made: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The product with a quantised weight by torch: the integers are widened each time, which is slow."""
+    compute = _int8_sums if made.values.dtype == torch.int8 else _int4_sums
+    added = None if bias is None else bias.detach().float()
+
+    def product(x: Tensor) -> Tensor:
+        sums = compute(made, x.reshape(-1, made.inputs))
+        if added is not None:
+            sums += added
+        return sums.to(x.dtype).view(*x.shape[:-1], len(made.values))
+
+    return product
+
+
+def _int8_sums(made: Quantised, x: Tensor) -> Tensor:
+    steps, scales = _steps(x)
+    total = torch.zeros(len(x), len(made.values), dtype=torch.int32)
+    parts = zip(torch.split(steps, _EXACT, dim=1), torch.split(made.values, _EXACT, dim=1), strict=True)
+    for part, values in parts:
+        total += (part @ values.float().T).int()
+    return total.float() * (made.scales * scales[:, None])
+
+
+def _int4_sums(made: Quantised, x: Tensor) -> Tensor:
+    rows, (outputs, groups, _) = len(x), made.values.shape
+    steps, scales = _steps(F.pad(x, (0, -made.inputs % GROUP)).reshape(-1, GROUP))
+    steps, scales = steps.view(rows, groups, GROUP), scales.view(rows, groups, 1)
+    total = torch.zeros(rows, outputs)
+    for group in range(groups):  # in order, as the kernels add them
+        sums = steps[:, group] @ (made.values[:, group].float() - 8).T
+        total += sums * (made.scales[:, group].float() * scales[:, group])
+    return total

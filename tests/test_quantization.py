@@ -1,0 +1,314 @@
+"""Weights of few bits, made at load: near the plain ones by a bound, the same with torch, equal in any batch, refused
+where they cannot be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.checkpoints import Checkpoint, make_checkpoint, random_prompt
+from support.driving import Job, finish, make_engine, preempt_all, run, run_alone
+from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.families import FAMILY_SHAPES
+from support.family_shape import make_family_checkpoint
+from support.jobs import CHECKPOINT, MIXED, greedy, sampled
+from support.native import needs_native
+from support.seq2seq import make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
+from torch import Tensor
+
+from engine import ConfigError, Engine, EngineConfig, PoolingParams, SamplingParams, inspect_model, native
+from engine.execution.loading import find_quantization
+from engine.model import quantisation
+from engine.model.experts import ExpertMatrices
+from engine.model.layers import Linear
+from engine.model.quantisation import Quantization
+from engine.native import gemm
+from engine.outputs import RequestOutput
+
+KINDS: tuple[Quantization, ...] = ("int8", "int4")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+GROUP = gemm.GROUP
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "llama": lambda folder: make_checkpoint(CHECKPOINT, folder),
+    "t5": lambda folder: make_seq2seq_checkpoint(SEQ2SEQ_SHAPES["t5"], folder),
+    "bart": lambda folder: make_seq2seq_checkpoint(SEQ2SEQ_SHAPES["bart"], folder),
+    "bert": lambda folder: make_encoder_checkpoint(ENCODER_SHAPES["bert"], folder),
+    "classifier": lambda folder: make_encoder_checkpoint(ENCODER_SHAPES["roberta-classes"], folder),
+    "experts": lambda folder: make_family_checkpoint(FAMILY_SHAPES["qwen3-moe"], folder),
+}
+POOLED = {"bert": PoolingParams(pooling="mean", normalize=False), "classifier": PoolingParams(task="classify")}
+PROMPT = random_prompt(29, 1, 23)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of tiny checkpoints, made once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            SOURCES[name](made[name])
+        return made[name]
+
+    return get
+
+
+@contextmanager
+def recorded() -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """What each matrix was given last, and what it made of it."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    plain = Linear.forward
+
+    def forward(self: Linear, x: Tensor) -> Tensor:
+        out = plain(self, x)
+        seen[id(self)] = (x.clone(), out.clone())
+        return out
+
+    with mock.patch.object(Linear, "forward", forward):
+        yield seen
+
+
+def dense(weight: Tensor, kind: Quantization) -> Tensor:
+    """What a weight becomes at load."""
+    if not native.available():
+        return quantisation.quantise_by_torch(weight, kind).dense()
+    return (gemm.quantise_int8 if kind == "int8" else gemm.quantise_int4)(weight).dense()
+
+
+def matrices(engine: Engine) -> dict[str, Linear]:
+    return {name: module for name, module in engine.runner.model.named_modules() if isinstance(module, Linear)}
+
+
+def answer(engine: Engine, name: str) -> RequestOutput:
+    params: Any = POOLED.get(name, SamplingParams(temperature=0.0, max_tokens=1))
+    engine.add_request("one", PROMPT, params)
+    return finish(engine)["one"]
+
+
+def _steps(x: Tensor, kind: Quantization) -> Tensor:
+    """What a step of each number of x is, as rows are quantised: of a row, or of a group."""
+    if kind == "int8":
+        return (x.abs().amax(1, keepdim=True) / 127).expand_as(x)
+    groups = F.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    return (groups.abs().amax(2, keepdim=True) / 127).expand_as(groups).flatten(1)[:, : x.shape[1]]
+
+
+@each_kind
+@pytest.mark.parametrize("name", SOURCES)
+def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder: Callable[[str], Path]) -> None:
+    """Each product of a served model lies within the bound of its own roundings: |x| times the errors of the weights,
+    half a step of x times the weights, and float32's. What the errors of all add up to stays near their random sum."""
+    with mock.patch.object(Linear, "pack"):
+        plain = make_engine(folder(name))
+    with recorded() as exact:
+        answer(plain, name)
+    ours = make_engine(folder(name), quantization=kind)
+    assert ours.info.quantization == kind
+    with recorded() as seen:
+        answer(ours, name)
+    weights, relative, kept = matrices(plain), [], 0
+    for path, module in matrices(ours).items():
+        weight, bias = weights[path].weight.double(), weights[path].bias
+        x, found = (part.flatten(0, -2).double() for part in seen[id(module)])
+        wanted = x @ weight.T + (0 if bias is None else bias.double())
+        bits: Quantization = "int8" if path.startswith("head") else kind
+        made = dense(weights[path].weight, bits).double()
+        step = _steps(x, bits) / 2
+        float32 = 1e-5 * (x.abs() @ weight.abs().T + 1)
+        error = (found - wanted).abs()
+        if "router" in path or (name == "classifier" and path.startswith("head")):
+            kept += 1
+            assert (error <= float32).all(), path
+            continue
+        bound = x.abs() @ (made - weight).abs().T + step @ made.abs().T
+        assert (error <= 1.01 * bound + float32).all(), path
+        assert (error > float32).any(), f"{path} is not quantised"
+        relative.append(float(error.square().mean().sqrt() / wanted.square().mean().sqrt()))
+    assert kept == {"classifier": 2, "experts": len(plain.runner.model.spec.trunk.blocks)}.get(name, 0)
+    assert max(relative) < {"int8": 0.03, "int4": 0.3}[kind]
+    last = [path for path in weights if id(weights[path]) in exact][-1]
+    ends = [seen_by[id(of[last])][0] for seen_by, of in ((exact, weights), (seen, matrices(ours)))]
+    ends[0] = ends[0][: len(ends[1])]  # plain products have rows of padding
+    apart = (ends[1] - ends[0]).square().mean().sqrt() / ends[0].square().mean().sqrt()
+    assert apart < 3 * torch.tensor(relative).square().sum().sqrt(), "errors are amplified"
+    for engine in (plain, ours):
+        engine.close()
+
+
+@each_kind
+def test_experts_are_quantised(kind: Quantization, folder: Callable[[str], Path]) -> None:
+    with mock.patch.object(ExpertMatrices, "pack"):
+        plain = make_engine(folder("experts"))
+    ours = make_engine(folder("experts"), quantization=kind)
+    pairs = [
+        (one, other)
+        for one, other in zip(plain.runner.model.modules(), ours.runner.model.modules(), strict=True)
+        if isinstance(one, ExpertMatrices) and isinstance(other, ExpertMatrices)
+    ]
+    assert pairs
+    for one, other in pairs:
+        assert not other.weight.numel(), "the plain matrices are given up"
+        for expert in range(len(one.weight)):
+            x = torch.eye(one.inputs)  # quantised without an error
+            torch.testing.assert_close(other(x, expert), dense(one.weight[expert], kind).T, rtol=2e-2, atol=1e-4)
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Computed by our own kernels, and by torch."""
+    if request.param == "torch":
+        with native.use(None):
+            yield request.param
+    elif native.available():
+        yield request.param
+    else:
+        pytest.skip("there is no native library, nor a compiler")
+
+
+@each_kind
+def test_answers_depend_on_nothing_else(
+    kind: Quantization, kernels: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """The same tokens alone, in a batch, and after being preempted, to the bit of the logits: drawn ones among them."""
+    path = checkpoint(CHECKPOINT).path
+    alone = run_alone(plain := make_engine(path, quantization=kind, enable_prefix_caching=False), MIXED)
+    assert run(plain, MIXED) == alone
+    strikes = 0
+
+    def strike(step: int) -> None:
+        nonlocal strikes
+        if step % 5 == 4:
+            strikes += preempt_all(one)
+
+    one = make_engine(path, quantization=kind, max_num_batched_tokens=64, max_num_seqs=24, block_size=4)
+    assert run(one, MIXED, strike) == alone
+    assert strikes > len(MIXED)
+    assert one.stats().num_preemptions >= strikes
+    for engine in (plain, one):
+        engine.close()
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["t5", "bert"])
+def test_encoders_depend_on_nothing_else(
+    name: str, kind: Quantization, kernels: str, folder: Callable[[str], Path]
+) -> None:
+    prompts = [random_prompt(29, seed, length) for seed, length in enumerate((1, 30, 7, 18))]
+    engine = make_engine(folder(name), quantization=kind)
+    if name == "t5":
+        jobs = [Job(p, params) for p in prompts for params in (greedy(8), sampled(3, 8, n=2))]
+        assert run(engine, jobs) == run_alone(engine, jobs)
+    else:
+        for number, tokens in enumerate(prompts):
+            engine.add_request(str(number), tokens, POOLED[name])
+        together = finish(engine)
+        for number, tokens in enumerate(prompts):
+            engine.add_request("alone", tokens, POOLED[name])
+            assert finish(engine)["alone"].pooled == together[str(number)].pooled
+    engine.close()
+
+
+@needs_native
+@pytest.mark.parametrize("inputs", [1, 31, 333, 2500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torch_computes_what_kernels_do(dtype: torch.dtype, inputs: int) -> None:
+    """int8 to the bit, however long the sums; int4 but for the rounding of sums of groups."""
+    generator = torch.Generator().manual_seed(inputs)
+    weight, bias = torch.randn(45, inputs, generator=generator), torch.randn(45, generator=generator)
+    x = torch.randn(2, 3, inputs, generator=generator).to(dtype)
+    x[1, 2] = 0
+    for kind in KINDS:
+        ours = quantisation.product(weight.to(dtype), bias.to(dtype), kind)(x)
+        made = (
+            gemm.quantise_int8(weight.to(dtype).float())
+            if kind == "int8"
+            else gemm.quantise_int4(weight.to(dtype).float())
+        )
+        theirs = quantisation.torch_product(made, bias.to(dtype))(x)
+        assert ours.shape == theirs.shape == (2, 3, 45)
+        assert ours.dtype == theirs.dtype == dtype
+        if kind == "int8":
+            assert torch.equal(ours, theirs)
+        else:
+            scale = float((x.float().abs() @ weight.abs().T).max())
+            epsilon = max(torch.finfo(dtype).eps, 1e-6)
+            assert float((ours.float() - theirs.float()).abs().max()) <= epsilon * scale
+
+
+@needs_native
+def test_torch_quantises_as_kernels_do() -> None:
+    weight = torch.randn(200, 333, generator=torch.Generator().manual_seed(0))
+    weight[3], weight[5, 32:64], weight[7, 4], weight[8] = 0, 0, torch.inf, 1e-30
+    eights, theirs = gemm.quantise_int8(weight), quantisation.quantise_by_torch(weight, "int8")
+    assert torch.equal(eights.values, theirs.values)
+    assert torch.equal(eights.scales.nan_to_num(), theirs.scales.nan_to_num())
+    fours, theirs = gemm.quantise_int4(weight), quantisation.quantise_by_torch(weight, "int4")
+    assert (fours.scales != theirs.scales).sum() <= 0.01 * fours.scales.numel() + 1, (
+        "but for ties; NaN differs from NaN"
+    )
+    assert (fours.values != theirs.values).float().mean() < 0.005
+    errors = [(made.dense() - weight).nan_to_num(posinf=0, neginf=0).square().sum() for made in (fours, theirs)]
+    torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=0)
+
+
+@each_kind
+def test_a_product_with_a_row_that_is_not_finite(kind: Quantization, kernels: str) -> None:
+    product = quantisation.product(torch.randn(40, 50, generator=torch.Generator().manual_seed(1)), None, kind)
+    x = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    clean = product(x)
+    x[1, 49] = torch.nan
+    found = product(x)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[::2], clean[::2])
+    assert product(x[:0]).shape == (0, 40)
+
+
+def test_without_kernels_the_log_says_what_is_lost(
+    checkpoint: Callable[[str], Checkpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    with native.use(None), caplog.at_level(logging.WARNING):
+        make_engine(checkpoint(CHECKPOINT).path, quantization="int8").close()
+    assert "octavo doctor" in caplog.text
+    caplog.clear()
+    with native.use(None), caplog.at_level(logging.WARNING):
+        make_engine(checkpoint(CHECKPOINT).path).close()
+    assert "few bits" not in caplog.text
+
+
+def test_sizes(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """By hand: a row of int8 has a float32 scale; 32 inputs of 4 bits have one of 16 bits. Norms and the embeddings
+    stay, and so does the float32 bias."""
+    path = checkpoint(CHECKPOINT).path
+    with mock.patch.object(Linear, "pack"):
+        plain = make_engine(path)
+    sizes = {
+        kind: inspect_model(EngineConfig(model=str(path), dtype="float32", device="cpu", quantization=kind)).weights
+        for kind in (None, *KINDS)
+    }
+    head, rest, four = 0, 0, 0
+    for name, module in matrices(plain).items():
+        if name.startswith("head"):
+            head += module.outputs * (module.inputs + 4) - 4 * module.outputs * module.inputs * (not module.shared)
+        else:
+            rest += module.outputs * (4 * module.inputs - module.inputs - 4)
+            four += module.outputs * (4 * module.inputs - -(-module.inputs // 32) * 18)
+    assert sizes["int8"] == sizes[None] + head - rest
+    assert sizes["int4"] == sizes[None] + head - four
+    plain.close()
+
+
+def test_a_gpu_is_refused() -> None:
+    config = EngineConfig(model="m", quantization="int4", device="cuda")
+    with pytest.raises(ConfigError, match=r"int4.*cuda.*--device cpu"):
+        find_quantization(config, torch.device("cuda"))
+    for setting in (None, "none"):
+        assert find_quantization(EngineConfig(model="m", quantization=setting), torch.device("cuda")) is None
