@@ -38,7 +38,7 @@ def head_like_the_rest() -> Iterator[None]:
     def matrices(self: Transformer, quantization: Any) -> Iterator[tuple[Linear | ExpertMatrices, Any]]:
         yield from ((m, quantization) for m in self.modules() if isinstance(m, Linear | ExpertMatrices))
 
-    with mock.patch.object(Transformer, "_matrices", matrices):
+    with mock.patch.object(Transformer, "matrices", matrices):
         yield
 
 

@@ -72,7 +72,7 @@ class Engine:
         dtype = choose_dtype(config.dtype, stored, device)
         quantization = find_quantization(config, device)
         cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
-        check_weights_fit(path, stored, dtype, device)
+        check_weights_fit(path, stored, dtype, device, quantization)
         max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
         abilities = find_abilities(hf_config, spec, pipeline)
         model = load_model(
@@ -86,6 +86,7 @@ class Engine:
             ),
             max_model_len=max_model_len,
             show_progress=config.show_progress,
+            quantization=quantization,
         )
         model.pack(quantization)
         if model.spec != spec:  # the head it names is not stored, for example

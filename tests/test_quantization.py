@@ -25,8 +25,10 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine import ConfigError, Engine, EngineConfig, PoolingParams, SamplingParams, inspect_model, native
+from engine.errors import ModelLoadError
+from engine.execution import loading
 from engine.execution.loading import find_quantization
-from engine.model import quantisation
+from engine.model import quantisation, weights
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
 from engine.model.quantisation import Quantization
@@ -115,13 +117,13 @@ def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder:
     assert ours.info.quantization == kind
     with recorded() as seen:
         answer(ours, name)
-    weights, relative, kept = matrices(plain), [], 0
+    modules, relative, kept = matrices(plain), [], 0
     for path, module in matrices(ours).items():
-        weight, bias = weights[path].weight.double(), weights[path].bias
+        weight, bias = modules[path].weight.double(), modules[path].bias
         x, found = (part.flatten(0, -2).double() for part in seen[id(module)])
         wanted = x @ weight.T + (0 if bias is None else bias.double())
         bits: Quantization = "int8" if path.startswith("head") else kind
-        made = dense(weights[path].weight, bits).double()
+        made = dense(modules[path].weight, bits).double()
         step = _steps(x, bits) / 2
         float32 = 1e-5 * (x.abs() @ weight.abs().T + 1)
         error = (found - wanted).abs()
@@ -135,8 +137,8 @@ def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder:
         relative.append(float(error.square().mean().sqrt() / wanted.square().mean().sqrt()))
     assert kept == {"classifier": 2, "experts": len(plain.runner.model.spec.trunk.blocks)}.get(name, 0)
     assert max(relative) < {"int8": 0.03, "int4": 0.3}[kind]
-    last = [path for path in weights if id(weights[path]) in exact][-1]
-    ends = [seen_by[id(of[last])][0] for seen_by, of in ((exact, weights), (seen, matrices(ours)))]
+    last = [path for path in modules if id(modules[path]) in exact][-1]
+    ends = [seen_by[id(of[last])][0] for seen_by, of in ((exact, modules), (seen, matrices(ours)))]
     ends[0] = ends[0][: len(ends[1])]  # plain products have rows of padding
     apart = (ends[1] - ends[0]).square().mean().sqrt() / ends[0].square().mean().sqrt()
     assert apart < 3 * torch.tensor(relative).square().sum().sqrt(), "errors are amplified"
@@ -304,6 +306,48 @@ def test_sizes(checkpoint: Callable[[str], Checkpoint]) -> None:
     assert sizes["int8"] == sizes[None] + head - rest
     assert sizes["int4"] == sizes[None] + head - four
     plain.close()
+
+
+def test_matrices_are_packed_while_others_load(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no time is more than a layer's worth of them plain and filled."""
+    events: list[str] = []
+    read, pack = weights.Checkpoint.read, Linear.pack
+
+    def reading(self: weights.Checkpoint, name: str) -> Tensor:
+        events.append(name)
+        return read(self, name)
+
+    def packing(self: Linear, kind: Quantization | None = None) -> None:
+        pack(self, kind)
+        assert kind is not None
+        assert self.shared or not self.weight.numel()
+        events.append("packed")
+
+    monkeypatch.setattr(weights.Checkpoint, "read", reading)
+    monkeypatch.setattr(Linear, "pack", packing)
+    engine = make_engine(checkpoint(CHECKPOINT).path, quantization="int8")
+    layers = len(engine.runner.model.spec.trunk.blocks)
+    assert events.count("packed") == len(matrices(engine)) == 4 * layers + 1, "each once"
+    for layer in range(layers - 1):
+        last = max(number for number, event in enumerate(events) if f"layers.{layer}." in event)
+        assert events[: last + 2].count("packed") >= 4 * (layer + 1)
+    engine.close()
+
+
+def test_what_cannot_fit_is_refused(checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(CHECKPOINT).path
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    monkeypatch.setattr(loading, "available_memory", lambda: size // 2)
+    place = torch.float32, torch.float32, torch.device("cpu")
+    with pytest.raises(ModelLoadError, match=r"as torch.float32"):
+        loading.check_weights_fit(path, *place)
+    loading.check_weights_fit(path, *place, "int8")
+    monkeypatch.setattr(loading, "available_memory", lambda: size // 5)
+    with pytest.raises(ModelLoadError, match="as int8"):
+        loading.check_weights_fit(path, *place, "int8")
+    loading.check_weights_fit(path, *place, "int4")
 
 
 def test_a_gpu_is_refused() -> None:

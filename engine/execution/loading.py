@@ -13,7 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.memory import available_memory
-from engine.model.quantisation import Quantization
+from engine.model.quantisation import Quantization, size_of
 from engine.model.spec import ModelSpec
 from engine.model.weights import weight_files
 
@@ -22,7 +22,13 @@ logger = logging.getLogger("octavo.engine")
 _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory")
 
 
-def check_weights_fit(path: Path, stored: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+def check_weights_fit(
+    path: Path,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+) -> None:
     """Refuse weights that exceed the free memory of a CPU.
 
     The system hands out memory that it does not have, and kills who uses it.
@@ -33,11 +39,14 @@ def check_weights_fit(path: Path, stored: torch.dtype, dtype: torch.dtype, devic
     if device.type != "cpu":
         return
     size = sum(file.stat().st_size for file in weight_files(path)) * dtype.itemsize // stored.itemsize
+    if quantization is not None:  # embeddings take more: this is the least
+        size = size * size_of(1, 1 << 20, quantization) // (dtype.itemsize << 20)
     free = available_memory()
     if size > free:
         raise ModelLoadError(
-            f"The weights of {path} take {size} bytes as {dtype}, but {free} bytes of memory are free. Use a smaller "
-            "model, a 16-bit --dtype, or a machine (a container's limit) with more memory."
+            f"The weights of {path} take {size} bytes as {quantization or dtype}, but {free} bytes of memory are free. "
+            "Use a smaller model, a 16-bit --dtype, --quantization int4, or a machine (a container's limit) with more "
+            "memory."
         )
 
 

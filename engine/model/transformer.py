@@ -217,20 +217,21 @@ class Transformer(nn.Module):
         """Lay all matrices out for the CPU's kernels, once they are filled, one after the other."""
         if quantization is not None:
             quantisation.warn_if_slow()
-        for module, kind in self._matrices(quantization):
-            module.pack(kind)
+        for module, kind in self.matrices(quantization):
+            if module.packed is None:  # else it was while it loaded
+                module.pack(kind)
 
     def weight_bytes(self, quantization: Quantization | None = None) -> int:
         """Size of the parameters, those of few bits included."""
         size = sum(tensor.nbytes for tensor in self.parameters())
-        for module, kind in self._matrices(quantization):
+        for module, kind in self.matrices(quantization):
             if kind is not None:
                 count = module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1
                 size += count * quantisation.size_of(module.outputs, module.inputs, kind)
                 size -= 0 if isinstance(module, Linear) and module.shared else module.weight.nbytes
         return size
 
-    def _matrices(
+    def matrices(
         self, quantization: Quantization | None
     ) -> Iterator[tuple[Linear | ExpertMatrices, Quantization | None]]:
         """All matrices, and what each becomes. The few numbers that choose an expert or a class keep their format; a

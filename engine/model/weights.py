@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from tqdm.auto import tqdm
 from engine.attention.base import AttentionBackend
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import families
+from engine.model.quantisation import Quantization
 from engine.model.spec import Lm, MaskedLm, ModelSpec, Pool
 from engine.model.table import Transform, WeightTable
 from engine.model.transformer import Transformer
@@ -46,12 +48,14 @@ def load_model(
     backend: AttentionBackend,
     max_model_len: int,
     show_progress: bool = True,
+    quantization: Quantization | None = None,
 ) -> Transformer:
     """The model of a checkpoint folder, its weights converted to `dtype` on `device`.
 
     Args:
         config: of the checkpoint (`engine.model.checkpoint.read_config`).
         model_spec: its parts (`engine.model.families.build_spec`).
+        quantization: matrices are packed so as soon as they are filled; None leaves all as they are.
 
     Raises:
         ModelLoadError: no safetensors, a file that cannot be read, names or shapes that do not match,
@@ -76,7 +80,9 @@ def load_model(
                 f"The weights of {path} do not fit into the free memory of {device} as {dtype}: {error}. "
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
-        _fill(checkpoint, _plan(checkpoint, table, model), show_progress)
+        destinations = _plan(checkpoint, table, model)
+        packing = None if quantization is None else _Packing(model, quantization, destinations)
+        _fill(checkpoint, destinations, show_progress, packing)
     return model.eval()
 
 
@@ -320,7 +326,30 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + rest
 
 
-def _fill(checkpoint: Checkpoint, destinations: dict[str, _Destination], show_progress: bool) -> None:
+class _Packing:
+    """Packs each matrix when the last of its tensors has been read, so that the memory never holds the whole model
+    in its plain format: what is not filled yet takes none."""
+
+    def __init__(self, model: Transformer, quantization: Quantization, destinations: dict[str, _Destination]):
+        self._missing = Counter(destination.parameter.data_ptr() for destination in destinations.values())
+        self._waiting = defaultdict(list)
+        for module, kind in model.matrices(quantization):
+            needs = [parameter.data_ptr() for parameter in module.parameters(recurse=False)]
+            for pointer in needs:
+                self._waiting[pointer].append((module, kind, needs))
+
+    def filled(self, pointer: int) -> None:
+        """A tensor has gone to the parameter at this address."""
+        self._missing[pointer] -= 1
+        if self._missing[pointer] == 0:
+            for module, kind, needs in self._waiting.pop(pointer, ()):
+                if not any(self._missing[other] for other in needs):
+                    module.pack(kind)
+
+
+def _fill(
+    checkpoint: Checkpoint, destinations: dict[str, _Destination], show_progress: bool, packing: _Packing | None = None
+) -> None:
     total = sum(d.shape.numel() * d.parameter.element_size() for d in destinations.values())
     # File order, so that a file is read from front to back.
     order = [name for name in checkpoint.names if name in destinations]
@@ -328,7 +357,7 @@ def _fill(checkpoint: Checkpoint, destinations: dict[str, _Destination], show_pr
         total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", disable=not show_progress
     ) as bar:
         for name in order:
-            destination = destinations[name]
+            destination = destinations.pop(name)  # which would keep what packing gives up
             source = checkpoint.read(name).to(destination.parameter.dtype)
             if source.dtype == torch.float16 and not bool(source.isfinite().all()):
                 raise ModelLoadError(
@@ -337,3 +366,7 @@ def _fill(checkpoint: Checkpoint, destinations: dict[str, _Destination], show_pr
                 )
             destination.transform.fill(destination.parameter, destination.place, source)
             bar.update(source.numel() * source.element_size())
+            if packing is not None:
+                pointer = destination.parameter.data_ptr()
+                del destination
+                packing.filled(pointer)
