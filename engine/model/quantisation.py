@@ -26,7 +26,7 @@ Quantization = Literal["int8", "int4"]
 
 _EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order
 _TINY = {"int8": 2.0**-100, "int4": 1e-17}  # largest weights of a row or group below this are zeros
-_TRIED = 9
+_TRIED, _STEP = 4, 0.25
 _ROWS = 4096  # of groups, quantised at a time
 
 
@@ -80,15 +80,17 @@ def _quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
     finite = most.isfinite()
     weights = torch.where(finite[:, None], weights, 0)
     extreme = torch.where((weights == -most[:, None]).any(1), -most, most)
+    inverse = 1 / extreme
     best, highest = torch.zeros_like(most), torch.zeros_like(most)
     for i in range(-_TRIED, _TRIED + 1):
-        levels = _levels(weights, (-8 + 0.125 * i) / extreme)
+        levels = _levels(weights, (-8 + _STEP * i) * inverse)
         with_weights, with_themselves = (levels * weights).sum(1), levels.square().sum(1)
         # With these integers the best scale is a / b, and the squared error is that of 0 less a² / b.
-        explained = torch.where(with_themselves > 0, with_weights.square() / with_themselves, 0)
+        scale = torch.where(with_themselves > 0, with_weights / with_themselves, 0)
+        explained = with_weights * scale
         better = explained > highest
         highest = torch.where(better, explained, highest)
-        best = torch.where(better, with_weights / with_themselves, best)
+        best = torch.where(better, scale, best)
     scales = torch.where(finite & (most > _TINY["int4"]), best, 0).bfloat16()
     used = scales.float()
     levels = torch.where(used[:, None] != 0, _levels(weights, 1 / used), 0)
