@@ -14,7 +14,6 @@ from engine.model.activations import ACTIVATIONS
 from engine.model.layers import Place, RmsNorm
 from engine.model.spec import Norm
 from engine.native import activations, norms
-from engine.native.quantise import quantise_rows
 
 pytestmark = needs_native
 FORMATS = [torch.float32, torch.bfloat16]
@@ -217,7 +216,6 @@ def test_bits_do_not_depend_on_threads_or_rows(isa: str, dtype: torch.dtype) -> 
             *norms.add_layer_norm(x, x, weight, None, 1e-5),
             activations.activate(x, "gelu", weight),
             activations.gate(x, "silu", weight),
-            *quantise_rows(x, multiple=64),
         ]
 
     with kernels_of(isa, 1):
@@ -226,41 +224,6 @@ def test_bits_do_not_depend_on_threads_or_rows(isa: str, dtype: torch.dtype) -> 
         with kernels_of(isa, cores):
             for found, wanted in zip(compute(x), alone, strict=True):
                 assert torch.equal(found, wanted)
-
-
-@each_isa
-@few
-@given(rows, sizes, seeds, formats, threads, st.sampled_from([0, 128]), st.sampled_from([1, 4, 64]))
-def test_quantised_rows(
-    isa: str, count: int, size: int, seed: int, dtype: torch.dtype, cores: int, offset: int, multiple: int
-) -> None:
-    x = apart(numbers(seed, count, size, dtype=dtype, scale=10.0))
-    x[0] = 0
-    with kernels_of(isa, cores):
-        steps, scales, sums = quantise_rows(x, offset=offset, multiple=multiple)
-    assert steps.shape == (count, -(-size // multiple) * multiple)
-    assert steps.dtype == (torch.uint8 if offset else torch.int8)
-    signed = steps.int() - offset
-    assert (signed[:, size:] == 0).all()
-    assert signed.abs().max() <= 127
-    assert torch.equal(sums, signed.sum(1).int())
-    top = x.float().abs().amax(1)
-    assert torch.equal(scales, top / 127)
-    factors = torch.full((count, 1), 127.0) / top[:, None]
-    assert torch.equal(signed[1:, :size], (x[1:].float() * factors[1:]).round().int())
-    assert (signed[0] == 0).all()
-
-
-@each_isa
-def test_quantised_rows_that_are_not_finite_are_nan(isa: str) -> None:
-    x = numbers(0, 4, 33)
-    x[1, 32], x[2, 0], x[3] = torch.nan, -torch.inf, 1e-35
-    with kernels_of(isa):
-        steps, scales, _ = quantise_rows(x)
-    values = steps.float() * scales[:, None]
-    assert values.isnan().all(1).tolist() == [False, True, True, False]
-    assert (values[3] == 0).all()
-    assert steps[1:3].abs().max() == 0
 
 
 def test_what_kernels_cannot_take_is_refused() -> None:
@@ -273,8 +236,6 @@ def test_what_kernels_cannot_take_is_refused() -> None:
         lambda: norms.layer_norm(x, None, torch.ones(12)[::2], 1e-5),
         lambda: activations.gate(x[:, :5], "silu"),
         lambda: activations.activate(x[0], "silu"),
-        lambda: quantise_rows(x, offset=1),
-        lambda: quantise_rows(x[0]),
     ):
         with pytest.raises(ValueError):
             call()
