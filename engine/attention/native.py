@@ -148,6 +148,24 @@ class NativeAttention(AttentionBackend):
             raise IndexError(f"a row's keys lie outside the {call.slots} that there are")
         return out
 
+    def describe(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        kv: Paged,
+        metadata: AttentionMetadata,
+        *,
+        causal: bool,
+        window: Window | None,
+    ) -> int:
+        """What layers with queries of this shape [T, heads, head_dim] share in a step, for `engine.native.program`:
+        the address of a structure that lives as long as the metadata.
+
+        Raises:
+            ValueError: as `attend`.
+        """
+        return self._prepare(torch.empty((), dtype=dtype).expand(shape), kv, metadata, causal, window).address
+
     def _prepare(
         self, q: Tensor, kv: Paged | Ragged, metadata: AttentionMetadata, causal: bool, window: Window | None
     ) -> _Prepared:

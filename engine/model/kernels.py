@@ -54,6 +54,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool,
     return norms.rms_norm(x, weight, eps, unit_offset=unit_offset, in_float32=in_float32)
 
 
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
+    """LayerNorm of the last dimension; None where torch is to compute it."""
+    if not take(x) or any(part is not None and part.dtype != x.dtype for part in (weight, bias)):
+        return None
+    return norms.layer_norm(x, weight, bias, eps)
+
+
 def rotate_and_store(
     turning: Tensor,
     values: Tensor,

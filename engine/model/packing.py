@@ -21,10 +21,12 @@ class PackedProduct:
     Attributes:
         compute: the product.
         invariant: a row of it never depends on the others, however many there are.
+        native: the weight, where our own kernels compute it.
     """
 
     compute: Callable[[Tensor], Tensor]
     invariant: bool
+    native: gemm.Packed | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.compute(x)
@@ -42,23 +44,24 @@ def pack_product(
     if weight.device.type != "cpu":
         return None
     if quantization is not None:
-        return PackedProduct(quantisation.product(weight, bias, quantization), invariant=True)
+        compute, packed = quantisation.product(weight, bias, quantization)
+        return PackedProduct(compute, invariant=True, native=packed)
     if _native_is_best(weight.dtype):
         return native_product(gemm.pack(weight, bias))
     if not _has_onednn(weight.dtype):
         return None
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
-    def compute(x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    def by_onednn(x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, reordered, bias, "none", [], "")
         return out
 
-    return PackedProduct(compute, invariant=False)
+    return PackedProduct(by_onednn, invariant=False)
 
 
 def native_product(packed: gemm.Packed) -> PackedProduct:
     """The product with a weight of any kind that `engine.native.gemm` has laid out."""
-    return PackedProduct(lambda x: gemm.matmul(packed, x), invariant=True)
+    return PackedProduct(lambda x: gemm.matmul(packed, x), invariant=True, native=packed)
 
 
 def _native_is_best(dtype: torch.dtype) -> bool:

@@ -46,15 +46,18 @@ def warn_if_slow() -> None:
         )
 
 
-def product(weight: Tensor, bias: Tensor | None, kind: Quantization) -> Callable[[Tensor], Tensor]:
-    """x [..., inputs] to x @ weight.T + bias with a quantised weight, which is not needed any more, in x's format."""
+def product(
+    weight: Tensor, bias: Tensor | None, kind: Quantization
+) -> tuple[Callable[[Tensor], Tensor], gemm.Packed | None]:
+    """x [..., inputs] to x @ weight.T + bias with a quantised weight, which is not needed any more, in x's format; and
+    the weight as our own kernels read it, if it is they who compute that."""
     weight = weight.detach()
     if weight.dtype not in (torch.float32, torch.bfloat16):
         weight = weight.float()
     if not native.available():
-        return torch_product(quantise_by_torch(weight, kind), bias)
+        return torch_product(quantise_by_torch(weight, kind), bias), None
     packed = gemm.pack_int8(weight, bias) if kind == "int8" else gemm.pack_int4(weight, bias)
-    return lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)
+    return (lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)), packed
 
 
 def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:

@@ -93,6 +93,11 @@ class RotaryTable(nn.Module):
         self.register_buffer("cos", torch.cat((turned, still), dim=1).to(device), persistent=False)
         self.register_buffer("sin", (angles.sin() * factor).to(device), persistent=False)
 
+    def whole(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos [length, head_dim], sin [length, dim / 2]) for heads of a format, in the one that rotation happens in."""
+        dtype = torch.float32 if self.in_float32 else dtype
+        return self.cos.to(dtype), self.sin.to(dtype)
+
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) of positions [T], in the format that rotation happens in."""
         cos, sin = F.embedding(positions, self.cos), F.embedding(positions, self.sin)

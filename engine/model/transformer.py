@@ -6,6 +6,7 @@ asks before it reads any weight.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,11 +22,14 @@ from engine.model.disentangled import DistanceTable
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import build_head
 from engine.model.layers import CrossAttention, CrossPages, Linear, Place, Step, build_norm
+from engine.model.lowering import LoweredStack, NotLowered
 from engine.model.missing import unsupported
 from engine.model.positions import Learned, Rotary, RoundedSlopes, Sinusoidal, Slopes
 from engine.model.quantisation import Quantization
 from engine.model.rotary import RotaryTable
 from engine.model.sinusoidal import SinusoidalTable
+
+logger = logging.getLogger("octavo.model")
 
 
 class TokenEmbedding(nn.Module):
@@ -121,6 +125,28 @@ class TransformerStack(nn.Module):
         self.distances = None
         if stack.distances is not None:
             self.distances = DistanceTable(stack.distances, stack.hidden_size, length, place)
+        self.hidden_size = stack.hidden_size
+        self.lowered: LoweredStack | None = None
+
+    def lower(self) -> None:
+        """Let the library compute all layers in one call from now on, if it can (`engine.model.lowering`). Weights
+        have been laid out, and stay as they are."""
+        dtype = self.embedding.tokens.dtype
+        rotary = zip(self.rotary_parts, self.rotary_tables, strict=True)
+        biases = zip(self.bias_parts, self.bias_tables, strict=True)
+        try:
+            self.lowered = LoweredStack(
+                self.blocks,
+                self.final_norm,
+                self.projection,
+                hidden_size=self.hidden_size,
+                dtype=dtype,
+                angles={part: table.whole(dtype) for part, table in rotary},
+                biases={part: table() for part, table in biases},
+                shared_bias=None if self.shared_bias is None else self.shared_bias(),
+            )
+        except NotLowered as reason:
+            logger.debug("layers run part by part: %s", reason)
 
     def forward(
         self,
@@ -136,6 +162,8 @@ class TransformerStack(nn.Module):
         types: Tensor | None = None,
     ) -> Tensor:
         x: Tensor = self.embedding(token_ids, positions, types)
+        if self.lowered is not None and caches is not None and slots is not None:
+            return self.lowered.forward(x, positions, metadata, caches, slots, cross)
         rotary = zip(self.rotary_parts, self.rotary_tables, strict=True)
         biases = zip(self.bias_parts, self.bias_tables, strict=True)
         step = Step(
@@ -220,6 +248,8 @@ class Transformer(nn.Module):
         for module, kind in self.matrices(quantization):
             if module.packed is None:  # else it was while it loaded
                 module.pack(kind)
+        if self.decoder is not None and self.device.type == "cpu":
+            self.decoder.lower()
 
     def weight_bytes(self, quantization: Quantization | None = None) -> int:
         """Size of the parameters, those of few bits included."""

@@ -238,6 +238,11 @@ class _Workspace(threading.local):
 _workspace = _Workspace()
 
 
+def scratch(size: int) -> int:
+    """The address of memory for products of this thread, which they use one after another."""
+    return _workspace.address(size)
+
+
 def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None) -> Packed:
     if bias is not None:
         if bias.shape != (outputs,) or bias.device.type != "cpu":

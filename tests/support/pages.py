@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata, Paged
+from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.attention.reference import TorchReference
 from engine.model import checkpoint, families, weights
 from engine.model.layers import CrossPages
@@ -17,8 +17,13 @@ CPU = torch.device("cpu")
 BLOCK = 4
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, max_model_len: int = 40) -> Transformer:
-    """The model of a folder, its attention computed by the torch reference."""
+def load(
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int = 40,
+    backend: AttentionBackend | None = None,
+) -> Transformer:
+    """The model of a folder, its attention computed by the torch reference if by nothing else."""
     config = checkpoint.read_config(checkpoint.locate(str(path)))
     return weights.load_model(
         path,
@@ -26,7 +31,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32, max_model_len: int = 40
         families.build_spec(config),
         dtype=dtype,
         device=CPU,
-        backend=TorchReference(),
+        backend=backend or TorchReference(),
         max_model_len=max_model_len,
         show_progress=False,
     )

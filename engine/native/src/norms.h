@@ -20,12 +20,15 @@ struct NormRows {
   T* sum;             // side by side, x + residual if there is one; may be x
   const T* weight;    // null for ones
   const T* bias;      // null for zeros
-  T* out;             // side by side
-  int64_t outer, inner, size, outer_stride, inner_stride;
+  T* out;             // rows of its own strides; may be x
+  int64_t outer, inner, size, outer_stride, inner_stride, out_outer_stride, out_inner_stride;
   float eps;
   int64_t product;
 
   OCTAVO_INLINE_MEMBER int64_t count() const { return outer * inner; }
+  OCTAVO_INLINE_MEMBER T* result(int64_t row) const {
+    return out + row / inner * out_outer_stride + row % inner * out_inner_stride;
+  }
   OCTAVO_INLINE_MEMBER bool worth_sharing() const { return count() > 1 && count() * size >= WORTH_SHARING; }
 };
 
@@ -45,7 +48,7 @@ static void rms_norm_part(const NormRows<T>& a, int thread, int threads) {
   const Share own = share(a.count(), thread, threads);
   for (int64_t row = own.first; row < own.last; ++row) {
     const T* x = begin(a, row);
-    T* out = a.out + row * a.size;
+    T* out = a.result(row);
     const float squares = total(a.size, [&](auto v, Vector before) {
       const Vector value = v.read(x);
       return fma(value, value, before);
@@ -68,7 +71,7 @@ static void layer_norm_part(const NormRows<T>& a, int thread, int threads) {
   const Share own = share(a.count(), thread, threads);
   for (int64_t row = own.first; row < own.last; ++row) {
     const T* x = begin(a, row);
-    T* out = a.out + row * a.size;
+    T* out = a.result(row);
     const float mean =
         total(a.size, [&](auto v, Vector before) { return before + v.read(x); }) / static_cast<float>(a.size);
     const float squares = total(a.size, [&](auto v, Vector before) {

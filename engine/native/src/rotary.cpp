@@ -9,10 +9,9 @@ using namespace octavo;
                                const float* centre, int64_t tokens, int64_t stored, int64_t heads, int64_t kv_heads, \
                                int64_t head_dim, int64_t dim, int64_t turning_stride, int64_t values_stride, \
                                int64_t interleaved, int64_t format, int64_t same) { \
-    const Turn<T, R> a{turning,     values,       cosines,        sines,         slots,       keys_page, \
-                       values_page, key_scales,   value_scales,   centre,        tokens,      stored, \
-                       heads,       kv_heads,     head_dim,       dim,           turning_stride, \
-                       values_stride, interleaved, format,        same}; \
+    const Turn<T, R> a{turning,    values,       cosines, sines,  nullptr, slots,    keys_page, values_page, \
+                       key_scales, value_scales, centre,  tokens, stored,  heads,    kv_heads,  head_dim, \
+                       dim,        turning_stride,        values_stride,   interleaved,         format,    same}; \
     parallel(a.worth_sharing(), [&](int thread, int threads) { turn_part(a, thread, threads); }); \
   }
 

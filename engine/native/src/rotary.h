@@ -14,8 +14,9 @@ template <class T, class R>
 struct Turn {
   T* turning;       // of each token `heads` queries, then `kv_heads` keys
   const T* values;  // of each token `kv_heads` values
-  const R* cosines;
+  const R* cosines;  // of each token, or of each position
   const R* sines;
+  const int64_t* positions;  // of tokens; null where angles are those of tokens already
   const int64_t* slots;  // null where keys are turned in place and values stay
   void* keys_page;
   void* values_page;
@@ -95,8 +96,9 @@ template <class T, class R>
 static void turn_part(const Turn<T, R>& a, int thread, int threads) {
   const Share own = share(a.tokens, thread, threads);
   for (int64_t token = own.first; token < own.last; ++token) {
-    const R* cos = a.cosines + token * a.head_dim;
-    const R* sin = a.sines + token * (a.dim / 2);
+    const int64_t angle = a.positions ? a.positions[token] : token;
+    const R* cos = a.cosines + angle * a.head_dim;
+    const R* sin = a.sines + angle * (a.dim / 2);
     T* turning = a.turning + token * a.turning_stride;
     const int64_t in_place = a.slots ? a.heads : a.heads + a.kv_heads;
     if (a.dim)

@@ -1,0 +1,354 @@
+"""A stack of layers as a list of operations that the library runs in one call, see `src/program.h`.
+
+Rows of activations lie in buffers, one row for each token. Buffers belong to the program and grow with the largest
+step; the caller hands in the first one, and says which one the result goes to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.native.activations import FUNCTIONS
+from engine.native.arguments import FORMATS, vector_of
+from engine.native.gemm import Packed, scratch
+from engine.native.loading import kernels
+from engine.native.rotary import LONGEST_HEAD
+
+_RUN = kernels("program", "ppi")
+_NORM, _PRODUCT, _TURN, _ATTEND, _ACTIVATE, _ADD, _CLIP = range(7)
+_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_ROUNDED, _EXACT, _OFFSET = range(3)
+_PAGES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+_THREADS = os.cpu_count() or 1
+
+
+class _Place(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("buffer", "offset", "stride"))
+
+
+def _structure(name: str, fields: str) -> type[ctypes.Structure]:
+    """A structure of src/program.h: its fields as "TYPE name name ... | TYPE name ...", the types being place, pointer,
+    int and double."""
+    types = {"place": _Place, "pointer": ctypes.c_void_p, "int": ctypes.c_int64, "double": ctypes.c_double}
+    made = []
+    for part in fields.split("|"):
+        kind, *names = part.split()
+        made += [(field, types[kind]) for field in names]
+    return type(name, (ctypes.Structure,), {"_fields_": made})
+
+
+_Operation = _structure("_Operation", "int kind | pointer what | int meet")
+_Step = _structure(
+    "_Step", "pointer buffers | int tokens stored | pointer positions slots calls workspace | int spare outside"
+)
+_Norm = _structure(
+    "_Norm", "place x residual sum out | pointer weight bias | double eps | int centred rounding inner size"
+)
+_Product = _structure("_Product", "place x y | pointer weight bias | int kind tile_rows outputs inputs")
+_Pages = _structure("_Pages", "pointer keys values key_scales value_scales centre | int format")
+_Turn = _structure(
+    "_Turn",
+    "place heads | pointer cosines sines | int query_heads kv_heads head_dim dim interleaved in_float32 | pointer pages",
+)
+_Attend = _structure(
+    "_Attend",
+    "place q out | pointer pages bias | int call centred bias_kind bias_columns bias_zero | double scale softcap",
+)
+_Activate = _structure("_Activate", "place x out | int width gated function")
+_Add = _structure("_Add", "place x y out | int width")
+_Clip = _structure("_Clip", "place x | int width | double limit")
+
+
+class Rows(NamedTuple):
+    """Part of a buffer: of each token `width` features from `offset` on, in rows of `stride`."""
+
+    buffer: int
+    offset: int
+    width: int
+    stride: int
+
+    def part(self, offset: int, width: int) -> Rows:
+        """Some of the features."""
+        return Rows(self.buffer, self.offset + offset, width, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class PageTensors:
+    """A layer's pages as they are written and read: [num_blocks, block_size, kv_heads, head_dim] and what belongs to
+    them (`engine.attention.base.Paged`)."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+    key_centre: Tensor | None = None
+
+
+class Pages:
+    """Where a layer's pages are, told to the program before its first step, and again when they have moved."""
+
+    def __init__(self) -> None:
+        self._structure: Any = _Pages()
+        self._tensors: PageTensors | None = None
+        self.address = ctypes.addressof(self._structure)
+
+    def bind(self, tensors: PageTensors) -> None:
+        """Use these tensors from now on.
+
+        Raises:
+            ValueError: they have gaps, or a format that pages cannot have.
+        """
+        every = (tensors.keys, tensors.values, tensors.key_scales, tensors.value_scales, tensors.key_centre)
+        if tensors.keys.dtype not in _PAGES or any(t is not None and not t.is_contiguous() for t in every):
+            raise ValueError(f"pages of {tensors.keys.dtype} and what belongs to them must lie side by side")
+        self._tensors = tensors
+        for name, tensor in zip(("keys", "values", "key_scales", "value_scales", "centre"), every, strict=True):
+            setattr(self._structure, name, None if tensor is None else tensor.data_ptr())
+        self._structure.format = _PAGES[tensors.keys.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class AddedBias:
+    """A bias of scores as attention's kernel reads it: float32 [heads, columns], its kind and the column of zero."""
+
+    table: Tensor
+    kind: int
+    zero: int
+
+
+class Program:
+    """Operations on rows of one format, in the order in which they were added.
+
+    Args:
+        dtype: float32 or bfloat16.
+    """
+
+    CAPACITY: ClassVar[int] = 32
+    """Fewest tokens that buffers have room for."""
+
+    def __init__(self, dtype: torch.dtype):
+        if dtype not in FORMATS:
+            raise ValueError(f"a program's rows are float32 or bfloat16, not {dtype}")
+        self.dtype = dtype
+        self._widths: list[int] = []
+        self._buffers: list[Tensor | None] = []
+        self._given: set[int] = set()
+        self._capacity = 0
+        self._operations: list[tuple[int, ctypes.Structure, bool]] = []
+        self._kept: list[object] = []
+        self._tiles: set[tuple[int, int]] = set()
+        self._list: ctypes.Array[ctypes.Structure] | None = None
+        self._pointers = (ctypes.c_void_p * 0)()
+        self._step: Any = _Step(spare=_THREADS)
+
+    # ---- making it
+
+    def buffer(self, width: int) -> Rows:
+        """A row of `width` features for each token."""
+        self._widths.append(width)
+        self._buffers.append(None)
+        return Rows(len(self._widths) - 1, 0, width, width)
+
+    def give(self, rows: Rows) -> None:
+        """Whoever runs the program hands the memory of this buffer in."""
+        self._given.add(rows.buffer)
+
+    def norm(
+        self,
+        x: Rows,
+        out: Rows,
+        *,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        eps: float,
+        centred: bool = False,
+        unit_offset: bool = False,
+        in_float32: bool = False,
+        residual: Rows | None = None,
+        pieces: int = 1,
+        meet: bool = True,
+    ) -> None:
+        """out = norm of x, or of x + residual, which then becomes x.
+
+        Args:
+            centred: LayerNorm, else RMSNorm; other arguments as in `engine.native.norms`.
+            pieces: a row is so many pieces, each normed for itself.
+            meet: what comes next reads what this writes.
+        """
+        size = x.width // pieces
+        self._add(
+            _NORM,
+            _Norm(
+                x=_place(x), residual=_place(residual), sum=_place(x), out=_place(out),
+                weight=vector_of(weight, size, self.dtype), bias=vector_of(bias, size, self.dtype), eps=eps,
+                centred=centred, rounding=_OFFSET if unit_offset else _EXACT if in_float32 else _ROUNDED,
+                inner=pieces, size=size,
+            ),
+            weight, bias, meet=meet,
+        )  # fmt: skip
+
+    def product(self, packed: Packed, x: Rows, y: Rows, *, meet: bool = True) -> None:
+        """y = x @ weight.T + bias."""
+        if (x.width, y.width) != (packed.inputs, packed.outputs):
+            raise ValueError(f"rows of {x.width} and {y.width} do not go with {packed.inputs} to {packed.outputs}")
+        self._tiles.add((packed.tile_rows, packed.tile_bytes))
+        self._add(
+            _PRODUCT,
+            _Product(
+                x=_place(x), y=_place(y), weight=packed.data.data_ptr(),
+                bias=None if packed.bias is None else packed.bias.data_ptr(), kind=_KINDS[packed.kind],
+                tile_rows=packed.tile_rows, outputs=packed.outputs, inputs=packed.inputs,
+            ),
+            packed, meet=meet,
+        )  # fmt: skip
+
+    def turn(
+        self,
+        heads: Rows,
+        pages: Pages,
+        *,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        angles: tuple[Tensor, Tensor] | None,
+        interleaved: bool = False,
+    ) -> None:
+        """Turn queries where they lie, and store keys, turned, and values in pages.
+
+        Args:
+            heads: of each token queries, keys, values.
+            angles: cosines [length, head_dim] and sines [length, dim / 2] of positions, in the format in which heads
+                are turned: float32, or the program's.
+        """
+        if head_dim > LONGEST_HEAD:
+            raise ValueError(f"a head has {LONGEST_HEAD} features at most, not {head_dim}")
+        cosines, sines = angles or (None, None)
+        if cosines is not None and sines is not None:
+            assert cosines.is_contiguous() and sines.is_contiguous() and cosines.dtype == sines.dtype
+            assert cosines.dtype in (torch.float32, self.dtype)
+        self._add(
+            _TURN,
+            _Turn(
+                heads=_place(heads), cosines=None if cosines is None else cosines.data_ptr(),
+                sines=None if sines is None else sines.data_ptr(), query_heads=query_heads, kv_heads=kv_heads,
+                head_dim=head_dim, dim=0 if sines is None else 2 * sines.shape[1], interleaved=interleaved,
+                in_float32=cosines is not None and cosines.dtype == torch.float32, pages=pages.address,
+            ),
+            cosines, sines, pages,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: Rows,
+        out: Rows,
+        pages: Pages,
+        *,
+        call: int,
+        scale: float,
+        softcap: float = 0.0,
+        bias: AddedBias | None = None,
+        centred: bool = True,
+    ) -> None:
+        """Attention of queries to pages.
+
+        Args:
+            call: which of a step's calls describes the batch.
+            centred: the pages' key centre belongs to these keys.
+        """
+        self._add(
+            _ATTEND,
+            _Attend(
+                q=_place(q), out=_place(out), pages=pages.address, call=call, scale=scale, softcap=softcap,
+                centred=centred,
+                bias=None if bias is None else bias.table.data_ptr(), bias_kind=0 if bias is None else bias.kind,
+                bias_columns=0 if bias is None else bias.table.shape[1], bias_zero=0 if bias is None else bias.zero,
+            ),
+            pages, bias,
+        )  # fmt: skip
+
+    def activate(self, function: str, x: Rows, out: Rows, *, gated: bool) -> None:
+        """out = function(x), or function(a) * b of x = [a | b]."""
+        what = _Activate(x=_place(x), out=_place(out), width=out.width, gated=gated, function=FUNCTIONS[function])
+        self._add(_ACTIVATE, what)
+
+    def add(self, x: Rows, y: Rows, out: Rows) -> None:
+        """out = x + y."""
+        self._add(_ADD, _Add(x=_place(x), y=_place(y), out=_place(out), width=out.width))
+
+    def clip(self, x: Rows, limit: float) -> None:
+        """Limit x to [-limit, limit]."""
+        self._add(_CLIP, _Clip(x=_place(x), width=x.width, limit=limit))
+
+    def _add(self, kind: int, what: ctypes.Structure, *kept: object, meet: bool = True) -> None:
+        self._operations.append((kind, what, meet))
+        self._kept.extend(kept)
+        self._list = None
+
+    # ---- running it
+
+    def run(
+        self,
+        given: Sequence[tuple[Rows, Tensor]],
+        *,
+        stored: int,
+        positions: Tensor,
+        slots: Tensor,
+        calls: Sequence[int],
+    ) -> bool:
+        """Run all operations; False if a page lay outside those that there are.
+
+        Args:
+            given: memory [T, width] of the buffers that are handed in.
+            stored: keys and values of the first so many tokens go to pages.
+            positions: [T] int64.
+            slots: [stored] int64.
+            calls: addresses of what `attend` names, in order.
+        """
+        tokens = len(positions)
+        self._reserve(tokens)
+        for rows, memory in given:
+            assert memory.shape == (tokens, rows.stride) and memory.is_contiguous() and memory.dtype == self.dtype
+            self._pointers[rows.buffer] = memory.data_ptr()
+        assert positions.dtype == slots.dtype == torch.int64 and len(slots) >= stored
+        step = self._step
+        addresses = (ctypes.c_void_p * len(calls))(*calls)
+        step.tokens, step.stored = tokens, stored
+        step.positions, step.slots = positions.data_ptr(), slots.data_ptr()
+        step.calls = ctypes.addressof(addresses)
+        step.workspace = scratch(self._workspace(tokens))
+        step.outside = 0
+        assert self._list is not None
+        _RUN[self.dtype].call(ctypes.addressof(step), ctypes.addressof(self._list), len(self._list))
+        return not step.outside
+
+    def _reserve(self, tokens: int) -> None:
+        """Makes the list, and room for so many tokens."""
+        if self._list is None:
+            self._list = (_Operation * len(self._operations))(
+                *(_Operation(kind, ctypes.addressof(what), meet) for kind, what, meet in self._operations)
+            )
+            self._capacity = 0
+        if tokens <= self._capacity:
+            return
+        self._capacity = max(tokens, self.CAPACITY)
+        self._pointers = (ctypes.c_void_p * len(self._widths))()
+        for number, width in enumerate(self._widths):
+            if number not in self._given:
+                memory = self._buffers[number] = torch.empty(self._capacity * width, dtype=self.dtype)
+                self._pointers[number] = memory.data_ptr()
+        self._step.buffers = ctypes.addressof(self._pointers)
+
+    def _workspace(self, tokens: int) -> int:
+        """Bytes that the products of a step need."""
+        return max(((-(-tokens // rows) + _THREADS) * size for rows, size in self._tiles), default=0)
+
+
+def _place(rows: Rows | None) -> _Place:
+    return _Place(-1, 0, 0) if rows is None else _Place(rows.buffer, rows.offset, rows.stride)

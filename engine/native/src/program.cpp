@@ -1,0 +1,172 @@
+// Runs what program.h describes.
+#include "program.h"
+
+#include "activations.h"
+#include "gemm.h"
+#include "norms.h"
+#include "rotary.h"
+
+namespace octavo {
+namespace {
+
+template <class T>
+struct Runner {
+  Step& step;
+  int thread, threads;
+
+  T* at(const Place& place) const {
+    return place.buffer < 0 ? nullptr : static_cast<T*>(step.buffers[place.buffer]) + place.offset;
+  }
+
+  void run(const NormWhat& o) const {
+    const NormRows<T> a{at(o.x),
+                        at(o.residual),
+                        at(o.sum),
+                        static_cast<const T*>(o.weight),
+                        static_cast<const T*>(o.bias),
+                        at(o.out),
+                        step.tokens,
+                        o.inner,
+                        o.size,
+                        o.x.stride,
+                        o.size,
+                        o.out.stride,
+                        o.size,
+                        static_cast<float>(o.eps),
+                        o.rounding};
+    if (o.centred) return layer_norm_part(a, thread, threads);
+    rms_norm_part(a, thread, threads);
+  }
+
+  void run(const ProductWhat& o) const {
+    constexpr int64_t format = sizeof(T) == 4 ? gemm::FLOAT32 : gemm::BFLOAT16;
+    const int64_t tiles = (step.tokens + o.tile_rows - 1) / o.tile_rows + step.spare;
+    const gemm::Product p{at(o.x), at(o.y), o.weight,   o.bias,     step.workspace, tiles,     format,
+                          format,  o.x.stride, o.y.stride, step.tokens, o.outputs,      o.inputs};
+    switch (o.kind) {
+      case 0: return gemm::float32_part(p, thread, threads);
+      case 1: return gemm::bfloat16_part(p, thread, threads);
+      case 2: return gemm::int8_part(p, thread, threads);
+      default: return gemm::int4_part(p, thread, threads);
+    }
+  }
+
+  template <class R>
+  void turn_as(const TurnWhat& o) const {
+    const Pages& pages = *o.pages;
+    T* heads = at(o.heads);
+    const bool same = pages.format == (sizeof(T) == 4 ? PAGE_F32 : PAGE_BF16);
+    const Turn<T, R> a{heads,
+                       heads + (o.query_heads + o.kv_heads) * o.head_dim,
+                       static_cast<const R*>(o.cosines),
+                       static_cast<const R*>(o.sines),
+                       step.positions,
+                       step.slots,
+                       pages.keys,
+                       pages.values,
+                       pages.key_scales,
+                       pages.value_scales,
+                       pages.centre,
+                       step.tokens,
+                       step.stored,
+                       o.query_heads,
+                       o.kv_heads,
+                       o.head_dim,
+                       o.dim,
+                       o.heads.stride,
+                       o.heads.stride,
+                       o.interleaved,
+                       pages.format,
+                       same};
+    turn_part(a, thread, threads);
+  }
+
+  void run(const TurnWhat& o) const {
+    if (o.in_float32) return turn_as<float>(o);
+    turn_as<T>(o);
+  }
+
+  void run(const AttendWhat& o) const {
+    Attention a = *step.calls[o.call];
+    const Pages& pages = *o.pages;
+    a.q = at(o.q), a.out = at(o.out);
+    a.q_token = o.q.stride, a.q_head = a.head_dim;
+    a.keys = pages.keys, a.values = pages.values;
+    a.key_scales = pages.key_scales, a.value_scales = pages.value_scales;
+    a.key_token = a.value_token = a.kv_heads * a.head_dim;
+    a.key_head = a.value_head = a.head_dim;
+    a.centre = o.centred ? pages.centre : nullptr;
+    a.bias = o.bias, a.bias_kind = o.bias_kind, a.bias_columns = o.bias_columns, a.bias_zero = o.bias_zero;
+    a.scale = o.scale, a.softcap = o.softcap;
+    a.outside = 0;
+    attention_part(a, thread, threads);
+    if (a.outside) __atomic_store_n(&step.outside, 1, __ATOMIC_RELAXED);
+  }
+
+  void run(const ActivateWhat& o) const {
+    const ActivationRows<T> a{at(o.x), nullptr, at(o.out), step.tokens, o.width, o.x.stride, o.gated};
+    activate_part(a, o.function, thread, threads);
+  }
+
+  // Calls body(first row, number of rows) for a thread's share.
+  template <class Body>
+  void each_row(const Body& body) const {
+    const Share own = share(step.tokens, thread, threads);
+    for (int64_t row = own.first; row < own.last; ++row) body(row);
+  }
+
+  void run(const AddWhat& o) const {
+    each_row([&](int64_t row) {
+      const T *x = at(o.x) + row * o.x.stride, *y = at(o.y) + row * o.y.stride;
+      T* out = at(o.out) + row * o.out.stride;
+      each(o.width, [&](auto v) { v.write(out, v.read(x) + v.read(y)); });
+    });
+  }
+
+  void run(const ClipWhat& o) const {
+    const Vector most = all(static_cast<float>(o.limit)), least = all(static_cast<float>(-o.limit));
+    each_row([&](int64_t row) {
+      T* x = at(o.x) + row * o.x.stride;
+      each(o.width, [&](auto v) {
+        const Vector value = v.read(x);
+        v.write(x, value > most ? most : value < least ? least : value);  // NaN stays
+      });
+    });
+  }
+
+  void run(const Operation& o) const {
+    switch (o.kind) {
+      case NORM: return run(*static_cast<const NormWhat*>(o.what));
+      case PRODUCT: return run(*static_cast<const ProductWhat*>(o.what));
+      case TURN: return run(*static_cast<const TurnWhat*>(o.what));
+      case ATTEND: return run(*static_cast<const AttendWhat*>(o.what));
+      case ACTIVATE: return run(*static_cast<const ActivateWhat*>(o.what));
+      case ADD: return run(*static_cast<const AddWhat*>(o.what));
+      case CLIP: return run(*static_cast<const ClipWhat*>(o.what));
+    }
+  }
+};
+
+template <class T>
+void run_program(Step& step, const Operation* operations, int64_t count) {
+  parallel(true, [&](int thread, int threads) {
+    const Runner<T> runner{step, thread, threads};
+    for (int64_t i = 0; i < count; ++i) {
+      runner.run(operations[i]);
+      if (operations[i].meet) barrier(threads);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace octavo
+
+using namespace octavo;
+
+OCTAVO_EXPORT(program_f32)(Step* step, const Operation* operations, int64_t count) {
+  run_program<float>(*step, operations, count);
+}
+
+OCTAVO_EXPORT(program_bf16)(Step* step, const Operation* operations, int64_t count) {
+  run_program<bfloat16>(*step, operations, count);
+}

@@ -1,0 +1,91 @@
+// A stack of layers as a list of operations, which run one after the other in one region of threads.
+//
+// Calling kernels one by one from Python costs more than a small model's arithmetic. Here a step costs one call: what
+// does not change from step to step is written down once, what does is a `Step`. engine/native/program.py has the same
+// structures, and makes the lists.
+#pragma once
+
+#include "attention.h"
+
+namespace octavo {
+
+// Rows of activations: of each token a row, `stride` elements from one to the next.
+struct Place {
+  int64_t buffer, offset, stride;  // buffer < 0: nothing
+};
+
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, TURN = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6 };
+
+struct Operation {
+  int64_t kind;
+  const void* what;  // one of the structures below
+  int64_t meet;      // the next operation begins when all threads have done this one
+};
+
+struct Step {
+  void* const* buffers;
+  int64_t tokens;            // rows of all buffers
+  int64_t stored;            // of them, those whose keys and values go to pages: the first ones
+  const int64_t* positions;  // [tokens]
+  const int64_t* slots;      // [stored]
+  Attention* const* calls;   // what attentions of one kind share in this step
+  void* workspace;           // for products: room for the tiles of all tokens, and for `spare` more
+  int64_t spare;
+  int64_t outside;           // result: 1 where a page lies outside those that there are
+};
+
+// out = norm(sum = x + residual), each of `inner` pieces of a row for itself.
+struct NormWhat {
+  Place x, residual, sum, out;
+  const void *weight, *bias;
+  double eps;
+  int64_t centred, rounding, inner, size;  // centred: LayerNorm
+};
+
+struct ProductWhat {
+  Place x, y;
+  const void* weight;
+  const float* bias;
+  int64_t kind, tile_rows, outputs, inputs;  // kind: 0 float32, 1 bfloat16, 2 int8, 3 int4
+};
+
+// Pages of a layer: where keys and values are, how they are written, how they are read.
+struct Pages {
+  void *keys, *values;
+  bfloat16 *key_scales, *value_scales;
+  const float* centre;
+  int64_t format;
+};
+
+struct TurnWhat {
+  Place heads;  // queries, keys, values
+  const void *cosines, *sines;
+  int64_t query_heads, kv_heads, head_dim, dim, interleaved, in_float32;
+  const Pages* pages;
+};
+
+struct AttendWhat {
+  Place q, out;
+  const Pages* pages;
+  const float* bias;
+  int64_t call, centred, bias_kind, bias_columns, bias_zero;  // centred: the pages' centre belongs to these keys
+  double scale, softcap;
+};
+
+struct ActivateWhat {
+  Place x, out;
+  int64_t width, gated, function;
+};
+
+struct AddWhat {
+  Place x, y, out;
+  int64_t width;
+};
+
+struct ClipWhat {
+  Place x;
+  int64_t width;
+  double limit;
+};
+
+}  // namespace octavo

@@ -1,0 +1,176 @@
+"""Layers run as one call of the library: every family gives what its modules give, bit for bit, and is run so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from support.checkpoints import SHAPES as PLAIN_SHAPES
+from support.checkpoints import make_checkpoint, random_prompt
+from support.driving import Job, make_engine, run
+from support.families import FAMILY_SHAPES, make_family_checkpoint
+from support.native import ISAS, kernels_of, needs_native
+from support.pages import Pages, load, scattered_tables
+from support.seq2seq import make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
+from torch import Tensor
+
+from engine import SamplingParams
+from engine.attention.base import AttentionMetadata
+from engine.attention.native import NativeAttention
+from engine.attention.reference import TorchReference
+from engine.model import families, kernels, spec
+from engine.model.activations import ACTIVATIONS
+from engine.model.lowering import LoweredStack
+from engine.model.quantisation import Quantization
+from engine.model.transformer import Transformer
+
+pytestmark = needs_native
+
+DECODERS = [name for name, shape in FAMILY_SHAPES.items() if shape.architecture in families.supported()]
+LENGTHS = (11, 30, 4, 1, 7)
+VOCABULARY = 60
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A tiny random checkpoint."""
+
+    name: str
+    path: Path
+
+    def load(self, dtype: torch.dtype, quantization: Quantization | None = None) -> Transformer:
+        model = load(self.path, dtype, max_model_len=40, backend=NativeAttention())
+        model.pack(quantization)
+        return model
+
+
+@pytest.fixture(scope="module", params=[*PLAIN_SHAPES, *DECODERS, *SEQ2SEQ_SHAPES])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Each shape in turn."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    if name in PLAIN_SHAPES:
+        return Subject(name, make_checkpoint(name, folder).path)
+    if name in DECODERS:
+        return Subject(name, make_family_checkpoint(FAMILY_SHAPES[name], folder).path)
+    return Subject(name, make_seq2seq_checkpoint(SEQ2SEQ_SHAPES[name], folder).path)
+
+
+@pytest.fixture(autouse=True)
+def same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has some activations to itself otherwise."""
+    everything = dict.fromkeys((torch.float32, torch.bfloat16), frozenset(ACTIVATIONS))
+    monkeypatch.setattr(kernels, "PLAIN", everything)
+    monkeypatch.setattr(kernels, "GATED", everything)
+
+
+def hidden_states(model: Transformer, padding: int) -> list[Tensor]:
+    """Of prompts in two chunks, then of a token each; and last all keys and values that were written."""
+    prompts = [random_prompt(VOCABULARY, seed, length) for seed, length in enumerate(LENGTHS)]
+    pages = Pages(model, scattered_tables([length + 1 for length in LENGTHS]), more=64)
+    if model.encoder is not None:
+        first = int(pages.tables.max()) + 1
+        inputs = [random_prompt(VOCABULARY, 9 + seed, 3 + 2 * seed) for seed in range(len(LENGTHS))]
+        pages.encode(inputs, [[first + 4 * row + page for page in range(4)] for row in range(len(inputs))])
+    steps = [[p[: len(p) // 2] for p in prompts], [p[len(p) // 2 :] for p in prompts], [[5]] * len(prompts)]
+    rows = [row for chunks in steps for row in pages.step(chunks, padding=padding)]
+    return rows + [tensor for cache in pages.caches for tensor in (cache.keys, cache.values)]
+
+
+def both_ways(model: Transformer, padding: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    assert model.decoder is not None
+    with mock.patch.object(LoweredStack, "forward", autospec=True, side_effect=LoweredStack.forward) as forward:
+        ours = hidden_states(model, padding)
+        assert forward.call_count == 3
+        lowered, model.decoder.lowered = model.decoder.lowered, None
+        theirs = hidden_states(model, padding)
+        assert forward.call_count == 3
+        model.decoder.lowered = lowered
+    return zip(ours, theirs, strict=True)
+
+
+def is_lowered(model: Transformer) -> bool:
+    assert model.decoder is not None and model.spec.decoder is not None
+    lowered = model.decoder.lowered is not None
+    assert lowered != any(isinstance(block.ffn, spec.Experts) for block in model.spec.decoder.blocks)
+    return lowered
+
+
+def equal(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_and_pages_are_those_of_the_modules(subject: Subject, dtype: torch.dtype) -> None:
+    model = subject.load(dtype)
+    if is_lowered(model):
+        equal(both_ways(model))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_and_padding(subject: Subject, quantization: Quantization) -> None:
+    model = subject.load(torch.bfloat16, quantization)
+    if is_lowered(model):
+        equal(both_ways(model, padding=3))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """A grouped-query model."""
+    return Subject("llama", make_checkpoint("llama-grouped", tmp_path_factory.mktemp("llama")).path)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_instruction_set_and_number_of_threads(llama: Subject, isa: str, threads: int) -> None:
+    with kernels_of(isa, threads):
+        model = load(llama.path, torch.float32, max_model_len=40, backend=NativeAttention())
+        model.pack("int8")  # whose kernels are used whatever the instruction set
+        assert is_lowered(model)
+        equal(both_ways(model))
+
+
+def test_steps_of_all_sizes_share_buffers(llama: Subject) -> None:
+    """A large step makes room, and nothing of it is left in a small one."""
+    model = llama.load(torch.float32)
+    alone = hidden_states(model, 0)
+    hidden_states(model, 300)
+    again = hidden_states(model, 0)
+    equal(iter(zip(again, alone, strict=True)))
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float16", "int8"])
+def test_tokens_with_pages_of_every_format(llama: Subject, cache_dtype: str) -> None:
+    jobs = [Job(random_prompt(VOCABULARY, n, n), SamplingParams(temperature=0.0, max_tokens=12)) for n in LENGTHS]
+    engine = make_engine(llama.path, kv_cache_dtype=cache_dtype)
+    decoder = engine.runner.model.decoder
+    assert decoder is not None and decoder.lowered is not None
+    ours = run(engine, jobs)
+    engine = make_engine(llama.path, kv_cache_dtype=cache_dtype)
+    decoder = engine.runner.model.decoder
+    assert decoder is not None
+    decoder.lowered = None
+    assert run(engine, jobs) == ours
+
+
+def test_what_has_no_operation_runs_part_by_part(llama: Subject) -> None:
+    for dtype, backend in ((torch.float16, NativeAttention()), (torch.float32, TorchReference())):
+        model = load(llama.path, dtype, max_model_len=40, backend=backend)
+        model.pack()
+        assert model.decoder is not None and model.decoder.lowered is None
+
+
+def test_pages_outside_the_cache_are_refused(llama: Subject) -> None:
+    model = llama.load(torch.float32)
+    pages = Pages(model, scattered_tables([8]))
+    pages.step([[1, 2, 3]])
+    pages.tables[0, 0] = 1000
+    with pytest.raises(IndexError, match="outside the pages"):
+        metadata = AttentionMetadata.build([1], [4], torch.device("cpu"))
+        pages.model(torch.tensor([1]), torch.tensor([3]), pages.caches, torch.tensor([7]), metadata)
