@@ -95,7 +95,8 @@ def both_ways(model: Transformer, padding: int = 0) -> Iterator[tuple[Tensor, Te
 
 
 def is_lowered(model: Transformer) -> bool:
-    assert model.decoder is not None and model.spec.decoder is not None
+    assert model.decoder is not None
+    assert model.spec.decoder is not None
     lowered = model.decoder.lowered is not None
     assert lowered != any(isinstance(block.ffn, spec.Experts) for block in model.spec.decoder.blocks)
     return lowered
@@ -150,7 +151,8 @@ def test_tokens_with_pages_of_every_format(llama: Subject, cache_dtype: str) -> 
     jobs = [Job(random_prompt(VOCABULARY, n, n), SamplingParams(temperature=0.0, max_tokens=12)) for n in LENGTHS]
     engine = make_engine(llama.path, kv_cache_dtype=cache_dtype)
     decoder = engine.runner.model.decoder
-    assert decoder is not None and decoder.lowered is not None
+    assert decoder is not None
+    assert decoder.lowered is not None
     ours = run(engine, jobs)
     engine = make_engine(llama.path, kv_cache_dtype=cache_dtype)
     decoder = engine.runner.model.decoder
@@ -163,7 +165,8 @@ def test_what_has_no_operation_runs_part_by_part(llama: Subject) -> None:
     for dtype, backend in ((torch.float16, NativeAttention()), (torch.float32, TorchReference())):
         model = load(llama.path, dtype, max_model_len=40, backend=backend)
         model.pack()
-        assert model.decoder is not None and model.decoder.lowered is None
+        assert model.decoder is not None
+        assert model.decoder.lowered is None
 
 
 def test_pages_outside_the_cache_are_refused(llama: Subject) -> None:
@@ -171,6 +174,6 @@ def test_pages_outside_the_cache_are_refused(llama: Subject) -> None:
     pages = Pages(model, scattered_tables([8]))
     pages.step([[1, 2, 3]])
     pages.tables[0, 0] = 1000
+    metadata = AttentionMetadata.build([1], [4], torch.device("cpu"))
     with pytest.raises(IndexError, match="outside the pages"):
-        metadata = AttentionMetadata.build([1], [4], torch.device("cpu"))
         pages.model(torch.tensor([1]), torch.tensor([3]), pages.caches, torch.tensor([7]), metadata)

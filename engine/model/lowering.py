@@ -234,7 +234,8 @@ class LoweredStack:
         return self._linear(module.out, attended, name)
 
     def _qk_norm(self, norms: QkNorm, queries: Rows, keys: Rows, part: spec.Attention) -> None:
-        assert norms.queries is not None and norms.keys is not None
+        assert norms.queries is not None
+        assert norms.keys is not None
         pieces = (1, 1) if norms.whole else (part.heads, part.kv_heads)
         self._norm(norms.queries, queries, queries, pieces=pieces[0], meet=False)
         self._norm(norms.keys, keys, keys, pieces=pieces[1])

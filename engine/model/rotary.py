@@ -94,7 +94,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", (angles.sin() * factor).to(device), persistent=False)
 
     def whole(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos [length, head_dim], sin [length, dim / 2]) for heads of a format, in the one that rotation happens in."""
+        """(cos [length, head_dim], sin [length, dim / 2]), in the format that heads of `dtype` are rotated in."""
         dtype = torch.float32 if self.in_float32 else dtype
         return self.cos.to(dtype), self.sin.to(dtype)
 

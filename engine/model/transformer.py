@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
@@ -19,67 +19,17 @@ from engine.model import quantisation, spec
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.blocks import build_block
 from engine.model.disentangled import DistanceTable
+from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import build_head
 from engine.model.layers import CrossAttention, CrossPages, Linear, Place, Step, build_norm
 from engine.model.lowering import LoweredStack, NotLowered
 from engine.model.missing import unsupported
-from engine.model.positions import Learned, Rotary, RoundedSlopes, Sinusoidal, Slopes
+from engine.model.positions import Learned, Rotary, RoundedSlopes, Slopes
 from engine.model.quantisation import Quantization
 from engine.model.rotary import RotaryTable
-from engine.model.sinusoidal import SinusoidalTable
 
 logger = logging.getLogger("octavo.model")
-
-
-class TokenEmbedding(nn.Module):
-    """Token ids [T], positions [T] and segments [T] (None: all of the first) to vectors [T, hidden].
-
-    Args:
-        length: positions are below this.
-        shared: a token table that another module owns.
-    """
-
-    def __init__(self, part: spec.Tokens, length: int, place: Place, shared: nn.Parameter | None = None):
-        super().__init__()
-        hidden = part.projection or part.width
-        added = part.width if part.projects_sum else hidden
-        self.tokens = place.parameter(part.vocab_size, part.width) if shared is None else shared
-        self.projection = None if part.projection is None else Linear(part.width, hidden, False, place)
-        self.projects_sum = part.projects_sum
-        self.types = None if not part.token_types else place.parameter(part.token_types, added)
-        self.positions = None
-        self.offset = 0
-        if isinstance(part.positions, Learned):
-            self.positions = place.parameter(part.positions.size, added)
-            self.offset = part.positions.offset
-        self.waves = None
-        if isinstance(part.positions, Sinusoidal):
-            self.waves = SinusoidalTable(part.positions, added, length, place)
-        self.norm = build_norm(part.norm, hidden, place)
-        self.expansion = None if part.expansion is None else Linear(hidden, part.expansion, True, place)
-        # Rounded to the weights' format, as the checkpoint was trained.
-        self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
-
-    def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
-        x = F.embedding(token_ids, self.tokens)
-        if self.scale != 1.0:
-            x = x * self.scale
-        if self.projection is not None and not self.projects_sum:
-            x = self.projection(x)
-        if self.positions is not None:
-            x = x + F.embedding(positions + self.offset if self.offset else positions, self.positions)
-        if self.waves is not None:
-            x = x + self.waves(positions)
-        if self.types is not None:
-            x = x + (self.types[0] if types is None else F.embedding(types, self.types))
-        if self.projection is not None and self.projects_sum:
-            x = self.projection(x)
-        if self.norm is not None:
-            x = self.norm(x)
-        if self.expansion is not None:
-            x = self.expansion(x)
-        return x
 
 
 class TransformerStack(nn.Module):
@@ -141,7 +91,7 @@ class TransformerStack(nn.Module):
                 self.projection,
                 hidden_size=self.hidden_size,
                 dtype=dtype,
-                angles={part: table.whole(dtype) for part, table in rotary},
+                angles={part: cast(RotaryTable, table).whole(dtype) for part, table in rotary},
                 biases={part: table() for part, table in biases},
                 shared_bias=None if self.shared_bias is None else self.shared_bias(),
             )

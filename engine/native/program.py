@@ -55,7 +55,7 @@ _Product = _structure("_Product", "place x y | pointer weight bias | int kind ti
 _Pages = _structure("_Pages", "pointer keys values key_scales value_scales centre | int format")
 _Turn = _structure(
     "_Turn",
-    "place heads | pointer cosines sines | int query_heads kv_heads head_dim dim interleaved in_float32 | pointer pages",
+    "place heads | pointer cosines sines | int query_heads kv_heads head_dim dim interleaved in_float32 |pointer pages",
 )
 _Attend = _structure(
     "_Attend",
@@ -231,7 +231,9 @@ class Program:
             raise ValueError(f"a head has {LONGEST_HEAD} features at most, not {head_dim}")
         cosines, sines = angles or (None, None)
         if cosines is not None and sines is not None:
-            assert cosines.is_contiguous() and sines.is_contiguous() and cosines.dtype == sines.dtype
+            assert cosines.is_contiguous()
+            assert sines.is_contiguous()
+            assert cosines.dtype == sines.dtype
             assert cosines.dtype in (torch.float32, self.dtype)
         self._add(
             _TURN,
@@ -314,9 +316,12 @@ class Program:
         tokens = len(positions)
         self._reserve(tokens)
         for rows, memory in given:
-            assert memory.shape == (tokens, rows.stride) and memory.is_contiguous() and memory.dtype == self.dtype
+            assert memory.shape == (tokens, rows.stride)
+            assert memory.is_contiguous()
+            assert memory.dtype == self.dtype
             self._pointers[rows.buffer] = memory.data_ptr()
-        assert positions.dtype == slots.dtype == torch.int64 and len(slots) >= stored
+        assert positions.dtype == slots.dtype == torch.int64
+        assert len(slots) >= stored
         step = self._step
         addresses = (ctypes.c_void_p * len(calls))(*calls)
         step.tokens, step.stored = tokens, stored
