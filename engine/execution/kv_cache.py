@@ -13,6 +13,7 @@ from engine.attention.formats import SCALE, vector_bytes
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError
 from engine.execution.memory import available_memory
+from engine.native import memory
 from engine.scheduling.plan import Int32
 
 DEFAULT_CPU_SHARE = 0.25
@@ -46,7 +47,7 @@ class KVCache:
         self.key_centres = [None] * len(shapes) if key_centres is None else list(key_centres)
         try:
             self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's allocator raises it plainly
+        except (RuntimeError, OSError, OverflowError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(
                 f"No memory for the KV cache: {num_blocks} pages of {block_size} tokens take "
                 f"{num_blocks * page_bytes(shapes, block_size, dtype)} bytes on {device}. Lower "
@@ -59,9 +60,14 @@ class KVCache:
     ) -> list[tuple[Tensor, ...]]:
         """(keys, values) of each layer; (keys, values, key_scales, value_scales) where they are int8."""
         # Zeros, not garbage: on a CPU the system hands out such memory untouched until it is written.
+        on_cpu = device.type == "cpu"
         layers = []
         for heads, dim in shapes:
-            tensors = [torch.zeros(*pages, heads, dim, dtype=dtype, device=device) for _ in range(2)]
+            shape = (*pages, heads, dim)
+            tensors = [
+                memory.zeros(*shape, dtype=dtype) if on_cpu else torch.zeros(*shape, dtype=dtype, device=device)
+                for _ in range(2)
+            ]
             if dtype == torch.int8:
                 tensors += [torch.zeros(*pages, heads, dtype=SCALE, device=device) for _ in range(2)]
             layers.append(tuple(tensors))

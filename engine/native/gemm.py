@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.native.loading import Kernel
+from engine.native.memory import Arena
 
 Kind = Literal["float32", "bfloat16", "int8", "int4"]
 
@@ -45,6 +46,7 @@ _QUANTISE = {
 }
 _ALIGNED = 64
 _THREADS = os.cpu_count() or 1
+_weights = Arena()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +253,7 @@ def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None) -> Packed:
     sizes = (ctypes.c_int64 * 4)()
     _LAYOUTS[kind].call(outputs, inputs, ctypes.addressof(sizes))
     size, tile_rows, tile_bytes, panel = sizes
-    return Packed(kind, _aligned(size), bias, outputs, inputs, tile_rows, tile_bytes, panel)
-
-
-def _aligned(size: int) -> Tensor:
-    memory = torch.empty(size + _ALIGNED, dtype=torch.uint8)
-    start = -memory.data_ptr() % _ALIGNED
-    return memory[start : start + size]
+    return Packed(kind, _weights.take(size), bias, outputs, inputs, tile_rows, tile_bytes, panel)
 
 
 def _has_rows(out: Tensor) -> bool:

@@ -1,0 +1,69 @@
+"""Memory for what is read from end to end at every step: weights and pages.
+
+Where the system has pages of 2 MiB it is asked for them. A core fetches ahead within a page only, and needs more
+translations for small ones than it keeps: from pages of 4 KiB, weights come half as fast (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import sys
+import threading
+
+import torch
+from torch import Tensor
+
+HUGE = 2**21
+_CHUNK = 2**26
+_ALIGNED = 64
+
+
+def huge(size: int) -> Tensor:
+    """uint8 [size], zeros that the system hands out when they are touched first, in large pages if it has any.
+
+    Raises:
+        OSError, OverflowError: there is not so much memory.
+    """
+    if sys.platform == "win32":
+        return torch.zeros(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE, start, size)
+    return whole[start : start + size]
+
+
+def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Zeros on a CPU, as `huge` makes them where they are many.
+
+    Raises:
+        OSError, OverflowError: there is not so much memory.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < HUGE:
+        return torch.zeros(*shape, dtype=dtype)
+    return huge(size).view(dtype).view(*shape)
+
+
+class Arena:
+    """Pieces of large memory, which is freed when none of them is needed any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: Tensor | None = None
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """uint8 [size], aligned to 64 bytes."""
+        if size >= _CHUNK:
+            return huge(size)
+        with self._lock:
+            if self._memory is None or self._used + size > len(self._memory):
+                self._memory, self._used = huge(_CHUNK), 0
+            start = self._used
+            self._used += -(-size // _ALIGNED) * _ALIGNED
+            return self._memory[start : start + size]
