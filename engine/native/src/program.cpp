@@ -149,11 +149,12 @@ struct Runner {
 
 template <class T>
 void run_program(Step& step, const Operation* operations, int64_t count) {
+  Meeting meeting;
   parallel(true, [&](int thread, int threads) {
     const Runner<T> runner{step, thread, threads};
     for (int64_t i = 0; i < count; ++i) {
       runner.run(operations[i]);
-      if (operations[i].meet) barrier(threads);
+      if (operations[i].meet) meeting.wait(threads);
     }
   });
 }
