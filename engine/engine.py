@@ -294,7 +294,7 @@ class Engine:
 
     def _advance(self) -> list[RequestDelta]:
         started = time.perf_counter()
-        plan = self.scheduler.schedule(self._budget.limit() if self._budget else UNLIMITED)
+        plan = self.scheduler.schedule(self._budget.limit if self._budget else UNLIMITED)
         if plan is None:
             return self.scheduler.take_outbox()
         try:

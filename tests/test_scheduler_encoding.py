@@ -563,11 +563,12 @@ class TestTime:
         """The scheduler's count of work and the one that is learned from agree."""
         with simulator(num_pages=99, budget=80) as sim:
             sim.limit = StepLimit(Costs(pair=0.01, score=0.5), work=1000.0, least=1.0)
-            taken = []
+            taken: list[float] = []
             begin = sim.scheduler._memories.begin
 
             def remember(step: Step) -> list[Memory]:
-                taken.append(step.limit.work - step.left)
+                if step.num_prompts is not None:  # nobody asks what a step without prompts has left
+                    taken.append(step.limit.work - step.left)
                 return begin(step)
 
             sim.scheduler._memories.begin = remember  # type: ignore[method-assign]
@@ -576,7 +577,9 @@ class TestTime:
             while sim.scheduler.has_unfinished():
                 sim.step()
                 assert sim.plan is not None
-                assert taken.pop() == pytest.approx(StepWork.of(sim.plan).total(sim.limit.costs))
+                work = StepWork.of(sim.plan)
+                assert taken == ([pytest.approx(work.total(sim.limit.costs))] if work.prompt_tokens else [])
+                taken.clear()
             assert sim.runs == (4, 0)
 
     def test_encoder_runs_are_learned_from(self) -> None:

@@ -214,7 +214,7 @@ def _extend(
     entries: Seq[TokenLogprobs | None] | None,
 ) -> list[Sequence]:
     """The first child inherits the parent's sequence and pages, the others fork."""
-    forked = [parent.fork(index, ()) for _, index in children[1:]]
+    forked = [parent.fork(index) for _, index in children[1:]]
     outcome.forks.extend((child, parent) for child in forked)
     family = [parent, *forked]
     for place, (sequence, (continuation, index)) in enumerate(zip(family, children, strict=True)):

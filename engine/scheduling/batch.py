@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from engine.pooling import Pooling
 from engine.scheduling.encoding import Memory
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import (
     CrossRows,
     EncoderBatch,
+    Float64,
     Int32,
     PoolingRow,
     PromptLogprobRows,
     SamplingBatch,
     StepPlan,
 )
-from engine.scheduling.sequence import Sequence, SequenceGroup
+from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup
+
+# Positions of an answer that random numbers are made for at a time: many take hardly longer than one.
+_AHEAD = 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """A sequence's part in a step: `count` tokens from `start` on; sampled if that is all it has."""
+    """A sequence's part in a step: `count` tokens from `start` on; sampled if that is all it has. Nobody changes it."""
 
     group: SequenceGroup
     sequence: Sequence
@@ -34,57 +38,98 @@ class Row:
     sampled: bool
 
 
+@dataclass(slots=True)
+class LastStep:
+    """What the last step has in common with the next one, where the same requests decode in both.
+
+    Attributes:
+        groups: the request of each row; empty where the step did more than decode.
+        sampling, cross: as in its plan.
+    """
+
+    groups: list[SequenceGroup] = field(default_factory=list)
+    sampling: SamplingBatch | None = None
+    cross: CrossRows | None = None
+
+    def forget(self) -> None:
+        """The next step has nothing in common with it."""
+        self.groups, self.sampling, self.cross = [], None, None
+
+
 def _int32(values: Seq[int]) -> Int32:
     return np.array(values, dtype=np.int32)
 
 
-def build_plan(rows: Seq[Row], copies: Seq[tuple[int, int]], block_size: int, memories: Seq[Memory] = ()) -> StepPlan:
+def build_plan(
+    rows: Seq[Row],
+    copies: Seq[tuple[int, int]],
+    block_size: int,
+    memories: Seq[Memory] = (),
+    last: LastStep | None = None,
+) -> StepPlan:
     """The step plan of these rows, in their order; the encoder runs over `memories` first. All rows have pages, or
-    none has."""
-    whole = any(row.group.whole for row in rows)
-    counts = _int32([row.count for row in rows])
+    none has. `last` is read and brought up to date."""
+    groups = [row.group for row in rows]
+    decoding = all(row.sampled and row.count == 1 and row.group.started for row in rows)
+    known = last if decoding and last is not None and last.groups == groups else None
     starts = _int32([row.start for row in rows])
-    query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start[1:])
-    row_of_token = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-    positions = np.arange(query_start[-1], dtype=np.int32) + (starts - query_start[:-1])[row_of_token]
-    token_ids = np.concatenate([row.sequence.tokens.view(row.start, row.start + row.count) for row in rows])
-    tables = np.zeros((len(rows), max(len(row.sequence.table) for row in rows)), dtype=np.int32)
-    for i, row in enumerate(rows):
-        tables[i, : len(row.sequence.table)] = row.sequence.table.view()
+    if decoding:
+        query_start = np.arange(len(rows) + 1, dtype=np.int32)
+        row_of_token, positions, context_lens = query_start[:-1], starts, starts + 1
+        token_ids = _int32([row.sequence.tokens[row.start] for row in rows])
+    else:
+        counts = _int32([row.count for row in rows])
+        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        row_of_token, context_lens = np.repeat(np.arange(len(rows), dtype=np.int32), counts), starts + counts
+        positions = np.arange(query_start[-1], dtype=np.int32) + (starts - query_start[:-1])[row_of_token]
+        token_ids = np.concatenate([row.sequence.tokens.view(row.start, row.start + row.count) for row in rows])
+    tables = _tables([row.sequence.table for row in rows])
+    whole = any(group.whole for group in groups)
     slots = positions[:0]
     if not whole:
-        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
-    sampled = [i for i, row in enumerate(rows) if row.sampled]
-    return StepPlan(
-        token_ids=token_ids.astype(np.int32, copy=False),
+        pages, places = np.divmod(positions, block_size)
+        slots = tables[row_of_token, pages] * block_size + places
+    plan = StepPlan(
+        token_ids=token_ids,
         positions=positions,
-        slots=slots.astype(np.int32, copy=False),
+        slots=slots,
         query_start=query_start,
-        context_lens=starts + counts,
+        context_lens=context_lens,
         block_tables=tables,
-        copies=_int32([page for pair in copies for page in pair]).reshape(-1, 2),
-        sampling=_sampling([rows[i] for i in sampled], query_start[1:][sampled] - 1) if sampled else None,
-        prompt_logprobs=_prompt_logprobs(rows, query_start),
+        copies=np.array(copies, dtype=np.int32).reshape(-1, 2),
+        sampling=_sampling(rows, query_start) if known is None else _sampling_again(rows, known.sampling),
+        prompt_logprobs=None if decoding else _prompt_logprobs(rows, query_start),
         encoder=_encoder(memories, block_size) if memories else None,
-        cross=_cross(rows),
-        pooling=tuple(
-            _pooling(i, row.group.request.pooling, row)
-            for i, row in enumerate(rows)
-            if row.group.request.pooling is not None
-        ),
+        cross=_cross(groups) if known is None else known.cross,
+        pooling=() if decoding else _pooling(rows),
         whole=whole,
-        token_types=_token_types(rows),
+        token_types=None if decoding else _token_types(rows),
     )
+    if last is not None:
+        last.groups = groups if decoding else []
+        last.sampling, last.cross = plan.sampling, plan.cross
+    return plan
 
 
-def _pooling(number: int, pooling: Pooling, row: Row) -> PoolingRow:
-    return PoolingRow(
-        row=number,
-        pooling=pooling,
-        start=row.start,
-        complete=row.start + row.count == row.sequence.num_tokens,
-        before=row.group.pooled,
+def _tables(tables: Seq[IntBuffer]) -> Int32:
+    laid = np.zeros((len(tables), max([table.size for table in tables])), dtype=np.int32)
+    for i, table in enumerate(tables):
+        laid[i, : table.size] = table.view()
+    return laid
+
+
+def _pooling(rows: Seq[Row]) -> tuple[PoolingRow, ...]:
+    return tuple(
+        PoolingRow(
+            row=number,
+            pooling=row.group.request.pooling,
+            start=row.start,
+            complete=row.start + row.count == row.sequence.num_tokens,
+            before=row.group.pooled,
+        )
+        for number, row in enumerate(rows)
+        if row.group.request.pooling is not None
     )
 
 
@@ -109,38 +154,31 @@ def _encoder(memories: Seq[Memory], block_size: int) -> EncoderBatch:
     )
 
 
-def _cross(rows: Seq[Row]) -> CrossRows | None:
-    memories = [row.group.memory for row in rows]
-    if not any(memories):
+def _cross(groups: Seq[SequenceGroup]) -> CrossRows | None:
+    if not any(group.memory for group in groups):
         return None
-    tables = np.zeros((len(rows), max(len(memory.pages) for memory in memories if memory)), dtype=np.int32)
+    owners = np.cumsum([0, *(a is not b for a, b in pairwise(groups))], dtype=np.int32)
+    memories = [group.memory for group in dict.fromkeys(groups)]
+    tables = np.zeros((len(memories), max(len(memory.pages) for memory in memories if memory)), dtype=np.int32)
     for i, memory in enumerate(memories):
         if memory is not None:
             tables[i, : len(memory.pages)] = memory.pages
-    owners = np.cumsum([0, *(a.group is not b.group for a, b in pairwise(rows))], dtype=np.int32)
     lengths = _int32([len(memory.tokens) if memory else 0 for memory in memories])
-    return CrossRows(tables=tables, lens=lengths, owners=owners)
+    return CrossRows(tables=tables[owners], lens=lengths[owners], owners=owners)
 
 
-def _sampling(rows: Seq[Row], token_rows: Int32) -> SamplingBatch:
-    parameters = np.stack([row.group.parameters for row in rows])
+def _sampling(rows: Seq[Row], query_start: Int32) -> SamplingBatch | None:
+    is_sampled = [row.sampled for row in rows]
+    if not any(is_sampled):
+        return None
+    token_rows = query_start[1:][is_sampled] - 1
+    rows = [row for row in rows if row.sampled]
+    parameters = np.array([row.group.parameters for row in rows])
     draws = [_num_draws(row.group) for row in rows]
-    bans: list[tuple[int, int]] = []
-    forced: list[tuple[int, int]] = []
-    biases: list[tuple[int, int, float]] = []
-    history: list[int] = []
-    sources: list[int] = []
-    for i, row in enumerate(rows):
-        bans.extend((i, token) for token in banned_tokens(row))
-        forced.extend((i, token) for token in forced_tokens(row))
-        biases.extend((i, token, value) for token, value in row.group.request.decoding.logit_bias)
-        if row.group.has_penalties:
-            history.append(i)
-        if len(row.group.favoured):
-            sources.append(i)
-    lengths = [rows[i].sequence.num_tokens for i in history]
+    biases = [(i, *bias) for i, row in enumerate(rows) for bias in row.group.request.decoding.logit_bias]
+    sources = [i for i, row in enumerate(rows) if len(row.group.favoured)]
     return SamplingBatch(
-        rows=token_rows.astype(np.int32, copy=False),
+        rows=token_rows,
         temperature=parameters[:, 0].astype(np.float32),
         top_k=parameters[:, 1].astype(np.int32),
         top_p=parameters[:, 2].astype(np.float32),
@@ -155,22 +193,50 @@ def _sampling(rows: Seq[Row], token_rows: Int32) -> SamplingBatch:
         bias_row=_int32([b[0] for b in biases]),
         bias_token=_int32([b[1] for b in biases]),
         bias_value=np.array([b[2] for b in biases], dtype=np.float32),
-        history_row=np.repeat(_int32(history), lengths),
-        history_token=np.concatenate([rows[i].sequence.tokens.view() for i in history]) if history else _int32([]),
-        history_is_output=np.concatenate(
-            [np.arange(rows[i].sequence.num_tokens) >= rows[i].sequence.num_prompt for i in history]
-        )
-        if history
-        else np.zeros(0, dtype=np.bool_),
         renormalize=parameters[:, 9] > 0,
         source_reward=parameters[:, 10].astype(np.float32),
         source_row=np.repeat(_int32(sources), [len(rows[i].group.favoured) for i in sources]),
-        source_token=np.concatenate([rows[i].group.favoured for i in sources]) if sources else _int32([]),
-        ban_row=_int32([b[0] for b in bans]),
-        ban_token=_int32([b[1] for b in bans]),
-        force_row=_int32([f[0] for f in forced]),
-        force_token=_int32([f[1] for f in forced]),
+        source_token=np.concatenate([_int32([]), *(rows[i].group.favoured for i in sources)]),
+        **_histories(rows),
+        **_bans(rows),
+        **_forces(rows),
     )
+
+
+def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBatch | None:
+    """How rows are sampled one token later: only what depends on their tokens is made anew."""
+    assert before is not None
+    groups = {row.group for row in rows}
+    changes: dict[str, Any] = {}
+    if any(group.draws for group in groups):
+        changes["uniforms"] = _uniforms(rows, before.num_draws.tolist())
+    if any(group.has_penalties for group in groups):
+        changes |= _histories(rows)
+    if any(group.has_changing_bans for group in groups):
+        changes |= _bans(rows)
+    if any(group.has_forced_tokens for group in groups):
+        changes |= _forces(rows)
+    return replace(before, **changes) if changes else before
+
+
+def _histories(rows: Seq[Row]) -> dict[str, Any]:
+    punished = [(i, row.sequence) for i, row in enumerate(rows) if row.group.has_penalties]
+    places = [np.arange(sequence.num_tokens) >= sequence.num_prompt for _, sequence in punished]
+    return {
+        "history_row": np.repeat(_int32([i for i, _ in punished]), [sequence.num_tokens for _, sequence in punished]),
+        "history_token": np.concatenate([_int32([]), *(sequence.tokens.view() for _, sequence in punished)]),
+        "history_is_output": np.concatenate([np.zeros(0, dtype=np.bool_), *places]),
+    }
+
+
+def _bans(rows: Seq[Row]) -> dict[str, Any]:
+    bans = [(i, token) for i, row in enumerate(rows) if row.group.has_bans for token in banned_tokens(row)]
+    return {"ban_row": _int32([i for i, _ in bans]), "ban_token": _int32([token for _, token in bans])}
+
+
+def _forces(rows: Seq[Row]) -> dict[str, Any]:
+    forced = [(i, token) for i, row in enumerate(rows) if row.group.has_forced_tokens for token in forced_tokens(row)]
+    return {"force_row": _int32([i for i, _ in forced]), "force_token": _int32([token for _, token in forced])}
 
 
 def _num_draws(group: SequenceGroup) -> int:
@@ -179,22 +245,32 @@ def _num_draws(group: SequenceGroup) -> int:
     return 1 if group.started else group.request.decoding.n
 
 
-def _uniforms(rows: Seq[Row], draws: Seq[int]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    width = max(1, *draws)
-    numbers = np.zeros((len(rows), width), dtype=np.float64)
-    wanted = [
-        (i, draw)
-        for i, row in enumerate(rows)
-        if row.group.request.decoding.temperature > 0.0
-        for draw in range(draws[i])
-    ]
-    if wanted:
-        numbers[[i for i, _ in wanted], [draw for _, draw in wanted]] = uniforms(
-            [rows[i].group.request.decoding.seed for i, _ in wanted],
-            [rows[i].sequence.index + draw for i, draw in wanted],
-            [rows[i].sequence.num_output for i, _ in wanted],
-        )
+def _uniforms(rows: Seq[Row], draws: Seq[int]) -> Float64:
+    numbers = np.zeros((len(rows), max(1, *draws)), dtype=np.float64)
+    drawing = [(i, row) for i, row in enumerate(rows) if row.group.draws]
+    _look_ahead([row for i, row in drawing if draws[i] == 1])
+    for i, row in drawing:
+        sequence, count = row.sequence, draws[i]
+        if count == 1:
+            numbers[i, 0] = sequence.uniforms[sequence.num_output]
+        else:
+            choices = range(sequence.index, sequence.index + count)
+            numbers[i, :count] = uniforms([row.group.seed] * count, choices, [sequence.num_output] * count)
     return numbers
+
+
+def _look_ahead(rows: Seq[Row]) -> None:
+    """Let each row's sequence have its number for the next token, and those for the tokens after it."""
+    rows = [row for row in rows if row.sequence.num_output not in row.sequence.uniforms]
+    if not rows:
+        return
+    made = uniforms(
+        [row.group.seed for row in rows for _ in range(_AHEAD)],
+        [row.sequence.index for row in rows for _ in range(_AHEAD)],
+        [row.sequence.num_output + place for row in rows for place in range(_AHEAD)],
+    )
+    for row, numbers in zip(rows, made.reshape(len(rows), _AHEAD).tolist(), strict=True):
+        row.sequence.uniforms = dict(enumerate(numbers, start=row.sequence.num_output))
 
 
 def banned_tokens(row: Row) -> set[int]:

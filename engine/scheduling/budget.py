@@ -118,12 +118,15 @@ class StepWork:
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
         """What a plan holds."""
+        sampled = () if plan.sampling is None else plan.sampling.rows
+        if plan.num_tokens == plan.num_rows == len(sampled) and plan.encoder is None and not plan.pooling:
+            seen = plan.context_lens.tolist() if plan.cross is None else (plan.context_lens + plan.cross.lens).tolist()
+            return cls(plan.num_tokens, 0, sum(seen), len(sampled))  # all rows decode: that takes no thought
         counts = np.diff(plan.query_start).astype(np.int64)
         pairs = counts * (plan.context_lens - counts) + (counts**2 if plan.whole else counts * (counts + 1) // 2)
         if plan.cross is not None:
             pairs += counts * plan.cross.lens
         encoded = np.diff(plan.encoder.starts).astype(np.int64) if plan.encoder is not None else counts[:0]
-        sampled = () if plan.sampling is None else plan.sampling.rows
         prompts = counts[(counts > 1) | ~np.isin(plan.query_start[1:] - 1, sampled)]
         scores = len(sampled) + (0 if plan.prompt_logprobs is None else len(plan.prompt_logprobs.rows))
         scores += sum(len(row.pooling.positions) for row in plan.pooling)

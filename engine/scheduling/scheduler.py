@@ -10,13 +10,13 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from engine.errors import InvalidRequestError
 from engine.outputs import EngineStats, RequestDelta
 from engine.request import Request
 from engine.scheduling.apply import Outcome, apply_candidates, apply_pooled, final_abort, take_prompt_logprobs
-from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.batch import LastStep, Row, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
 from engine.scheduling.limits import SchedulerConfig, check_fits
@@ -45,6 +45,7 @@ class Scheduler:
         self._arrivals = 0
         self._step: list[Row] | None = None
         self._copies: dict[SequenceGroup, list[tuple[int, int]]] = {}
+        self._last = LastStep()
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
         self._tables = Tables(pool, self._hasher, config)
@@ -108,31 +109,30 @@ class Scheduler:
 
     # ---------------------------------------------------------------- a step
 
-    def schedule(self, limit: StepLimit = UNLIMITED) -> StepPlan | None:
+    def schedule(self, limit: StepLimit | Callable[[], StepLimit] = UNLIMITED) -> StepPlan | None:
         """Plan the next step; None if nothing can run.
 
         Args:
-            limit: how long the step may take; how prompts are cut depends on it, and no answer does.
+            limit: how long the step may take, or who is to be asked about it if there are prompts; how they are cut
+                depends on it, and no answer does.
         """
         if self._step is not None:
             raise AssertionError("schedule() was called twice without update() or fail()")
         self._expire()
-        step = Step(self.config.max_num_batched_tokens, limit)
+        step = Step(self.config.max_num_batched_tokens)
         chunked = []
         for group in list(self._running):
             if group.status is not Status.RUNNING:
                 continue  # gave way to an older group
-            if all(count == 1 for _, count in group.work()):
-                self._plan_group(step, group)
+            work = group.work()
+            if sum([count for _, count in work]) == len(work):
+                self._plan_group(step, group, work)
             else:
                 chunked.append(group)
-        step.begin_prompts()
-        for group in chunked:
-            if group.status is Status.RUNNING and step.is_open:
-                self._plan_group(step, group)
-        if not step.preempted:
-            self._admit(step)
-        self._copies = {group: pairs for group, pairs in step.copies.items() if pairs}
+        if chunked or self._waiting:
+            step.limit = limit() if callable(limit) else limit
+            self._plan_prompts(step, chunked)
+        self._copies = step.copies
         copies = [pair for pairs in self._copies.values() for pair in pairs]
         for source, _ in copies:
             self.pool.unpin(source)
@@ -141,7 +141,7 @@ class Scheduler:
             return None
         self.stats.num_page_copies += len(copies)
         self._step = rows
-        return build_plan(rows, copies, self.config.block_size, self._memories.begin(step))
+        return build_plan(rows, copies, self.config.block_size, self._memories.begin(step), self._last)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
         """Apply a step's answer: progress, published pages, continuations, finished requests."""
@@ -216,37 +216,42 @@ class Scheduler:
 
     # ---------------------------------------------------------------- planning
 
-    def _plan_group(self, step: Step, group: SequenceGroup) -> None:
+    def _plan_prompts(self, step: Step, chunked: list[SequenceGroup]) -> None:
+        """Give what is left to those who have several tokens to compute, and to those who wait."""
+        step.begin_prompts()
+        for group in chunked:
+            if group.status is Status.RUNNING and step.is_open:
+                self._plan_group(step, group, group.work())
+        if not step.preempted:
+            self._admit(step)
+
+    def _plan_group(self, step: Step, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""
-        work = group.work()
-        total = sum(count for _, count in work)
+        total = sum([count for _, count in work])
         budget = step.budget if total == len(work) else step.room(group)  # one token each is never put off
         budget = total if group.whole else budget
         completes = total <= budget
         sampled = completes and group.fork_point is None and group.request.pooling is None
         rows: list[Row] = []
-        copies = step.copies.setdefault(group, [])
         for sequence, count in work:
             # All sequences of a group sample in the same step: until all can, each keeps its last token.
             allowed = count if completes else min(count if len(work) == 1 else count - 1, budget)
             if allowed == 0:
                 continue
-            if not group.whole and not self._reserve(step, group, sequence, sequence.num_computed + allowed, copies):
+            if not group.whole and not self._reserve(step, group, sequence, sequence.num_computed + allowed):
                 return
             budget -= allowed
             rows.append(Row(group, sequence, sequence.num_computed, allowed, sampled))
         if rows:
             step.take(group, rows)
 
-    def _reserve(
-        self, step: Step, group: SequenceGroup, sequence: Sequence, end: int, copies: list[tuple[int, int]]
-    ) -> bool:
+    def _reserve(self, step: Step, group: SequenceGroup, sequence: Sequence, end: int) -> bool:
         """Make the pages up to token `end` writable by this sequence alone; False if the group itself
         had to give way."""
-        size = self.config.block_size
+        size, held = self.config.block_size, sequence.table.size
         page = sequence.num_computed // size
-        copy = page < len(sequence.table) and self.pool.is_shared(sequence.table[page])
-        needed = pages_needed(end, size) - len(sequence.table) + copy
+        copy = page < held and self.pool.is_shared(sequence.table[page])
+        needed = pages_needed(end, size) - held + copy
         if needed <= 0:
             return True
         while (pages := self.pool.reserve(needed)) is None:
@@ -262,7 +267,7 @@ class Scheduler:
             self.pool.pin(source)
             self.pool.free([source])
             sequence.table[page] = target
-            copies.append((source, target))
+            step.copies.setdefault(group, []).append((source, target))
         sequence.table.extend(pages)
         return True
 
@@ -278,7 +283,7 @@ class Scheduler:
                 self._preempt(step, lowest)
             self._start(group)
             self._memories.take(step, group)
-            self._plan_group(step, group)
+            self._plan_group(step, group, group.work())
 
     def _can_admit(self, step: Step, group: SequenceGroup) -> bool:
         if group.whole:  # there may be thousands, with a row and no page each
@@ -307,6 +312,7 @@ class Scheduler:
     def _preempt(self, step: Step, group: SequenceGroup) -> None:
         """Take a group's pages; it starts over later, from what the prefix cache still has."""
         step.preempted = True
+        self._last.forget()  # it may come back to other pages
         self.stats.num_preemptions += 1
         self._running.remove(group)
         for sequence in group.sequences:

@@ -17,59 +17,71 @@ from engine.scheduling.encoding import Memory
 from engine.scheduling.plan import Float64, Int32
 from engine.scheduling.search import BeamSearch, Hypothesis
 
+_EMPTY = np.zeros(0, dtype=np.int32)
+
 
 class IntBuffer:
-    """A growing int32 array: O(1) append, and slices that need no conversion."""
+    """A growing int32 array: O(1) append, and slices that need no conversion.
 
-    __slots__ = ("_data", "_size")
+    Attributes:
+        size: how many values it has; not to be set.
+    """
+
+    __slots__ = ("_data", "size")
 
     def __init__(self, values: Iterable[int] = ()):
-        self._data = np.array(list(values), dtype=np.int32)
-        self._size = len(self._data)
+        given = list(values)
+        self._data = np.array(given, dtype=np.int32) if given else _EMPTY
+        self.size = len(given)
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._data[: self._size].tolist())
+        return iter(self.tolist())
 
     def __getitem__(self, index: int) -> int:
-        if not -self._size <= index < self._size:
-            raise IndexError(f"index {index} is outside the buffer's {self._size} values")
-        return int(self._data[index if index >= 0 else self._size + index])
+        if not -self.size <= index < self.size:
+            raise IndexError(f"index {index} is outside the buffer's {self.size} values")
+        return self._data.item(index if index >= 0 else self.size + index)
 
     def __setitem__(self, index: int, value: int) -> None:
-        self._data[: self._size][index] = value
+        self._data[: self.size][index] = value
 
     def extend(self, values: Iterable[int]) -> None:
         """Append values."""
-        new = np.array(list(values), dtype=np.int32)
-        end = self._size + len(new)
+        new = list(values)
+        end = self.size + len(new)
         if end > len(self._data):
-            grown = np.empty(max(end, 2 * len(self._data), 16), dtype=np.int32)
-            grown[: self._size] = self._data[: self._size]
-            self._data = grown
-        self._data[self._size : end] = new
-        self._size = end
+            self._data = self._grown(max(end, 2 * self.size))
+        self._data[self.size : end] = new
+        self.size = end
 
     def append(self, value: int) -> None:
         """Append one value."""
-        if self._size == len(self._data):
-            self.extend((value,))
-        else:
-            self._data[self._size] = value
-            self._size += 1
+        if self.size == len(self._data):
+            self._data = self._grown(2 * self.size)
+        self._data[self.size] = value
+        self.size += 1
 
     def view(self, start: int = 0, end: int | None = None) -> Int32:
         """A slice that shares memory; valid until the next append."""
-        return self._data[start : self._size if end is None else end]
+        return self._data[start : self.size if end is None else end]
+
+    def tolist(self) -> list[int]:
+        """The values."""
+        return self._data[: self.size].tolist()  # type: ignore[no-any-return]
 
     def copy(self) -> IntBuffer:
-        """An independent buffer of equal content."""
+        """An independent buffer of equal content, with room for more."""
         other = IntBuffer()
-        other._data = self._data[: self._size].copy()
-        other._size = self._size
+        other._data, other.size = self._grown(self.size), self.size
         return other
+
+    def _grown(self, size: int) -> Int32:
+        grown = np.empty(size + 16, dtype=np.int32)
+        grown[: self.size] = self._data[: self.size]
+        return grown
 
 
 class Sequence:
@@ -85,6 +97,7 @@ class Sequence:
         num_published: full pages already offered to the prefix cache.
         score: accumulated log-probability of the output.
         logprobs: one entry per output token, if asked for (beams only: other answers send them at once).
+        uniforms: random numbers for the next output tokens, by position, as far as they were made.
     """
 
     __slots__ = (
@@ -97,6 +110,7 @@ class Sequence:
         "score",
         "table",
         "tokens",
+        "uniforms",
     )
 
     def __init__(self, index: int, prompt: Iterable[int], *, with_logprobs: bool):
@@ -109,19 +123,20 @@ class Sequence:
         self.num_published = 0
         self.score = 0.0
         self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
+        self.uniforms: dict[int, float] = {}
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        return self.tokens.size
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return self.tokens.size - self.num_prompt
 
     @property
     def remaining(self) -> int:
         """Tokens that still have to be computed before the next one can be sampled."""
-        return len(self.tokens) - self.num_computed
+        return self.tokens.size - self.num_computed
 
     def output(self) -> tuple[int, ...]:
         """Tokens generated so far."""
@@ -135,13 +150,12 @@ class Sequence:
             self.hashes.append(hasher.extend(parent, self.tokens.view(start, start + block_size)))
         return self.hashes[:num_pages]
 
-    def fork(self, index: int, table: Iterable[int]) -> Sequence:
-        """A copy that goes its own way over pages whose references the caller has taken."""
+    def fork(self, index: int) -> Sequence:
+        """A copy that goes its own way; without pages."""
         child = Sequence(index, (), with_logprobs=False)
         child.tokens = self.tokens.copy()
         child.num_prompt = self.num_prompt
         child.num_computed = self.num_computed
-        child.table.extend(table)
         child.hashes = list(self.hashes)
         child.num_published = self.num_published
         child.score = self.score
@@ -183,6 +197,10 @@ class SequenceGroup:
         whole: its input is read whole, and leaves nothing in pages.
         token_types: the segment of each token of its prompt; empty where all are of the first.
         pooled: what its pooling has so far, where the input is computed in parts.
+        parameters: its row of the sampler's parameters.
+        draws: its tokens are drawn, with numbers that follow from the seed.
+        has_penalties, has_bans, has_forced_tokens: sampling heeds such.
+        has_changing_bans: which tokens are banned depends on those before.
     """
 
     def __init__(
@@ -241,6 +259,18 @@ class SequenceGroup:
         self.has_penalties = (
             decoding.repetition_penalty != 1.0 or decoding.presence_penalty != 0.0 or decoding.frequency_penalty != 0.0
         )
+        self.draws = self.beam is None and decoding.temperature > 0.0
+        self.seed = decoding.seed
+        self.has_changing_bans = bool(
+            decoding.min_tokens
+            or decoding.min_length
+            or decoding.begin_suppress_tokens
+            or decoding.no_repeat_ngram_size
+            or decoding.encoder_no_repeat_ngram_size
+            or decoding.bad_words
+        )
+        self.has_bans = self.has_changing_bans or bool(decoding.suppress_tokens)
+        self.has_forced_tokens = bool(decoding.forced_eos_token_ids) or decoding.forced_bos_token_id is not None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -259,7 +289,7 @@ class SequenceGroup:
         if self.fork_point is not None:
             first = self.sequences[0]
             return [(first, self.fork_point - first.num_computed)]
-        return [(sequence, sequence.remaining) for sequence in self.sequences]
+        return [(sequence, sequence.tokens.size - sequence.num_computed) for sequence in self.sequences]
 
     def common_prefix(self) -> int:
         """Tokens all sequences share, leaving each at least one to compute."""

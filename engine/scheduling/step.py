@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from engine.scheduling.batch import Row
@@ -36,27 +37,25 @@ class Step:
     Attributes:
         budget: tokens that may still be planned.
         limit: how long the step may take.
-        left: work (see `StepLimit`) that may still be planned.
+        left: work (see `StepLimit`) that may still be planned; counted since prompts have their turn.
         num_prompts: groups planned since prompts have their turn; None before.
         encodings: runs of the encoder, by the key of their input.
     """
 
     budget: int
     limit: StepLimit = UNLIMITED
-    left: float = field(init=False)
+    left: float = math.inf
     num_prompts: int | None = None
     rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
     copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
     encodings: dict[PageHash, Encoding] = field(default_factory=dict)
     preempted: bool = False
 
-    def __post_init__(self) -> None:
-        self.left = self.limit.work
-
     def begin_prompts(self) -> None:
         """All decoding rows have their token: whatever they took, prompts get their least."""
         self.num_prompts = 0
-        self.left = max(self.left, self.limit.least)
+        work = self.limit.work - sum(self._work(group, rows) for group, rows in self.rows.items())
+        self.left = max(work, self.limit.least)
         taken = sum(row.count for rows in self.rows.values() for row in rows)
         self.budget = int(min(self.budget, max(self.limit.tokens - taken, self.limit.least, 1)))
 
@@ -78,10 +77,10 @@ class Step:
     def take(self, group: SequenceGroup, rows: list[Row]) -> None:
         """The group runs these rows."""
         self.rows[group] = rows
+        self.budget -= sum([row.count for row in rows])
         if self.num_prompts is not None:
             self.num_prompts += 1
-        self.budget -= sum(row.count for row in rows)
-        self.left -= self._work(group, rows)
+            self.left -= self._work(group, rows)
 
     def can_encode(self, memory: Memory, group: SequenceGroup) -> bool:
         """The group's encoder input, which cannot be cut, may run now, and the group have a row in the same step:
