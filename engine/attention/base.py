@@ -9,7 +9,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.formats import convert, quantise
@@ -160,6 +162,17 @@ class AttentionMetadata:
             context_lens=context_lens,
             query_start=torch.tensor(starts, dtype=torch.int32, device=device),
             context=torch.tensor(context_lens, dtype=torch.int32, device=device),
+            cache={},
+        )
+
+    @staticmethod
+    def of(query_start: NDArray[np.int32], context_lens: NDArray[np.int32], device: torch.device) -> AttentionMetadata:
+        """Metadata of a plan's rows, whose arrays it may share: [R + 1] first query of each row, [R] keys."""
+        return AttentionMetadata(
+            query_lens=(query_start[1:] - query_start[:-1]).tolist(),
+            context_lens=context_lens.tolist(),
+            query_start=torch.from_numpy(query_start).to(device),
+            context=torch.from_numpy(context_lens).to(device),
             cache={},
         )
 

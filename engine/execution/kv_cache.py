@@ -44,6 +44,7 @@ class KVCache:
             ConfigError: the memory for them is not there.
         """
         self.block_size = block_size
+        self._paged: list[Paged] = []
         self.key_centres = [None] * len(shapes) if key_centres is None else list(key_centres)
         try:
             self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
@@ -90,11 +91,14 @@ class KVCache:
                 tensor[0].zero_()
 
     def paged(self, block_tables: Tensor) -> list[Paged]:
-        """Each layer's pages under one set of block tables."""
+        """Each layer's pages under one set of block tables; the same objects again for the same tensor."""
+        if self._paged and self._paged[0].block_tables is block_tables:
+            return self._paged
         views = []
         for (keys, values, *scales), centre in zip(self.layers, self.key_centres, strict=True):
             key_scales, value_scales = scales or (None, None)
             views.append(Paged(keys, values, block_tables, key_scales, value_scales, centre))
+        self._paged = views
         return views
 
 

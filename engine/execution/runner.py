@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -15,24 +16,41 @@ from engine.execution.sampler import sample, score_prompt
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
 from engine.outputs import Activation
-from engine.scheduling.plan import EncoderBatch, Int32, StepPlan, StepResult
+from engine.scheduling.plan import CrossRows, EncoderBatch, Int32, StepPlan, StepResult
 
 
 class _Buffer:
-    """Device memory that one of a plan's arrays goes to, made once and reused in every step."""
+    """Device memory that one of a plan's arrays goes to, made once and reused in every step.
+
+    A step that decodes is short on a CPU: what runs once in a step is not in its caches and costs ten times what it
+    costs in a loop, tensor operations most of all. So a CPU's memory is written by numpy, and the tensor over it is
+    kept as long as its shape stays.
+    """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
-        self._data = torch.zeros(size, dtype=dtype, device=device)
+        self._dtype, self._device = dtype, device
+        self._allocate(size)
+
+    def _allocate(self, size: int) -> None:
+        self._data = torch.zeros(size, dtype=self._dtype, device=self._device)
+        self._host = self._data.numpy() if self._device.type == "cpu" else None
+        self._tensor = self._data[:0]
 
     def fill(self, values: Int32, length: int | None = None) -> Tensor:
-        """The values on the device, followed by zeros up to `length`."""
-        count = len(values)
-        length = count if length is None else length
-        if length > len(self._data):
-            self._data = torch.zeros(2 * length, dtype=self._data.dtype, device=self._data.device)
-        self._data[:count].copy_(torch.from_numpy(values))
-        self._data[count:length].zero_()
-        return self._data[:length]
+        """The values on the device, in their shape, or followed by zeros up to `length`; valid until the next call."""
+        shape = values.shape if length is None else (length,)
+        count, size = values.size, math.prod(shape)
+        if size > len(self._data):
+            self._allocate(2 * size)
+        if self._tensor.shape != shape:
+            self._tensor = self._data[:size].view(shape)
+        if self._host is None:
+            self._data[:count].copy_(torch.from_numpy(values).view(-1))
+            self._data[count:size].zero_()
+        else:
+            self._host[:count] = values.reshape(-1)
+            self._host[count:size] = 0
+        return self._tensor
 
 
 class ModelRunner:
@@ -68,6 +86,7 @@ class ModelRunner:
         self._tables = _Buffer(1024, torch.int32, device)
         self._cross_tables = _Buffer(1024, torch.int32, device)
         self._types = _Buffer(size, torch.int64, device)
+        self._last_cross: tuple[CrossRows, CrossPages] | None = None
         self._pooler = Pooler(model.spec.head, self._logits, project=project, activation=activation)
 
     @torch.inference_mode()
@@ -78,7 +97,7 @@ class ModelRunner:
             self._encode(plan.encoder)
         hidden = self._read(plan) if plan.whole else self._forward(plan)
         if plan.sampling is not None:
-            result = sample(self._logits(hidden[_index(plan.sampling.rows, hidden)]), plan.sampling)
+            result = sample(self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens)), plan.sampling)
         else:
             result = StepResult.empty()
         if plan.pooling:
@@ -112,7 +131,7 @@ class ModelRunner:
         self.model.encode(
             self._token_ids.fill(batch.token_ids, padded),
             self._positions.fill(positions, padded),
-            self.cache.paged(self._tables.fill(batch.starts[:0]).view(0, 0)),
+            self.cache.paged(self._tables.fill(np.zeros((0, 0), dtype=np.int32))),
             self._slots.fill(batch.slots),
             AttentionMetadata.build(lengths.tolist(), lengths.tolist(), self.model.device),
             self.min_rows,
@@ -125,26 +144,28 @@ class ModelRunner:
             return None
         if plan.cross is None:
             return CrossPages.empty(query_lens, self.model.device)
+        if self._last_cross is not None and self._last_cross[0] is plan.cross:
+            return self._last_cross[1]  # the same rows decode again
         first = np.flatnonzero(np.diff(plan.cross.owners, prepend=-1))
-        tables, joined = plan.cross.tables[first], np.add.reduceat(query_lens, first)
-        return CrossPages(
-            self._cross_tables.fill(tables.reshape(-1)).view(tables.shape),
+        joined = np.add.reduceat(query_lens, first)
+        pages = CrossPages(
+            self._cross_tables.fill(plan.cross.tables[first]),
             AttentionMetadata.build(joined.tolist(), plan.cross.lens[first].tolist(), self.model.device),
         )
+        self._last_cross = plan.cross, pages
+        return pages
 
     def _forward(self, plan: StepPlan) -> Tensor:
         padded = max(plan.num_tokens, self.min_rows)
-        tables = self._tables.fill(plan.block_tables.reshape(-1)).view(plan.block_tables.shape)
-        query_lens = np.diff(plan.query_start).tolist()
-        metadata = AttentionMetadata.build(query_lens, plan.context_lens.tolist(), self.model.device)
+        metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device)
         hidden: Tensor = self.model(
             self._token_ids.fill(plan.token_ids, padded),
             self._positions.fill(plan.positions, padded),
-            self.cache.paged(tables),
+            self.cache.paged(self._tables.fill(plan.block_tables)),
             self._slots.fill(plan.slots),
             metadata,
             self.min_rows,
-            self._cross(plan, query_lens),
+            self._cross(plan, metadata.query_lens),
         )
         return hidden
 
@@ -163,6 +184,11 @@ def _placed(plan: StepPlan, unplaced: int) -> Int32:
     first = plan.query_start[:-1]
     before = np.repeat((total - counts)[first], np.diff(plan.query_start))
     return np.where(counts, total - before - 1, -1).astype(np.int32)
+
+
+def _rows(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:
+    """Some tokens' hidden states, in their order; no copy where that is all of them."""
+    return hidden[:num_tokens] if len(rows) == num_tokens else hidden[_index(rows, hidden)]
 
 
 def _index(rows: Int32, like: Tensor) -> Tensor:
