@@ -3,57 +3,58 @@
 Order of operations as in `transformers`: logit_bias, the encoder's and the decoder's repetition penalty, OpenAI's
 penalties, bans, forced tokens; then for rows that sample temperature, top-k, top-p, min-p. Beam rows start from
 log-probabilities instead of logits, as there.
+
+On a CPU the native library does the work: it walks over the logits once, and looks for large ones where that walk has
+seen them. What a request changes of logits is written into them and taken back. `sampler_torch.py` serves other
+devices, and machines without the library. Both choose the same tokens but where rounding decides: exponentials may
+differ in their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on either
+side. Of equal logits the lowest token comes first here, and where log-probabilities are equal and logits are not, the
+larger logit; `torch.topk` takes any.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engine import native
+from engine.execution import sampler_torch
+from engine.native.sampling import Draws, Edits, Listed, LogitRows
 from engine.scheduling.plan import Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
 
-_NEGATIVE_INFINITY = float("-inf")
 # Below this a softmax is one-hot in float32 for any two logits that differ.
-_GREEDY_TEMPERATURE = 1e-5
+GREEDY_TEMPERATURE = 1e-5
 # Rows scored at a time, so that prompt log-probabilities do not need all logits at once.
-_PROMPT_ROWS = 128
+PROMPT_ROWS = 128
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     """Candidates for each row of float32 logits [S, vocabulary]."""
-    vocabulary = logits.shape[1]
-    # Not logsumexp: torch splits a single row's sum among threads, so its last bits would depend on the batch.
-    own = logits.log_softmax(dim=-1)
-    beams = np.flatnonzero(batch.beam_width)
-    processed = _process(logits, own, batch, beams)
-    drawing = np.flatnonzero((batch.beam_width == 0) & (batch.temperature >= _GREEDY_TEMPERATURE))
-    width = int(max(batch.num_draws.max(), min(int(batch.beam_width.max()), vocabulary), 1))
-    scores = torch.full((len(logits), width), _NEGATIVE_INFINITY, dtype=torch.float32, device=logits.device)
-    if len(beams) < len(logits):
-        tokens = processed.argmax(dim=-1, keepdim=True).repeat(1, width)
-    else:
-        tokens = torch.zeros_like(scores, dtype=torch.int64)
+    if not _native(logits):
+        return sampler_torch.sample(logits, batch)
+    rows = LogitRows(logits)
+    beams = np.flatnonzero(batch.beam_width).astype(np.int32)
+    width = max(int(batch.num_draws.max()), 1)
     if len(beams):
-        index = _index(beams, logits)
-        best, values = _top(_rows(processed, index), batch.beam_width[beams])
-        columns = torch.arange(best.shape[1], device=logits.device)
-        tokens[index[:, None], columns] = best
-        scores[index[:, None], columns] = values
-    if len(drawing):
-        index = _index(drawing, logits)
-        drawn = _draw(processed[index], batch, drawing)
-        tokens[index[:, None], torch.arange(drawn.shape[1], device=logits.device)] = drawn
-    # NaN tells the scheduler that a row failed; one in which every token is banned has, too.
-    logprobs = own.gather(1, tokens).masked_fill(processed.gather(1, tokens) == _NEGATIVE_INFINITY, float("nan"))
-    ranks, top_ids, top_logprobs = _report(logits, own, tokens, batch)
+        width = max(width, min(int(batch.beam_width.max()), rows.vocabulary))
+    tokens = rows.place.repeat(width).reshape(-1, width)
+    scores = np.full(tokens.shape, -np.inf, dtype=np.float32)
+    asking = np.flatnonzero(batch.num_logprobs >= 0).astype(np.int32)
+    top_ids, top_logprobs = _most_probable(rows, asking, batch)
+    impossible = _choose(rows, batch, beams, tokens, scores)
+    logprobs = rows.logprobs(tokens)
+    if impossible is not None:
+        # NaN tells the scheduler that a row failed; one in which every token is banned has, too.
+        logprobs[impossible] = np.nan
+    ranks = np.zeros(tokens.shape, dtype=np.int32)
+    if len(asking):
+        ranks[asking] = rows.ranks(asking, tokens[asking])
     return StepResult(
-        tokens=_numpy(tokens).astype(np.int32),
-        scores=_numpy(scores),
-        logprobs=_numpy(logprobs),
-        ranks=ranks,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
+        tokens=tokens, scores=scores, logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs
     )
 
 
@@ -65,187 +66,143 @@ def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRo
         hidden: [P, hidden].
     """
     assert callable(hidden_to_logits)
-    parts: list[tuple[Tensor, ...]] = []
-    for start in range(0, len(rows.rows), _PROMPT_ROWS):
-        part = slice(start, start + _PROMPT_ROWS)
+    most = int(rows.num_logprobs.max())
+    parts: list[TokenScores] = []
+    for start in range(0, len(rows.rows), PROMPT_ROWS):
+        part = slice(start, start + PROMPT_ROWS)
         logits = hidden_to_logits(hidden[part])
-        own = logits.log_softmax(dim=-1)
-        targets = _index(rows.targets[part], logits)[:, None]
-        rank = (logits > logits.gather(1, targets)).sum(dim=-1) + 1
-        top, _ = _top(logits, rows.num_logprobs[part], int(rows.num_logprobs.max()))
-        parts.append((own.gather(1, targets)[:, 0], rank, top, own.gather(1, top)))
-    logprobs, ranks, top_ids, top_logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
+        score = _score if _native(logits) else sampler_torch.score
+        parts.append(score(logits, rows.targets[part], rows.num_logprobs[part], min(most, logits.shape[1])))
     return TokenScores(
-        logprobs=_numpy(logprobs),
-        ranks=_numpy(ranks).astype(np.int32),
-        top_ids=_numpy(top_ids).astype(np.int32),
-        top_logprobs=_numpy(top_logprobs),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        ranks=np.concatenate([part.ranks for part in parts]),
+        top_ids=np.concatenate([part.top_ids for part in parts]),
+        top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
     )
 
 
-def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarray) -> Tensor:
-    """Logits (beams: log-probabilities) after penalties, bans and forced tokens; the input itself where there is
-    nothing to do."""
-    renormalized = beams[batch.renormalize[beams]]
-    touched = (batch.bias_row, batch.source_row, batch.history_row, batch.ban_row, batch.force_row, renormalized)
-    alike = len(beams) in (0, len(logits))
-    start = own if alike and len(beams) else logits
-    if alike and not any(len(rows) for rows in touched):
-        return start
-    processed = start.clone()
-    if not alike:
-        index = _index(beams, logits)
-        processed[index] = own[index]
-    if len(batch.bias_row):
-        where = (_index(batch.bias_row, logits), _index(batch.bias_token, logits))
-        processed.index_put_(where, torch.from_numpy(batch.bias_value).to(logits.device), accumulate=True)
-    if len(batch.source_row):
-        _favour(processed, batch)
-    if len(batch.history_row):
-        _penalize(processed, batch)
-    if len(batch.ban_row):
-        # Tokens of an encoder with a vocabulary of its own may lie outside the decoder's.
-        known = batch.ban_token < logits.shape[1]
-        where = (_index(batch.ban_row[known], logits), _index(batch.ban_token[known], logits))
-        processed[where] = _NEGATIVE_INFINITY
-    if len(batch.force_row):
-        rows = _index(batch.force_row, logits)
-        processed[rows] = _NEGATIVE_INFINITY
-        processed[rows, _index(batch.force_token, logits)] = 0.0
-    if len(renormalized):
-        index = _index(renormalized, logits)
-        processed[index] = processed[index].log_softmax(dim=-1)
-    return processed
+def _native(logits: Tensor) -> bool:
+    return logits.is_cpu and logits.dtype == torch.float32 and native.available()
 
 
-def _favour(processed: Tensor, batch: SamplingBatch) -> None:
-    """Repetition penalty of the encoder's tokens, which makes them more probable."""
-    known = batch.source_token < processed.shape[1]
-    row = batch.source_row[known]
-    where = (_index(row, processed), _index(batch.source_token[known], processed))
-    reward = torch.from_numpy(batch.source_reward[row]).to(processed.device)
-    score = processed[where]
-    processed[where] = torch.where(score < 0, score * reward, score / reward)
+def _score(logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenScores:
+    rows = LogitRows(logits)
+    everyone = np.arange(len(rows), dtype=np.int32)
+    column = np.ascontiguousarray(targets[:, None])
+    top_ids, top_logprobs = rows.best(everyone, counts, width)
+    return TokenScores(
+        logprobs=rows.logprobs(column)[:, 0],
+        ranks=rows.ranks(everyone, column)[:, 0],
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
 
 
-def _penalize(processed: Tensor, batch: SamplingBatch) -> None:
-    """Repetition, frequency and presence penalties on the tokens that occur, each token once."""
-    vocabulary = processed.shape[1]
-    key = batch.history_row.astype(np.int64) * vocabulary + batch.history_token
-    unique, inverse = np.unique(key, return_inverse=True)
-    count = np.bincount(inverse, weights=batch.history_is_output, minlength=len(unique)).astype(np.float32)
-    row, token = unique // vocabulary, unique % vocabulary
-    where = (_index(row, processed), _index(token, processed))
-
-    def column(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(processed.device)
-
-    score = processed[where]
-    repetition = column(batch.repetition_penalty[row])
-    score = torch.where(score < 0, score * repetition, score / repetition)
-    score = score - column(batch.frequency_penalty[row] * count + batch.presence_penalty[row] * (count > 0))
-    processed[where] = score
+def _most_probable(rows: LogitRows, asking: Int32, batch: SamplingBatch) -> tuple[Int32, Float32]:
+    """The most probable tokens [S, L] of rows that ask for them."""
+    number = min(max(int(batch.num_logprobs.max()), 0), rows.vocabulary)
+    top_ids = np.zeros((len(rows), number), dtype=np.int32)
+    top_logprobs = np.zeros((len(rows), number), dtype=np.float32)
+    if number:
+        top_ids[asking], top_logprobs[asking] = rows.best(asking, batch.num_logprobs[asking], number)
+    return top_ids, top_logprobs
 
 
-def _draw(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
-    """Tokens [N, draws] by inverse CDF in vocabulary order, summed up in float64."""
-    device = logits.device
-    temperature = torch.from_numpy(batch.temperature[rows]).to(device)
-    scaled = logits / temperature[:, None]
-    scaled = _filter(scaled, batch, rows)
-    weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
-    min_p = batch.min_p[rows]
-    if (min_p > 0).any():
-        # The most probable token's weight is 1, so min_p is a threshold on the weights themselves.
-        weights = weights.masked_fill(weights < torch.from_numpy(min_p).to(device)[:, None], 0.0)
-    cumulative = weights.double().cumsum(dim=-1)
-    targets = torch.from_numpy(batch.uniforms[rows]).to(device) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, targets, right=True)
-    # Rounding may put a target at the very end; the last possible token is where the sum is reached.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
-    return torch.minimum(drawn, last).clamp_(max=logits.shape[1] - 1)
+def _choose(
+    rows: LogitRows, batch: SamplingBatch, beams: Int32, tokens: Int32, scores: Float32
+) -> NDArray[np.bool_] | None:
+    """Writes what rows choose: tokens [S, C], which hold the likeliest one, and scores of beams. Which of them are
+    impossible [S, C], None for none."""
+    searching = batch.beam_width > 0
+    greedy = ~searching & (batch.temperature < GREEDY_TEMPERATURE)
+    drawing = np.flatnonzero(~(searching | greedy)).astype(np.int32)
+    edits = _edits(batch, searching)
+    renormalized = np.flatnonzero(batch.renormalize & searching)
+    if not edits and not len(batch.force_row) and not len(renormalized):
+        _search(rows, beams, batch, beams, tokens, scores)
+        _draw(rows, drawing, batch, drawing, tokens)
+        return searching[:, None] & (scores == -np.inf) if len(beams) else None
+    # Rows that change as a whole are rare, and get memory of their own.
+    whole = np.union1d(batch.force_row, renormalized).astype(np.int32)
+    beams, drawing = np.setdiff1d(beams, whole), np.setdiff1d(drawing, whole)
+    with rows.edited(edits) if edits else contextlib.nullcontext():
+        _search(rows, beams, batch, beams, tokens, scores)
+        _draw(rows, drawing, batch, drawing, tokens)
+        if edits:
+            likeliest = np.setdiff1d(np.flatnonzero(greedy).astype(np.int32), whole)
+            tokens[likeliest] = rows.best(likeliest, np.ones_like(likeliest), 1)[0]
+        chosen = rows.values[np.arange(len(rows))[:, None], tokens]
+        if len(whole):
+            rewritten = _rewritten(rows, batch, whole)
+            _choose_of_rewritten(rewritten, batch, whole, tokens, scores)
+            chosen[whole] = rewritten.values[np.arange(len(whole))[:, None], tokens[whole]]
+    found: NDArray[np.bool_] = np.where(searching[:, None], scores, chosen) == -np.inf
+    return found
 
 
-def _filter(scaled: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
-    """top-k, then top-p among what is left; -inf elsewhere."""
-    vocabulary = scaled.shape[1]
-    top_k = np.where(batch.top_k[rows] > 0, np.minimum(batch.top_k[rows], vocabulary), vocabulary)
-    top_p = batch.top_p[rows]
-    filtered = scaled
-    # Rows with a top_k need only their best k sorted; those with top_p alone need all.
-    limited = np.flatnonzero(top_k < vocabulary)
-    unlimited = np.flatnonzero((top_k == vocabulary) & (top_p < 1.0))
-    for group, width in ((limited, int(top_k[limited].max(initial=0))), (unlimited, vocabulary)):
-        if len(group):
-            if filtered is scaled:
-                filtered = scaled.clone()
-            index = _index(group, scaled)
-            filtered[index] = _filter_sorted(scaled[index], width, top_k[group], top_p[group])
-    return filtered
+def _edits(batch: SamplingBatch, apart: NDArray[np.bool_]) -> Edits | None:
+    lists = (batch.bias_row, batch.source_row, batch.history_row, batch.ban_row)
+    if not any(map(len, lists)):
+        return None
+    return Edits(
+        bias=Listed(rows=batch.bias_row, tokens=batch.bias_token),
+        bias_value=batch.bias_value,
+        source=Listed(rows=batch.source_row, tokens=batch.source_token),
+        source_reward=batch.source_reward,
+        history=Listed(rows=batch.history_row, tokens=batch.history_token),
+        history_is_output=batch.history_is_output,
+        repetition=batch.repetition_penalty,
+        frequency=batch.frequency_penalty,
+        presence=batch.presence_penalty,
+        ban=Listed(rows=batch.ban_row, tokens=batch.ban_token),
+        apart=apart,
+    )
 
 
-def _filter_sorted(scaled: Tensor, width: int, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
-    device = scaled.device
-    best = scaled.topk(width, dim=-1) if width < scaled.shape[1] else scaled.sort(dim=-1, descending=True)
-    k = torch.from_numpy(top_k.astype(np.int64)).to(device)[:, None]
-    p = torch.from_numpy(top_p.astype(np.float64)).to(device)[:, None]
-    smallest = best.values.gather(1, k - 1)  # ties with the k-th stay, as in transformers
-    if (top_p < 1.0).any():
-        rank = torch.arange(width, device=device)
-        weights = (best.values - best.values[:, :1]).exp().double().masked_fill(rank >= k, 0.0)
-        cumulative = weights.cumsum(dim=-1)
-        before = cumulative - weights
-        keep = (before < p * cumulative[:, -1:]) | (p >= 1.0)
-        keep[:, 0] = True
-        nucleus = best.values.gather(1, (keep & (rank < k)).sum(dim=-1, keepdim=True) - 1)
-        smallest = torch.maximum(smallest, nucleus)
-    return scaled.masked_fill(scaled < smallest, _NEGATIVE_INFINITY)
+def _search(rows: LogitRows, at: Int32, batch: SamplingBatch, of: Int32, tokens: Int32, scores: Float32) -> None:
+    """The candidates of beams: the rows `at` are those `of` the batch."""
+    if len(of):
+        wanted = batch.beam_width[of]
+        width = min(int(wanted.max()), rows.vocabulary)
+        tokens[of, :width], scores[of, :width] = rows.best(at, wanted, width)
 
 
-def _report(logits: Tensor, own: Tensor, tokens: Tensor, batch: SamplingBatch) -> tuple[Int32, Int32, Float32]:
-    """Ranks [S, C] and most probable tokens [S, L] for the rows that ask for them."""
-    rows = np.flatnonzero(batch.num_logprobs >= 0)
-    number = min(max(int(batch.num_logprobs.max()), 0), logits.shape[1])
-    ranks = np.zeros(tokens.shape, dtype=np.int32)
-    top_ids = np.zeros((len(logits), number), dtype=np.int32)
-    top_logprobs = np.zeros((len(logits), number), dtype=np.float32)
-    if len(rows):
-        index = _index(rows, logits)
-        raw, chosen = logits[index], logits.gather(1, tokens)[index]
-        for column in range(tokens.shape[1]):  # columns, not rows: draws or candidates, few
-            ranks[rows, column] = _numpy((raw > chosen[:, column : column + 1]).sum(dim=-1) + 1)
-        top, _ = _top(raw, batch.num_logprobs[rows])
-        top_ids[rows] = _numpy(top)
-        top_logprobs[rows] = _numpy(own[index].gather(1, top))
-    return ranks, top_ids, top_logprobs
+def _draw(rows: LogitRows, at: Int32, batch: SamplingBatch, of: Int32, tokens: Int32) -> None:
+    if len(of):
+        draws = Draws(
+            temperature=batch.temperature[of],
+            top_k=batch.top_k[of],
+            top_p=batch.top_p[of],
+            min_p=batch.min_p[of],
+            counts=batch.num_draws[of],
+            uniforms=batch.uniforms[of],
+        )
+        tokens[of, : draws.uniforms.shape[1]] = rows.draw(at, draws)[0]
 
 
-def _top(values: Tensor, counts: Int32, width: int = 0) -> tuple[Tensor, Tensor]:
-    """Each row's `counts` largest values: their columns and they themselves [N, largest count or width].
-
-    One call per count that occurs: which of two equal values comes first depends on how many are asked
-    for, and must not depend on what other rows ask for.
-    """
-    vocabulary = values.shape[1]
-    width = min(max(width, int(counts.max())), vocabulary)
-    columns = torch.zeros(len(values), width, dtype=torch.int64, device=values.device)
-    best = torch.full((len(values), width), _NEGATIVE_INFINITY, dtype=values.dtype, device=values.device)
-    for count in np.unique(counts):
-        rows = _index(np.flatnonzero(counts == count), values)
-        top = _rows(values, rows).topk(min(int(count), vocabulary), dim=-1)
-        columns[rows, : top.indices.shape[1]] = top.indices
-        best[rows, : top.values.shape[1]] = top.values
-    return columns, best
-
-
-def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """Some rows, in ascending order; no copy where that is all of them."""
-    return values if len(index) == len(values) else values[index]
+def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows:
+    """Rows with forced tokens, and beams whose scores are made log-probabilities again."""
+    made = torch.empty((len(whole), rows.vocabulary), dtype=torch.float32)
+    values: Float32 = made.numpy()
+    forced = np.isin(whole, batch.force_row)
+    values[forced] = -np.inf
+    values[np.searchsorted(whole, batch.force_row), batch.force_token] = 0.0
+    for place in np.flatnonzero(~forced).tolist():
+        row = int(whole[place])
+        np.subtract(rows.values[row], rows.peak[row], out=values[place])
+        values[place] -= rows.log_sum[row]
+        rows.put(row, values[place])
+    rewritten = LogitRows(made)
+    # What is not made a log-probability again is its own.
+    own = ~(batch.renormalize[whole] & (batch.beam_width[whole] > 0))
+    rewritten.peak[own] = rewritten.log_sum[own] = 0.0
+    return rewritten
 
 
-def _index(values: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(like.device)
-
-
-def _numpy(values: Tensor) -> np.ndarray:
-    return values.detach().cpu().numpy()
+def _choose_of_rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32, tokens: Int32, scores: Float32) -> None:
+    tokens[whole] = rows.place[:, None]
+    searching = batch.beam_width[whole] > 0
+    drawing = ~searching & (batch.temperature[whole] >= GREEDY_TEMPERATURE)
+    beams, draws = np.flatnonzero(searching).astype(np.int32), np.flatnonzero(drawing).astype(np.int32)
+    _search(rows, beams, batch, whole[beams], tokens, scores)
+    _draw(rows, draws, batch, whole[draws], tokens)

@@ -1,0 +1,106 @@
+// Penalties, biases and bans are written into the rows themselves, and taken back.
+#include "sampling_edit.h"
+
+namespace octavo {
+namespace {
+
+enum Stage : uint64_t { BIAS, SOURCE, HISTORY, BAN };
+
+// What is to be done to a row: a key is the column, then the stage, then the place among the stage's tokens.
+int64_t collect(const Edits& a, int64_t row, int64_t vocabulary, uint64_t* keys) {
+  const Tokens* const stages[] = {&a.bias, &a.source, &a.history, &a.ban};
+  int64_t count = 0;
+  for (uint64_t stage = BIAS; stage <= BAN; ++stage) {
+    const Tokens& those = *stages[stage];
+    for (int64_t i = those.start[row]; i < those.start[row + 1]; ++i) {
+      // Tokens of an encoder with a vocabulary of its own may lie outside of the decoder's.
+      if (those.tokens[i] < 0 || those.tokens[i] >= vocabulary) continue;
+      keys[count++] = static_cast<uint64_t>(those.tokens[i]) << 32 | stage << 30 |
+                      static_cast<uint64_t>(i - those.start[row]);
+    }
+  }
+  return count;
+}
+
+// What the keys of one column make of its value.
+float edited(const Edits& a, int64_t row, float value, const uint64_t* keys, int64_t count) {
+  bool known = false;
+  float outputs = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t stage = keys[i] >> 30 & 3;
+    const int64_t place = static_cast<int64_t>(keys[i] & 0x3fffffff);
+    if (stage == BIAS) {
+      value += a.bias_value[a.bias.start[row] + place];
+    } else if (stage == SOURCE) {
+      const float reward = a.source_reward[row];
+      value = value < 0 ? value * reward : value / reward;
+    } else if (stage == HISTORY) {
+      known = true;
+      outputs += a.history_is_output[a.history.start[row] + place] ? 1.0f : 0.0f;
+    } else {
+      return -INFINITE;
+    }
+  }
+  if (!known) return value;
+  const float repetition = a.repetition[row];
+  value = value < 0 ? value * repetition : value / repetition;
+  return value - (a.frequency[row] * outputs + a.presence[row] * (outputs > 0 ? 1.0f : 0.0f));
+}
+
+// The row's changed columns hold other numbers now.
+void refresh(const Logits& logits, int64_t row, const int32_t* columns, int64_t count) {
+  for (int64_t i = 0, last = -1; i < count; ++i) {
+    const int64_t chunk = columns[i] / CHUNK;
+    if (chunk == last) continue;
+    logits.tops_of(row)[chunk] = top_of(logits.row(row) + chunk * CHUNK, logits.width_of(chunk));
+    last = chunk;
+  }
+}
+
+void edit_row(const Logits& logits, const Edits& a, const float* peak, const float* log_sum, int64_t row) {
+  const int64_t first = a.first(row), room = a.first(row + 1) - first;
+  uint64_t* keys = a.keys + 2 * first;
+  const int64_t count = collect(a, row, logits.columns, keys);
+  sort(keys, keys + room, count);
+  float* const values = logits.row(row);
+  int64_t made = first;
+  for (int64_t i = 0, next; i < count; i = next) {
+    const int64_t column = static_cast<int64_t>(keys[i] >> 32);
+    for (next = i + 1; next < count && static_cast<int64_t>(keys[next] >> 32) == column;) ++next;
+    const float before = values[column];
+    const float start = a.apart[row] ? before - peak[row] - log_sum[row] : before;
+    const float value = edited(a, row, start, keys + i, next - i);
+    a.columns[made] = static_cast<int32_t>(column);
+    a.values[made] = value;
+    a.before[made++] = before;
+    values[column] = a.apart[row] ? -INFINITE : value;
+  }
+  a.counts[row] = made - first;
+  refresh(logits, row, a.columns + first, made - first);
+}
+
+void restore_row(const Logits& logits, const Edits& a, int64_t row) {
+  const int64_t first = a.first(row);
+  for (int64_t i = first; i < first + a.counts[row]; ++i) logits.row(row)[a.columns[i]] = a.before[i];
+  refresh(logits, row, a.columns + first, a.counts[row]);
+}
+
+}  // namespace
+}  // namespace octavo
+
+using namespace octavo;
+
+OCTAVO_EXPORT(logits_edit)(float* values, int64_t rows, int64_t columns, int64_t stride, float* tops,
+                           const float* peak, const float* log_sum, const Edits* edits) {
+  const Logits logits{values, rows, columns, stride, tops};
+  parallel(edits->first(rows) >= WORTH_SHARING / 64, [&](int thread, int threads) {
+    const Share own = share(rows, thread, threads);
+    for (int64_t row = own.first; row < own.last; ++row) edit_row(logits, *edits, peak, log_sum, row);
+  });
+}
+
+OCTAVO_EXPORT(logits_restore)(float* values, int64_t rows, int64_t columns, int64_t stride, float* tops,
+                              const Edits* edits) {
+  const Logits logits{values, rows, columns, stride, tops};
+  for (int64_t row = 0; row < rows; ++row) restore_row(logits, *edits, row);
+}
