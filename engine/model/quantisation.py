@@ -41,8 +41,8 @@ def warn_if_slow() -> None:
     """Say in the log what weights of few bits cost without kernels of our own."""
     if not native.available():
         logger.warning(
-            "Weights of few bits are widened by torch at every product, which is slow, and int4 takes as much memory "
-            "as int8: Octavo's own kernels are not there (see octavo doctor). Plain weights are faster here."
+            "Weights of few bits are widened by torch at every product, which is slow: Octavo's own kernels are not "
+            "there (see octavo doctor). Plain weights are faster here."
         )
 
 
@@ -74,7 +74,7 @@ def quantise_by_torch(weight: Tensor, kind: Quantization) -> Quantised:
     made = [_quantise_groups(part) for part in torch.split(groups, _ROWS)]
     values = torch.cat([part[0] for part in made]) if made else groups.new_empty(0, GROUP, dtype=torch.uint8)
     scales = torch.cat([part[1] for part in made]) if made else groups.new_empty(0, dtype=torch.bfloat16)
-    return Quantised(values.view(outputs, -1, GROUP), scales.view(outputs, -1), inputs)
+    return Quantised(gemm.join_levels(values.view(outputs, -1, GROUP)), scales.view(outputs, -1), inputs)
 
 
 def _quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,8 +142,8 @@ def _int4_sums(made: Quantised, x: Tensor) -> Tensor:
     rows, (outputs, groups, _) = len(x), made.values.shape
     steps, scales = _steps(F.pad(x, (0, -made.inputs % GROUP)).reshape(-1, GROUP))
     steps, scales = steps.view(rows, groups, GROUP), scales.view(rows, groups, 1)
-    total = torch.zeros(rows, outputs)
+    total, levels = torch.zeros(rows, outputs), made.levels()
     for group in range(groups):  # in order, as the kernels add them
-        sums = steps[:, group] @ (made.values[:, group].float() - 8).T
+        sums = steps[:, group] @ (levels[:, group].float() - 8).T
         total += sums * (made.scales[:, group].float() * scales[:, group])
     return total

@@ -44,6 +44,7 @@ _QUANTISE = {
     for bits in ("int8", "int4")
     for dtype, suffix in _SUFFIXES.items()
 }
+_UNIT = 4  # integers that an instruction multiplies and adds up
 _ALIGNED = 64
 _THREADS = os.cpu_count() or 1
 _weights = Arena()
@@ -54,8 +55,8 @@ class Quantised:
     """A weight [outputs, inputs] of few bits, as it may be kept: the same on every machine.
 
     Attributes:
-        values: int8 [outputs, inputs] from -127 to 127; or, of 4 bits, uint8 [outputs, groups, GROUP] from 0 to 15,
-            which stand for -8 to 7, with 8 past the end of a row.
+        values: int8 [outputs, inputs] from -127 to 127; or, of 4 bits, uint8 [outputs, groups, GROUP / 2] with two
+            `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight.
         scales: float32 [outputs], or bfloat16 [outputs, groups].
         inputs: how long a row is.
     """
@@ -68,7 +69,18 @@ class Quantised:
         """The weight that this stands for, float32 [outputs, inputs]."""
         if self.values.dtype == torch.int8:
             return self.values.float() * self.scales[:, None]
-        return ((self.values.float() - 8) * self.scales.float()[..., None]).flatten(1)[:, : self.inputs]
+        return ((self.levels().float() - 8) * self.scales.float()[..., None]).flatten(1)[:, : self.inputs]
+
+    def levels(self) -> Tensor:
+        """Of 4 bits, uint8 [outputs, groups, GROUP] from 0 to 15, which stand for -8 to 7, with 8 past a row's end."""
+        pairs = self.values.view(*self.values.shape[:2], -1, 1, _UNIT)
+        return torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
+
+
+def join_levels(levels: Tensor) -> Tensor:
+    """The `Quantised.values` of `Quantised.levels`."""
+    pairs = levels.view(*levels.shape[:2], -1, 2, _UNIT)
+    return (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +135,7 @@ def quantise_int4(weight: Tensor) -> Quantised:
     """
     weight = _matrix(weight)
     outputs, groups = weight.shape[0], -(-weight.shape[1] // GROUP)
-    values = torch.empty(outputs, groups, GROUP, dtype=torch.uint8)
+    values = torch.empty(outputs, groups, GROUP // 2, dtype=torch.uint8)
     return _quantised(
         "int4", weight, Quantised(values, torch.empty(outputs, groups, dtype=torch.bfloat16), weight.shape[1])
     )
@@ -161,7 +173,7 @@ def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
     """
     made = weight if isinstance(weight, Quantised) else quantise_int4(weight)
     outputs, groups = made.values.shape[0], -(-made.inputs // GROUP)
-    _check(made.values, torch.uint8, (outputs, groups, GROUP))
+    _check(made.values, torch.uint8, (outputs, groups, GROUP // 2))
     _check(made.scales, torch.bfloat16, (outputs, groups))
     packed = _room("int4", outputs, made.inputs, bias)
     _PACK_INT4.call(

@@ -102,8 +102,9 @@ struct Int4 {
 
 }  // namespace
 
-// q [outputs, groups, GROUP] from 0 to 15, scales [outputs, groups].
+// q [outputs, groups, GROUP / 2], see gemm_quantise.cpp, scales [outputs, groups].
 OCTAVO_EXPORT(gemm_pack_int4)(const uint8_t* q, const bfloat16* scales, uint8_t* to, int64_t outputs, int64_t inputs) {
+  constexpr uint32_t ZEROS = ZERO * 0x11111111u;
   const int64_t panels = (outputs + PANEL - 1) / PANEL, groups = groups_of(inputs);
   parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
     const Share mine = share(panels * groups, thread, threads);
@@ -114,12 +115,13 @@ OCTAVO_EXPORT(gemm_pack_int4)(const uint8_t* q, const bfloat16* scales, uint8_t*
       for (int64_t column = 0; column < PANEL; ++column) {
         const int64_t output = block / groups * PANEL + column;
         const bool real = output < outputs;
-        const uint8_t* from = q + (output * groups + group) * GROUP;
+        const uint8_t* from = q + (output * groups + group) * (GROUP / 2);
         out_scales[column] = real ? scales[output * groups + group] : bfloat16{0};
-        for (int64_t i = 0; i < UNITS; i += 2)
-          for (int64_t j = 0; j < UNIT; ++j)
-            out[(i / 2 * PANEL + column) * UNIT + j] =
-                real ? static_cast<uint8_t>(from[i * UNIT + j] | from[(i + 1) * UNIT + j] << 4) : ZERO * 17;
+        for (int64_t i = 0; i < UNITS / 2; ++i) {
+          uint32_t word = ZEROS;
+          if (real) __builtin_memcpy(&word, from + i * UNIT, UNIT);
+          __builtin_memcpy(out + (i * PANEL + column) * UNIT, &word, UNIT);
+        }
       }
     }
   });

@@ -5,6 +5,7 @@ namespace octavo::gemm {
 namespace {
 
 constexpr int64_t GROUP = 32;
+constexpr int64_t UNIT = 4;  // integers that an instruction multiplies and adds up
 constexpr int64_t VECTORS = GROUP / WIDTH;
 constexpr float LOWEST = -8, HIGHEST = 7;
 
@@ -74,11 +75,16 @@ OCTAVO_INLINE void quantise_group(const T* weights, int64_t size, uint8_t* q, bf
     const float kept = nearest_bfloat16(best_scale(group, extreme), scale);
     if (kept != 0) reciprocal = 1 / kept;
   }
+  uint8_t levels[GROUP];
   for (int64_t i = 0; i < VECTORS; ++i) {
     // Adding this leaves the integers in the last bits.
     constexpr float SHIFT = 12582912.0f;
     const Vector level = reciprocal == 0 ? Vector{} : group.level(i, reciprocal);
-    store(q + i * WIDTH, ((Integers)(level + all(SHIFT)) & 15) ^ 8);
+    store(levels + i * WIDTH, ((Integers)(level + all(SHIFT)) & 15) ^ 8);
+  }
+  for (int64_t i = 0; i < GROUP / 2; ++i) {
+    const int64_t first = i / UNIT * 2 * UNIT + i % UNIT;
+    q[i] = static_cast<uint8_t>(levels[first] | levels[first + UNIT] << 4);
   }
 }
 
@@ -102,7 +108,7 @@ void quantise_int4(const T* weight, int64_t stride, uint8_t* q, bfloat16* scales
     const Share mine = share(outputs * groups, thread, threads);
     for (int64_t i = mine.first; i < mine.last; ++i) {
       const int64_t at = i % groups * GROUP;
-      quantise_group(weight + i / groups * stride + at, smaller(GROUP, inputs - at), q + i * GROUP, scales[i]);
+      quantise_group(weight + i / groups * stride + at, smaller(GROUP, inputs - at), q + i * (GROUP / 2), scales[i]);
     }
   });
 }
@@ -120,8 +126,8 @@ OCTAVO_EXPORT(gemm_quantise_int8_bf16)(const bfloat16* weight, int64_t stride, i
   quantise_int8(weight, stride, q, scales, outputs, inputs);
 }
 
-// q [outputs, groups, GROUP] from 0 to 15, 8 past the end of a row, scales [outputs, groups]: weight is about
-// (q - 8) * scale.
+// q [outputs, groups, GROUP / 2], two integers from 0 to 15 in a byte: i in the lower half, i + 4 in the upper one, four
+// bytes for every eight; 8 past the end of a row. scales [outputs, groups]: weight is about (integer - 8) * scale.
 OCTAVO_EXPORT(gemm_quantise_int4_f32)(const float* weight, int64_t stride, uint8_t* q, bfloat16* scales,
                                       int64_t outputs, int64_t inputs) {
   quantise_int4(weight, stride, q, scales, outputs, inputs);
