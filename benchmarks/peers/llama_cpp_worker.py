@@ -1,0 +1,214 @@
+"""llama.cpp in a process of its own, through its C API, and the conversion of a checkpoint for it.
+
+    python llama_cpp_worker.py
+
+Orders as in `octavo_worker.py`; settings are those of `llama_context_params`. {"op": "convert", "model": folder,
+"file": where to, "weights": "bf16", "q8_0" or "q4_0"} writes a GGUF file, which llama.cpp's own quantiser makes smaller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp as api
+import numpy as np
+from protocol import serve
+
+FLASH_ATTENTION = {"off": 0, "on": 1}
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+_loaded: dict[str, Any] = {}
+
+
+# ---------------------------------------------------------------- conversion
+
+
+def convert(model: str, file: str, weights: str) -> dict[str, Any]:
+    """Write the checkpoint in bfloat16, or quantise the file that holds it so already."""
+    plain = Path(file).with_name("bf16.gguf")
+    if not plain.exists():
+        _write(Path(model), plain)
+    if weights != "bf16":
+        params = api.llama_model_quantize_default_params()
+        params.ftype = {"q8_0": api.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": api.LLAMA_FTYPE_MOSTLY_Q4_0}[weights]
+        if api.llama_model_quantize(str(plain).encode(), file.encode(), ctypes.byref(params)):
+            raise RuntimeError(f"llama.cpp could not quantise {plain} to {weights}")
+    return {"bytes": Path(file).stat().st_size}
+
+
+def _write(model: Path, file: Path) -> None:
+    """A LLaMA checkpoint of one bfloat16 file, with its byte-level tokenizer."""
+    config = json.loads((model / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    writer.add_rope_dimension_count(size)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    _write_tokenizer(writer, model)
+    for name, bits in _tensors(model / "model.safetensors"):
+        if name.endswith("q_proj.weight") or name.endswith("k_proj.weight"):
+            bits = _interleaved(bits, heads if "q_proj" in name else kv_heads)
+        if bits.ndim == 1:
+            writer.add_tensor(_gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            writer.add_tensor(_gguf_name(name), bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, model: Path) -> None:
+    made = json.loads((model / "tokenizer.json").read_text())
+    special = {token["content"] for token in made["added_tokens"]}
+    tokens = sorted(made["model"]["vocab"], key=made["model"]["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    kinds = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in made["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+
+
+def _tensors(file: Path) -> Any:
+    """Names and bits (uint16) of a bfloat16 safetensors file's tensors; numpy has no bfloat16."""
+    with file.open("rb") as source:
+        header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+        start = source.tell()
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] != "BF16":
+                raise ValueError(f"{name} is {entry['dtype']}, and only BF16 is converted")
+            begin, end = entry["data_offsets"]
+            source.seek(start + begin)
+            yield name, np.frombuffer(source.read(end - begin), dtype=np.uint16).reshape(entry["shape"])
+
+
+def _interleaved(bits: np.ndarray, heads: int) -> np.ndarray:
+    """Rows as llama.cpp rotates them: neighbours form a pair, where `transformers` pairs the halves of a head."""
+    return np.ascontiguousarray(bits.reshape(heads, 2, -1, bits.shape[1]).swapaxes(1, 2).reshape(bits.shape))
+
+
+def _gguf_name(name: str) -> str:
+    outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    if name in outer:
+        return outer[name]
+    _, _, layer, *part = name.removesuffix(".weight").split(".")
+    return f"blk.{layer}.{NAMES['.'.join(part)]}.weight"
+
+
+# ---------------------------------------------------------------- generation
+
+
+def load(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Load a GGUF file, in place of the one before."""
+    unload()
+    api.llama_backend_init()
+    loaded = api.llama_model_load_from_file(model.encode(), api.llama_model_default_params())
+    if not loaded:
+        raise RuntimeError(f"llama.cpp could not load {model}")
+    params = api.llama_context_default_params()
+    params.no_perf = True
+    for name, value in settings.items():
+        setattr(params, name, FLASH_ATTENTION[value] if name == "flash_attn_type" else value)
+    context = api.llama_init_from_model(loaded, params)
+    if not context:
+        raise RuntimeError(f"llama.cpp could not make a context with {settings}")
+    _loaded.update(model=loaded, context=context, batch=params.n_batch)
+    _loaded["words"] = api.llama_vocab_n_tokens(api.llama_model_get_vocab(loaded))
+    from importlib.metadata import version
+
+    return {"version": version("llama-cpp-python"), "system": api.llama_print_system_info().decode()}
+
+
+def unload() -> None:
+    """Free what is loaded."""
+    if _loaded:
+        api.llama_free(_loaded["context"])
+        api.llama_model_free(_loaded["model"])
+        _loaded.clear()
+
+
+def generate(prompts: list[list[int]], new: list[int], beams: int = 1) -> dict[str, Any]:
+    """Answers of exactly `new` tokens, batched continuously as llama-server does: each step takes a token of every
+    sequence that decodes, and of the prompts what fits beside them."""
+    if beams != 1:
+        raise ValueError("llama.cpp has no beam search")
+    context, room = _loaded["context"], _loaded["batch"]
+    api.llama_memory_clear(api.llama_get_memory(context), False)
+    read = [0] * len(prompts)
+    answers: list[list[int]] = [[] for _ in prompts]
+    batch = api.llama_batch_init(room, 0, 1)
+    started = time.perf_counter()
+    try:
+        while any(len(answer) < count for answer, count in zip(answers, new, strict=True)):
+            outputs: list[tuple[int, int]] = []  # row of the batch, sequence
+            batch.n_tokens = 0
+            for sequence, answer in enumerate(answers):
+                if answer and len(answer) < new[sequence]:
+                    position = len(prompts[sequence]) + len(answer) - 1
+                    outputs.append((_add(batch, answer[-1], position, sequence, True), sequence))
+            for sequence, prompt in enumerate(prompts):
+                chunk = prompt[read[sequence] : read[sequence] + room - batch.n_tokens]
+                for token in chunk:
+                    read[sequence] += 1
+                    last = read[sequence] == len(prompt)
+                    row = _add(batch, token, read[sequence] - 1, sequence, last)
+                    if last:
+                        outputs.append((row, sequence))
+            if api.llama_decode(context, batch):
+                raise RuntimeError("llama_decode failed")
+            for row, sequence in outputs:
+                logits = np.ctypeslib.as_array(api.llama_get_logits_ith(context, row), shape=(_loaded["words"],))
+                answers[sequence].append(int(logits.argmax()))
+                if len(answers[sequence]) == new[sequence]:
+                    api.llama_memory_seq_rm(api.llama_get_memory(context), sequence, -1, -1)
+        seconds = time.perf_counter() - started
+    finally:
+        api.llama_batch_free(batch)
+    return {"seconds": seconds, "tokens": answers}
+
+
+def _add(batch: Any, token: int, position: int, sequence: int, output: bool) -> int:
+    """Put a token into the batch; its row."""
+    row = batch.n_tokens
+    batch.token[row] = token
+    batch.pos[row] = position
+    batch.n_seq_id[row] = 1
+    batch.seq_id[row][0] = sequence
+    batch.logits[row] = output
+    batch.n_tokens = row + 1
+    return int(row)
+
+
+if __name__ == "__main__":
+    serve({"convert": convert, "load": load, "generate": generate})
