@@ -12,20 +12,16 @@ settings; the fastest setting of each is measured. Then rounds alternate between
 taken round by round. In float32 the answers are compared, too: the same search has the same answer, but for
 candidates that rounding brings into another order.
 
-    python benchmarks/encoder_decoder.py --peers .peers
-    python benchmarks/encoder_decoder.py --shape bart-base --requests 1 --beams 1 --peers .peers
+    python benchmarks/encoder_decoder.py
+    python benchmarks/encoder_decoder.py --shape bart-base --requests 1 --beams 1
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,11 +32,15 @@ from typing import Any
 import torch
 import transformers
 from offline import ROOT, machine
-from tokenizers import Tokenizer, models
+from peers import process
+from peers.checkpoints import EOS, make_encoder_decoder
+from peers.engines import ctranslate2_settings
+from peers.process import Worker
 
 from engine import LLM, SamplingParams
 
-WORKER = Path(__file__).with_name("ctranslate2_worker.py")
+SHAPES = ("bart-base", "t5-small")
+LOADED: dict[Worker, dict[str, Any]] = {}  # what CTranslate2 was last loaded with
 INPUT = (16, 200)
 ANSWER = 64
 FORMATS = {
@@ -48,39 +48,6 @@ FORMATS = {
     "transformers": ("float32", "bfloat16"),
     "ctranslate2": ("float32", "int8"),
 }
-EOS = 1
-
-
-def make_t5() -> Any:
-    """T5-small: 6 + 6 layers, hidden 512, 8 heads, FFN 2048, vocabulary 32128, tied."""
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(decoder_start_token_id=0, pad_token_id=0, eos_token_id=EOS)
-    )
-
-
-def make_bart() -> Any:
-    """BART-base: 6 + 6 layers, hidden 768, 12 heads, FFN 3072, vocabulary 50265, tied."""
-    config = transformers.BartConfig(
-        d_model=768,
-        encoder_layers=6,
-        decoder_layers=6,
-        encoder_attention_heads=12,
-        decoder_attention_heads=12,
-        encoder_ffn_dim=3072,
-        decoder_ffn_dim=3072,
-        vocab_size=50265,
-        bos_token_id=2,
-        pad_token_id=0,
-        eos_token_id=EOS,
-        decoder_start_token_id=0,
-        forced_eos_token_id=None,
-        normalize_before=False,  # CTranslate2's converter asks for it, as the published file has it
-        normalize_embedding=True,
-    )
-    return transformers.BartForConditionalGeneration(config)
-
-
-SHAPES: dict[str, Callable[[], Any]] = {"t5-small": make_t5, "bart-base": make_bart}
 
 
 @dataclass(frozen=True)
@@ -207,117 +174,23 @@ def hugging_face(folder: Path, dtype: str, requests: int) -> dict[str, Callable[
 # -------------------------------------------------------------------- CTranslate2
 
 
-class Worker:
-    """CTranslate2 in another process.
-
-    Args:
-        python_path: where the package is, if this interpreter does not find it by itself.
-    """
-
-    def __init__(self, python_path: Path | None):
-        self.environment = dict(os.environ)
-        if python_path is not None:
-            paths = [str(python_path.resolve()), self.environment.get("PYTHONPATH", "")]
-            self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        self.process: subprocess.Popen[str] | None = None
-        self.loaded: dict[str, Any] = {}  # keywords
-
-    def convert(self, checkpoint: Path, folder: Path) -> None:
-        """Convert the checkpoint; nothing is loaded from anywhere else."""
-        command = [sys.executable, str(WORKER), "convert", str(checkpoint), str(folder)]
-        environment = self.environment | {"HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"CTranslate2 could not convert the checkpoint:\n{done.stderr}")
-
-    def start(self, folder: Path) -> None:
-        command = [sys.executable, str(WORKER), "serve", str(folder)]
-        self.process = subprocess.Popen(
-            command, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send one line, and wait for its answer."""
-        assert self.process is not None
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError("CTranslate2's process has ended")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
-            self.process.wait(timeout=60)
-
-
-def has_ctranslate2(python_path: Path | None) -> bool:
-    """The package can be imported."""
-    if python_path is not None:
-        return (python_path / "ctranslate2").is_dir()
-    return importlib.util.find_spec("ctranslate2") is not None
-
-
-def ctranslate2(worker: Worker, dtype: str, requests: int, threads: int) -> dict[str, Callable[[Job], Run]]:
+def ctranslate2(
+    worker: Worker, model: Path, dtype: str, requests: int, threads: int
+) -> dict[str, Callable[[Job], Run]]:
     """All threads on one batch, or one batch a thread; batches of all requests or of fewer."""
-    settings: dict[str, Callable[[Job], Run]] = {}
 
-    def run(job: Job, load: dict[str, Any], size: int) -> Run:
-        if worker.loaded != load:
-            worker.ask({"load": load})
-            worker.loaded = load
-        options = {
-            "beam_size": job.beams,
-            "length_penalty": 1.0,
-            "max_batch_size": size,
-            "min_decoding_length": job.answer,
-            "max_decoding_length": job.answer,
-        }
-        answer = worker.ask(
-            {"inputs": [[word(token) for token in tokens] for tokens in job.inputs], "options": options}
-        )
-        return Run(answer["seconds"], [[number(word) for word in tokens] for tokens in answer["tokens"]])
+    def run(job: Job, load: dict[str, Any]) -> Run:
+        if LOADED.get(worker) != load:
+            worker.ask(op="load", model=str(model), settings=load)
+            LOADED[worker] = load
+        answer = worker.ask(op="generate", prompts=job.inputs, new=[job.answer] * len(job.inputs), beams=job.beams)
+        return Run(answer["seconds"], answer["tokens"])
 
-    for inter in sorted({1, threads}):
-        load = {"compute_type": dtype, "inter_threads": inter, "intra_threads": threads // inter}
-        for size in sorted({requests, *(size for size in (4, 8, 16) if size < requests)}):
-            name = f"batches of {size}, {inter} at a time on {threads // inter} threads each"
-            settings[name] = lambda job, load=load, size=size: run(job, load, size)
-    return settings
-
-
-def word(token: int) -> str:
-    """A token id as a token of the checkpoint's vocabulary."""
-    return {0: "<pad>", EOS: "</s>", 2: "<unk>"}.get(token, f"w{token}")
-
-
-def number(word: str) -> int:
-    """The id of a token."""
-    special = {"<pad>": 0, "</s>": EOS, "<unk>": 2}
-    return special[word] if word in special else int(word[1:])
+    settings = ctranslate2_settings(dtype, requests, threads)
+    return {name: (lambda job, load=load: run(job, load)) for name, load in settings.items()}
 
 
 # -------------------------------------------------------------------- the run
-
-
-def make_checkpoint(folder: Path, shape: str) -> None:
-    """Save the random model, and a tokenizer whose tokens are numbers (CTranslate2 takes no ids)."""
-    torch.manual_seed(0)
-    model = SHAPES[shape]()
-    model.generation_config.forced_eos_token_id = None
-    model.save_pretrained(folder)
-    vocabulary = {word(token): token for token in range(model.config.vocab_size)}
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
-        pad_token="<pad>",
-        bos_token="<unk>",
-        eos_token="</s>",
-        unk_token="<unk>",
-    ).save_pretrained(folder)
 
 
 def make_job(shape: str, requests: int, beams: int, answer: int, lengths: tuple[int, int]) -> Job:
@@ -356,13 +229,13 @@ def same_answers(one: Contestant, other: Contestant) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="t5-small")
+    parser.add_argument("--shape", choices=SHAPES, default="t5-small")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--beams", type=int, default=4)
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of each answer")
     parser.add_argument("--input", type=int, nargs=2, default=INPUT, help="fewest and most tokens of an input")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", type=Path, help="folder that CTranslate2 was installed into (pip install --target)")
+    parser.add_argument("--peers-dir", type=Path, default=ROOT / ".peers", help="holds ctranslate2/ (default: .peers)")
     parser.add_argument("--only", nargs="+", choices=sorted(FORMATS), default=sorted(FORMATS))
     parser.add_argument(
         "--output",
@@ -375,19 +248,20 @@ def main() -> None:
     job = make_job(options.shape, options.requests, options.beams, options.answer, tuple(options.input))
     threads = torch.get_num_threads()
     contestants: list[Contestant] = []
-    worker = Worker(options.peers)
-    version = None
+    worker, version = None, None
     with tempfile.TemporaryDirectory() as name:
         folder, converted = Path(name) / "hf", Path(name) / "ct2"
-        make_checkpoint(folder, options.shape)
+        make_encoder_decoder(folder, options.shape)
         peers = [peer for peer in FORMATS if peer in options.only]
-        if "ctranslate2" in peers and not has_ctranslate2(options.peers):
-            print("ctranslate2 is left out: it is not installed (see benchmarks/README.md, and --peers)", flush=True)
+        install = process.find("ctranslate2", options.peers_dir)
+        if "ctranslate2" in peers and install is None:
+            print("ctranslate2 is left out: it is not installed (see benchmarks/README.md)", flush=True)
             peers.remove("ctranslate2")
         if "ctranslate2" in peers:
-            worker.convert(folder, converted)
-            worker.start(converted)
-            version = worker.ask({"load": {}})["version"]
+            worker = process.start("ctranslate2", install, threads, Path(name))
+            worker.ask(op="convert", model=str(folder), folder=str(converted))
+            loading = next(iter(ctranslate2_settings("float32", options.requests, threads).values()))
+            version = worker.ask(op="load", model=str(converted), settings=loading)["version"]
         try:
             for peer in peers:
                 for dtype in FORMATS[peer]:
@@ -396,7 +270,8 @@ def main() -> None:
                     elif peer == "transformers":
                         settings = hugging_face(folder, dtype, options.requests)
                     else:
-                        settings = ctranslate2(worker, dtype, options.requests, threads)
+                        assert worker is not None
+                        settings = ctranslate2(worker, converted, dtype, options.requests, threads)
                     contestant = Contestant(peer, dtype, run=next(iter(settings.values())))
                     tune(contestant, settings, job)
                     contestants.append(contestant)
@@ -408,7 +283,8 @@ def main() -> None:
                     contestant.rates.append(job.tokens / result.seconds)
                     contestant.tokens = result.tokens
         finally:
-            worker.close()
+            if worker is not None:
+                worker.close()
     result = report(contestants, options, job)
     result["machine"] = machine() | {"ctranslate2": version}
     if options.output is not None:

@@ -1,8 +1,9 @@
-"""The random checkpoint that all engines of one run are given, with a tokenizer that all of them can convert."""
+"""The random checkpoints that all engines of one run are given, with tokenizers that all of them can convert."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+EOS = 1  # of the encoder-decoder models
 SPECIAL = ("<unk>", "<s>", "</s>")
 LETTERS = "etaoinsr"  # enough of them for any vocabulary, few enough for words that look like words
 
@@ -27,11 +29,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": {
         "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,  # of 64: no smaller one fits every engine
+        "num_key_value_heads": 1,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },
@@ -41,10 +43,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make_llama(folder: Path, shape: dict[str, Any]) -> None:
     """Save a random LLaMA in bfloat16, and its tokenizer.
 
-    The same weights for the same shape. The generation config names no end token that a server could honour.
+    The same weights for the same shape, and as large as leaves an answer to more than the prompt's last token.
     """
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = transformers.LlamaConfig(
+        **shape, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=shape["hidden_size"] ** -0.5
+    )
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer(shape["vocab_size"]).save_pretrained(folder)
@@ -72,7 +76,7 @@ def tokenizer(vocab_size: int) -> Any:
     )
 
 
-def _merges() -> Any:
+def _merges() -> Iterator[tuple[str, str]]:
     """Pairs whose parts are letters or were made by an earlier pair: longer and longer words after a space."""
     words = ["Ġ"]
     while True:
@@ -82,3 +86,60 @@ def _merges() -> Any:
                 yield word, letter
                 longer.append(word + letter)
         words = longer
+
+
+# ---------------------------------------------------------------- encoder-decoder models
+
+
+def _t5(**sizes: int) -> Any:
+    """T5-small unless told otherwise: 6 + 6 layers, hidden 512, 8 heads, FFN 2048, vocabulary 32128, tied."""
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(decoder_start_token_id=0, pad_token_id=0, eos_token_id=EOS, **sizes)
+    )
+
+
+def _bart(width: int = 768, layers: int = 6, heads: int = 12, vocab_size: int = 50265) -> Any:
+    """BART-base unless told otherwise: 6 + 6 layers, hidden 768, 12 heads, FFN 3072, vocabulary 50265, tied."""
+    config = transformers.BartConfig(
+        d_model=width,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=heads,
+        decoder_attention_heads=heads,
+        encoder_ffn_dim=4 * width,
+        decoder_ffn_dim=4 * width,
+        vocab_size=vocab_size,
+        bos_token_id=2,
+        pad_token_id=0,
+        eos_token_id=EOS,
+        decoder_start_token_id=0,
+        forced_eos_token_id=None,
+        normalize_before=False,  # CTranslate2's converter asks for it, as the published file has it
+        normalize_embedding=True,
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
+    "t5-small": _t5,
+    "bart-base": _bart,
+    "t5-tiny": lambda: _t5(vocab_size=512, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4),
+    "bart-tiny": lambda: _bart(width=64, layers=2, heads=4, vocab_size=512),
+}
+
+
+def make_encoder_decoder(folder: Path, shape: str) -> None:
+    """Save the random model, and a tokenizer whose tokens are numbers."""
+    torch.manual_seed(0)
+    model = ENCODER_DECODERS[shape]()
+    model.generation_config.forced_eos_token_id = None
+    model.save_pretrained(folder)
+    special = {0: "<pad>", EOS: "</s>", 2: "<unk>"}
+    vocabulary = {special.get(token, f"w{token}"): token for token in range(model.config.vocab_size)}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
+        pad_token="<pad>",
+        bos_token="<unk>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    ).save_pretrained(folder)

