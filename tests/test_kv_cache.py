@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine import native
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution import kv_cache
@@ -65,6 +66,23 @@ class TestPages:
         cache = filled_cache()
         cache.copy_pages(copies((4, 1), (4, 2), (4, 3)))
         assert pages(cache) == [0, 4, 4, 4, 4]
+
+    def test_kernels_and_torch_copy_alike(self) -> None:
+        rng = np.random.default_rng(0)
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            made = [KVCache([(3, 64), (1, 7)], 200, 16, dtype, CPU) for _ in range(2)]
+            for one, other in zip(*(cache.layers for cache in made), strict=True):
+                for mine, theirs in zip(one, other, strict=True):
+                    mine.copy_(torch.from_numpy(rng.integers(0, 99, mine.shape)))
+                    theirs.copy_(mine)
+            pairs = rng.permutation(200)[:120].reshape(-1, 2).astype(np.int32) + 1
+            made[0].copy_pages(pairs)
+            with native.use(None):
+                made[1].copy_pages(pairs)
+            for one, other in zip(*(cache.layers for cache in made), strict=True):
+                assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+            with pytest.raises(IndexError):
+                made[0].copy_pages(copies((1, 201)))
 
     def test_no_copies(self) -> None:
         cache = filled_cache()

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine import native
 from engine.attention.base import Paged
 from engine.attention.formats import SCALE, vector_bytes
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError
 from engine.execution.memory import available_memory
 from engine.native import memory
+from engine.native.copies import PageCopier
 from engine.scheduling.plan import Int32
 
 DEFAULT_CPU_SHARE = 0.25
@@ -45,6 +47,7 @@ class KVCache:
         """
         self.block_size = block_size
         self._paged: list[Paged] = []
+        self._copier: PageCopier | None = None
         self.key_centres = [None] * len(shapes) if key_centres is None else list(key_centres)
         try:
             self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
@@ -79,6 +82,11 @@ class KVCache:
         if not len(copies):
             return
         device = self.layers[0][0].device
+        if device.type == "cpu" and native.available():
+            if self._copier is None:
+                self._copier = PageCopier([tensor for layer in self.layers for tensor in layer])
+            self._copier.copy(copies)
+            return
         source, target = torch.from_numpy(copies).to(device, torch.int64).unbind(1)
         for layer in self.layers:
             for tensor in layer:

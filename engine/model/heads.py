@@ -44,8 +44,7 @@ class Head(nn.Module):
             x = activate_by_name(self.activation, x)
         if self.norm is not None:
             x = self.norm(x)
-        out: Tensor = self.output(x)
-        return out.float()
+        return self.output.in_float32(x)
 
 
 def build_head(model: spec.ModelSpec, table: nn.Parameter, place: Place) -> nn.Module | None:

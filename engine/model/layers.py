@@ -20,6 +20,8 @@ from engine.model.packing import PackedProduct, pack_product
 from engine.model.positions import AttentionPosition, Rotary
 from engine.model.quantisation import Quantization
 from engine.model.rotary import rotate
+from engine.native import gemm
+from engine.native.arguments import FORMATS
 
 if TYPE_CHECKING:
     from engine.model.disentangled import DistanceTable
@@ -114,6 +116,13 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The same as float32, which our own kernels have not rounded to x's format before."""
+        packed = None if self.packed is None else self.packed.native
+        if packed is None or x.dtype not in FORMATS:
+            return self(x).float()  # type: ignore[no-any-return]
+        return gemm.matmul(packed, x, dtype=torch.float32)
 
 
 class RmsNorm(nn.Module):

@@ -350,8 +350,8 @@ class Transformer(nn.Module):
             return scores
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
-        logits: Tensor = self.head(hidden)
-        logits = logits.float()
+        assert isinstance(self.head, Linear)
+        logits = self.head.in_float32(hidden)
         if part.logit_scale != 1.0:
             logits = logits * part.logit_scale
         if part.softcap is not None:
