@@ -10,7 +10,7 @@ constexpr int TILE_ROWS = 12;
 constexpr int TILE_ROWS = 6;
 #endif
 
-constexpr int64_t AHEAD = 2048;  // bytes of the weights that are asked for before they are needed
+constexpr int64_t AHEAD = 8192;  // bytes of the weights that are asked for before they are needed
 
 // Weights [inputs][PANEL]; x [inputs][rows].
 struct Float32 {

@@ -12,7 +12,7 @@ constexpr int64_t GROUP = 32;
 constexpr int64_t UNIT = 4;
 constexpr int64_t UNITS = GROUP / UNIT;
 constexpr int64_t GROUP_BYTES = PANEL * (GROUP / 2 + 2);  // of a panel
-constexpr int64_t AHEAD = 2048;
+constexpr int64_t AHEAD = 8192;
 constexpr int32_t ZERO = 8;
 
 OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }

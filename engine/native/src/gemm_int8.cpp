@@ -7,7 +7,7 @@ namespace octavo::gemm {
 namespace {
 
 constexpr int64_t UNIT = 4;
-constexpr int64_t AHEAD = 2048;
+constexpr int64_t AHEAD = 8192;
 
 OCTAVO_INLINE int64_t units_of(int64_t inputs) { return (inputs + UNIT - 1) / UNIT; }
 
