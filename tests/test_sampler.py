@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,24 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine import native
 from engine.execution.sampler import sample, score_prompt
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, SamplingBatch, StepResult
 
 VOCAB = 50
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By the native library where there is one, and by torch."""
+    if request.param == "native":
+        if not native.available():
+            pytest.skip("there is no native library, nor a compiler")
+        yield
+    else:
+        with native.use(None):
+            yield
 
 
 def batch_of(rows: Sequence[dict[str, Any]]) -> SamplingBatch:

@@ -18,13 +18,12 @@ import contextlib
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import native
 from engine.execution import sampler_torch
 from engine.native.sampling import Draws, Edits, Listed, LogitRows
-from engine.scheduling.plan import Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
+from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
 
 # Below this a softmax is one-hot in float32 for any two logits that differ.
 GREEDY_TEMPERATURE = 1e-5
@@ -37,21 +36,22 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     if not _native(logits):
         return sampler_torch.sample(logits, batch)
     rows = LogitRows(logits)
-    beams = np.flatnonzero(batch.beam_width).astype(np.int32)
-    width = max(int(batch.num_draws.max()), 1)
-    if len(beams):
-        width = max(width, min(int(batch.beam_width.max()), rows.vocabulary))
+    width = max(int(batch.num_draws.max()), min(int(batch.beam_width.max()), rows.vocabulary), 1)
     tokens = rows.place.repeat(width).reshape(-1, width)
     scores = np.full(tokens.shape, -np.inf, dtype=np.float32)
-    asking = np.flatnonzero(batch.num_logprobs >= 0).astype(np.int32)
-    top_ids, top_logprobs = _most_probable(rows, asking, batch)
-    impossible = _choose(rows, batch, beams, tokens, scores)
+    ranks = np.zeros(tokens.shape, dtype=np.int32)
+    number = min(int(batch.num_logprobs.max()), rows.vocabulary)
+    top_ids = np.zeros((len(rows), max(number, 0)), dtype=np.int32)
+    top_logprobs = np.zeros(top_ids.shape, dtype=np.float32)
+    asking = _where(batch.num_logprobs >= 0) if number >= 0 else None
+    if asking is not None and number > 0:
+        top_ids[asking], top_logprobs[asking] = rows.best(asking, batch.num_logprobs[asking], number)
+    impossible = _choose(rows, batch, tokens, scores)
     logprobs = rows.logprobs(tokens)
     if impossible is not None:
         # NaN tells the scheduler that a row failed; one in which every token is banned has, too.
         logprobs[impossible] = np.nan
-    ranks = np.zeros(tokens.shape, dtype=np.int32)
-    if len(asking):
+    if asking is not None:
         ranks[asking] = rows.ranks(asking, tokens[asking])
     return StepResult(
         tokens=tokens, scores=scores, logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs
@@ -98,49 +98,38 @@ def _score(logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenSc
     )
 
 
-def _most_probable(rows: LogitRows, asking: Int32, batch: SamplingBatch) -> tuple[Int32, Float32]:
-    """The most probable tokens [S, L] of rows that ask for them."""
-    number = min(max(int(batch.num_logprobs.max()), 0), rows.vocabulary)
-    top_ids = np.zeros((len(rows), number), dtype=np.int32)
-    top_logprobs = np.zeros((len(rows), number), dtype=np.float32)
-    if number:
-        top_ids[asking], top_logprobs[asking] = rows.best(asking, batch.num_logprobs[asking], number)
-    return top_ids, top_logprobs
-
-
-def _choose(
-    rows: LogitRows, batch: SamplingBatch, beams: Int32, tokens: Int32, scores: Float32
-) -> NDArray[np.bool_] | None:
+def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float32) -> Bool | None:
     """Writes what rows choose: tokens [S, C], which hold the likeliest one, and scores of beams. Which of them are
     impossible [S, C], None for none."""
     searching = batch.beam_width > 0
-    greedy = ~searching & (batch.temperature < GREEDY_TEMPERATURE)
-    drawing = np.flatnonzero(~(searching | greedy)).astype(np.int32)
+    sampling = ~searching & (batch.temperature >= GREEDY_TEMPERATURE)
     edits = _edits(batch, searching)
-    renormalized = np.flatnonzero(batch.renormalize & searching)
-    if not edits and not len(batch.force_row) and not len(renormalized):
-        _search(rows, beams, batch, beams, tokens, scores)
-        _draw(rows, drawing, batch, drawing, tokens)
-        return searching[:, None] & (scores == -np.inf) if len(beams) else None
+    renormalized = batch.renormalize & searching
+    if edits is None and not len(batch.force_row) and not renormalized.any():
+        found = _search(rows, batch, _where(searching), tokens, scores)
+        _draw(rows, batch, _where(sampling), tokens)
+        return searching[:, None] & (scores == -np.inf) if found else None
     # Rows that change as a whole are rare, and get memory of their own.
-    whole = np.union1d(batch.force_row, renormalized).astype(np.int32)
-    beams, drawing = np.setdiff1d(beams, whole), np.setdiff1d(drawing, whole)
-    with rows.edited(edits) if edits else contextlib.nullcontext():
-        _search(rows, beams, batch, beams, tokens, scores)
-        _draw(rows, drawing, batch, drawing, tokens)
-        if edits:
-            likeliest = np.setdiff1d(np.flatnonzero(greedy).astype(np.int32), whole)
-            tokens[likeliest] = rows.best(likeliest, np.ones_like(likeliest), 1)[0]
+    renormalized[batch.force_row] = True
+    plain, whole = ~renormalized, _where(renormalized)
+    with rows.edited(edits) if edits is not None else contextlib.nullcontext():
+        _search(rows, batch, _where(searching & plain), tokens, scores)
+        _draw(rows, batch, _where(sampling & plain), tokens)
+        if edits is not None:
+            greedy = _where(plain & ~(searching | sampling))
+            tokens[greedy] = rows.best(greedy, np.ones_like(greedy), 1)[0]
         chosen = rows.values[np.arange(len(rows))[:, None], tokens]
         if len(whole):
             rewritten = _rewritten(rows, batch, whole)
-            _choose_of_rewritten(rewritten, batch, whole, tokens, scores)
+            tokens[whole] = rewritten.place[:, None]
+            _search(rewritten, batch, _where(searching[whole]), tokens, scores, whole)
+            _draw(rewritten, batch, _where(sampling[whole]), tokens, whole)
             chosen[whole] = rewritten.values[np.arange(len(whole))[:, None], tokens[whole]]
-    found: NDArray[np.bool_] = np.where(searching[:, None], scores, chosen) == -np.inf
-    return found
+    impossible: Bool = np.where(searching[:, None], scores, chosen) == -np.inf
+    return impossible
 
 
-def _edits(batch: SamplingBatch, apart: NDArray[np.bool_]) -> Edits | None:
+def _edits(batch: SamplingBatch, apart: Bool) -> Edits | None:
     lists = (batch.bias_row, batch.source_row, batch.history_row, batch.ban_row)
     if not any(map(len, lists)):
         return None
@@ -159,25 +148,34 @@ def _edits(batch: SamplingBatch, apart: NDArray[np.bool_]) -> Edits | None:
     )
 
 
-def _search(rows: LogitRows, at: Int32, batch: SamplingBatch, of: Int32, tokens: Int32, scores: Float32) -> None:
-    """The candidates of beams: the rows `at` are those `of` the batch."""
-    if len(of):
-        wanted = batch.beam_width[of]
-        width = min(int(wanted.max()), rows.vocabulary)
-        tokens[of, :width], scores[of, :width] = rows.best(at, wanted, width)
+def _search(
+    rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, scores: Float32, place: Int32 | None = None
+) -> bool:
+    """Writes the candidates of beams, the rows `at`, which have other places in the batch where these are given.
+    Whether there are any."""
+    if not len(at):
+        return False
+    of = at if place is None else place[at]
+    wanted = batch.beam_width[of]
+    width = min(int(wanted.max()), rows.vocabulary)
+    tokens[of, :width], scores[of, :width] = rows.best(at, wanted, width)
+    return True
 
 
-def _draw(rows: LogitRows, at: Int32, batch: SamplingBatch, of: Int32, tokens: Int32) -> None:
-    if len(of):
-        draws = Draws(
-            temperature=batch.temperature[of],
-            top_k=batch.top_k[of],
-            top_p=batch.top_p[of],
-            min_p=batch.min_p[of],
-            counts=batch.num_draws[of],
-            uniforms=batch.uniforms[of],
-        )
-        tokens[of, : draws.uniforms.shape[1]] = rows.draw(at, draws)[0]
+def _draw(rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, place: Int32 | None = None) -> None:
+    """Writes what the rows `at` draw, as `_search` does."""
+    if not len(at):
+        return
+    of = at if place is None else place[at]
+    draws = Draws(
+        temperature=batch.temperature[of],
+        top_k=batch.top_k[of],
+        top_p=batch.top_p[of],
+        min_p=batch.min_p[of],
+        counts=batch.num_draws[of],
+        uniforms=batch.uniforms[of],
+    )
+    tokens[of, : draws.uniforms.shape[1]] = rows.draw(at, draws)[0]
 
 
 def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows:
@@ -199,10 +197,5 @@ def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows
     return rewritten
 
 
-def _choose_of_rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32, tokens: Int32, scores: Float32) -> None:
-    tokens[whole] = rows.place[:, None]
-    searching = batch.beam_width[whole] > 0
-    drawing = ~searching & (batch.temperature[whole] >= GREEDY_TEMPERATURE)
-    beams, draws = np.flatnonzero(searching).astype(np.int32), np.flatnonzero(drawing).astype(np.int32)
-    _search(rows, beams, batch, whole[beams], tokens, scores)
-    _draw(rows, draws, batch, whole[draws], tokens)
+def _where(mask: Bool) -> Int32:
+    return mask.nonzero()[0].astype(np.int32)

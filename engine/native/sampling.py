@@ -27,6 +27,12 @@ _RANKS = Kernel("logits_ranks", f"{_ROWS} pp ii p")
 _DRAW = Kernel("logits_draw", f"{_ROWS} pi pppp pp i pp ppp i")
 _EDIT = Kernel("logits_edit", f"{_ROWS} pp p")
 _RESTORE = Kernel("logits_restore", f"{_ROWS} p")
+_FIELDS: dict[str, type[np.generic]] = {
+    "bias_value": np.float32,
+    "history_is_output": np.bool_,
+    **dict.fromkeys(("source_reward", "repetition", "frequency", "presence"), np.float32),
+    "apart": np.bool_,
+}
 # The numbers are those of src/sampling.h.
 _CHUNK, _PIECE = 64, 4096
 
@@ -78,15 +84,6 @@ class Listed:
     rows: Int32
     tokens: Int32
 
-    def start(self, count: int) -> tuple[Int64, NDArray[np.intp] | None]:
-        """The first token of each of `count` rows, and how to bring them in the order of rows, None if they are."""
-        order = None
-        rows = self.rows
-        if len(rows) and (rows[1:] < rows[:-1]).any():
-            order = np.argsort(rows, kind="stable")
-            rows = rows[order]
-        return np.searchsorted(rows, np.arange(count + 1)), order
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edits:
@@ -113,47 +110,58 @@ class Edits:
     ban: Listed
     apart: Bool
 
-    def __bool__(self) -> bool:
-        return any(len(listed.rows) for listed in (self.bias, self.source, self.history, self.ban))
-
 
 class _Laid:
-    """Edits as the kernels take them, and what they make of them."""
+    """Edits as the kernels take them, and what they make of them.
+
+    Attributes:
+        start: [N + 1] where in `columns` and `values` those of each row begin.
+        counts: [N] how many a row has.
+    """
 
     def __init__(self, edits: Edits, rows: int):
         call = self.call = _Edits()
         self.address = ctypes.addressof(call)
         self._kept: list[NDArray[np.generic]] = []
-        total = 0
-        start = np.zeros(rows + 1, dtype=np.int64)
-        for name in ("bias", "source", "history", "ban"):
-            listed: Listed = getattr(edits, name)
-            where, order = listed.start(rows)
-            tokens = listed.tokens if order is None else listed.tokens[order]
-            total += len(tokens)
-            start += where
+        numbers = np.arange(rows + 1, dtype=np.int32)
+        nothing = np.zeros(rows + 1, dtype=np.int64)
+        self.start, total = nothing, 0
+        for name, listed, values, field in (
+            ("bias", edits.bias, edits.bias_value, "bias_value"),
+            ("source", edits.source, None, ""),
+            ("history", edits.history, edits.history_is_output, "history_is_output"),
+            ("ban", edits.ban, None, ""),
+        ):
+            where, tokens = nothing, listed.tokens
+            if len(tokens):
+                order = np.argsort(listed.rows, kind="stable")
+                where, tokens = np.searchsorted(listed.rows[order], numbers), tokens[order]
+                if values is not None:
+                    setattr(call, field, self._keep(values[order], _FIELDS[field]))
+                self.start = self.start + where
+                total += len(tokens)
             setattr(call, name, _Tokens(self._keep(where, np.int64), self._keep(tokens, np.int32)))
-            if name == "bias":
-                call.bias_value = self._keep(edits.bias_value if order is None else edits.bias_value[order], np.float32)
-            elif name == "history":
-                outputs = edits.history_is_output
-                call.history_is_output = self._keep(outputs if order is None else outputs[order], np.bool_)
-        for name in ("source_reward", "repetition", "frequency", "presence"):
-            setattr(call, name, self._keep(getattr(edits, name), np.float32))
-        call.apart = self._keep(edits.apart, np.bool_)
-        self.start = start
-        self.counts = torch.zeros(rows, dtype=torch.int64)
-        self.columns = torch.empty(total, dtype=torch.int32)
-        self.values = torch.empty(total, dtype=torch.float32)
-        self._before = torch.empty(total, dtype=torch.float32)
-        self._keys = torch.empty(2 * total, dtype=torch.int64)
-        call.counts, call.columns, call.values = (x.data_ptr() for x in (self.counts, self.columns, self.values))
-        call.before, call.keys = self._before.data_ptr(), self._keys.data_ptr()
+        for field, row_values in (
+            ("source_reward", edits.source_reward),
+            ("repetition", edits.repetition),
+            ("frequency", edits.frequency),
+            ("presence", edits.presence),
+            ("apart", edits.apart),
+        ):
+            setattr(call, field, self._keep(row_values, _FIELDS[field]))
+        made = torch.empty((3, total), dtype=torch.float32)
+        keys, counts = torch.empty(2 * total, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+        first = made.data_ptr()
+        call.values, call.columns, call.before = first, first + 4 * total, first + 8 * total
+        call.keys, call.counts = keys.data_ptr(), counts.data_ptr()
+        numbers_made: Float32 = made.numpy()
+        self.values, self.columns = numbers_made[0], numbers_made[1].view(np.int32)
+        self.counts: Int64 = counts.numpy()
+        self._memory = (made, keys, counts)
 
-    def _keep(self, values: NDArray[np.generic], dtype: type) -> int:
-        values = np.ascontiguousarray(values, dtype=dtype)
+    def _keep(self, values: NDArray[np.generic], dtype: type[np.generic]) -> int:
         self._kept.append(values)
-        return _address(values)
+        return _address(values, dtype)
 
 
 class LogitRows:
@@ -178,7 +186,7 @@ class LogitRows:
         if logits.stride(1) != 1 or (logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]):
             logits = logits.contiguous()
         rows, columns = logits.shape
-        self.values: Float32 = logits.detach().numpy()
+        self.values: Float32 = logits.numpy()
         self._tops = torch.empty((rows, -(-columns // _CHUNK)), dtype=torch.float32)
         self._rows = (logits.data_ptr(), rows, columns, logits.stride(0), self._tops.data_ptr())
         found = torch.empty((3, rows), dtype=torch.float32)
@@ -224,8 +232,8 @@ class LogitRows:
             _BEST.call(
                 *self._rows,
                 *self._log_probability,
-                _address(rows),
-                _address(counts),
+                _address(rows, np.int32),
+                _address(counts, np.int32),
                 len(rows),
                 width,
                 None if self._edits is None else self._edits.address,
@@ -240,7 +248,7 @@ class LogitRows:
         """How many logits of rows [M] are larger than those of tokens [M, C], and one: [M, C]."""
         tokens = np.ascontiguousarray(tokens, dtype=np.int32)
         found = torch.empty(tokens.shape, dtype=torch.int32)
-        _RANKS.call(*self._rows, _address(rows), _address(tokens), *tokens.shape, found.data_ptr())
+        _RANKS.call(*self._rows, _address(rows, np.int32), _address(tokens, np.int32), *tokens.shape, found.data_ptr())
         return found.numpy()
 
     def draw(self, rows: Int32, draws: Draws) -> tuple[Int32, Int32]:
@@ -264,17 +272,16 @@ class LogitRows:
         sums = torch.empty(threads * self._tops.shape[1], dtype=torch.float64)
         keys = torch.empty(2 * threads * self.vocabulary, dtype=torch.int64)
         weights = torch.empty(threads * self.vocabulary, dtype=torch.float32)
-        uniforms = np.ascontiguousarray(draws.uniforms)
         _DRAW.call(
             *self._rows,
-            _address(rows),
+            _address(rows, np.int32),
             len(rows),
-            _address(draws.temperature),
-            _address(draws.top_k),
-            _address(draws.top_p),
-            _address(draws.min_p),
-            _address(draws.counts),
-            _address(uniforms),
+            _address(draws.temperature, np.float32),
+            _address(draws.top_k, np.int32),
+            _address(draws.top_p, np.float32),
+            _address(draws.min_p, np.float32),
+            _address(draws.counts, np.int32),
+            _address(draws.uniforms, np.float64),
             most,
             tokens.data_ptr(),
             wide.data_ptr(),
@@ -306,9 +313,11 @@ class LogitRows:
         if self._edits is not None:
             first = int(self._edits.start[row])
             made = slice(first, first + int(self._edits.counts[row]))
-            logprobs[self._edits.columns.numpy()[made]] = self._edits.values.numpy()[made]
+            logprobs[self._edits.columns[made]] = self._edits.values[made]
 
 
-def _address(values: NDArray[np.generic]) -> int:
+def _address(values: NDArray[np.generic], dtype: type[np.generic]) -> int:
+    if values.dtype != dtype or not values.flags.c_contiguous:
+        raise ValueError(f"expected {dtype.__name__}, side by side, not {values.dtype} with strides {values.strides}")
     address: int = values.__array_interface__["data"][0]
     return address

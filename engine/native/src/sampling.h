@@ -61,9 +61,13 @@ class Sums {
 
   OCTAVO_INLINE_MEMBER double total() const {
     const Half both = low_ + high_;
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_pd((__m512d)both);
+#else
     double sum = 0;
     for (int64_t i = 0; i < WIDTH / 2; ++i) sum += both[i];
     return sum;
+#endif
   }
 
  private:

@@ -32,26 +32,33 @@ struct Weights {
   OCTAVO_INLINE_MEMBER float scaled(float value) const { return temperature == 1.0f ? value : value / temperature; }
   OCTAVO_INLINE_MEMBER Vector weight(Vector v) const { return falling(scaled(v) - peak); }
   OCTAVO_INLINE_MEMBER float weight(float value) const { return weight(all(value))[0]; }
-  OCTAVO_INLINE_MEMBER Vector filtered(Vector v) const {
-    const Vector at = scaled(v), value = falling(at - peak);
-    return (at >= lowest) & (value >= least) ? value : Vector{};
-  }
-  OCTAVO_INLINE_MEMBER bool has(float top) const { return scaled(top) >= lowest && weight(top) >= least; }
+  OCTAVO_INLINE_MEMBER Integers in(Vector v) const { return (scaled(v) >= lowest) & (weight(v) >= least); }
+  OCTAVO_INLINE_MEMBER Vector filtered(Vector v) const { return in(v) ? weight(v) : Vector{}; }
 };
 
 // Adds up the weights of each chunk, and all of them.
 double sum_up(const Weights& a) {
   const float *row = a.logits.row(a.row), *tops = a.logits.tops_of(a.row);
-  const bool all_in = a.lowest == -INFINITE && !(a.least > 0);
+  const int64_t chunks = a.logits.chunks();
   double whole = 0;
-  for (int64_t chunk = 0; chunk < a.logits.chunks(); ++chunk) {
-    Sums sums;
-    if (all_in)
+  if (a.lowest == -INFINITE && !(a.least > 0)) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      Sums sums;
       each(a.logits.width_of(chunk), [&](auto v) { sums.add(v.kept(a.weight(v.read(row + chunk * CHUNK)))); });
-    else if (a.has(tops[chunk]))
-      each(a.logits.width_of(chunk), [&](auto v) { sums.add(v.kept(a.filtered(v.read(row + chunk * CHUNK)))); });
-    whole += a.sums[chunk] = sums.total();
+      whole += a.sums[chunk] = sums.total();
+    }
+    return whole;
   }
+  __builtin_memset(a.sums, 0, static_cast<size_t>(chunks) * sizeof *a.sums);
+  each(chunks, [&](auto v) {
+    const Integers any = (Integers)v.kept((Vector)a.in(v.read(tops)));
+    for (uint32_t bits = bits_of(any); bits; bits &= bits - 1) {
+      const int64_t chunk = v.at + __builtin_ctz(bits);
+      Sums sums;
+      each(a.logits.width_of(chunk), [&](auto u) { sums.add(u.kept(a.filtered(u.read(row + chunk * CHUNK)))); });
+      whole += a.sums[chunk] = sums.total();
+    }
+  });
   return whole;
 }
 
@@ -79,35 +86,39 @@ double sum_reaching(const float* row, const float* weights, int64_t columns, flo
   return sums.total();
 }
 
-// The smallest scaled logit of a nucleus that is not within the largest few, whose last logit is `known`: halves what
-// lies between a logit whose nucleus is too large and one whose is too small, then sorts what is left.
+// The smallest scaled logit of a nucleus that is not within the largest few, whose last logit is `known`: closes in from
+// a logit whose nucleus is too large and one whose is too small, then sorts what is left between them.
 float search(const Weights& a, double goal, float known, uint64_t* keys, uint64_t* spare, float* weights) {
   const float* row = a.logits.row(a.row);
   const int64_t columns = a.logits.columns;
-  each(columns, [&](auto v) { v.write(weights, a.weight(v.read(row))); });
-  // Weights below the first bound are 0.
-  float large = smaller(known, (a.peak - 104.0f) * a.temperature), small = unordered(ordered(known) + 1);
+  Vector least = all(known);
+  each(columns, [&](auto v) {
+    const Vector value = v.read(row);
+    v.write(weights, a.weight(value));
+    least = minimum(value, least);  // the 0 of what is missing only lowers it
+  });
+  // What scaled lies this far below the peak has no weight.
+  float large = larger(-largest(-least), (a.peak - 104.0f) * a.temperature), small = unordered(ordered(known) + 1);
   int64_t many = 0, few = 0, counted = 0;
-  sum_reaching(row, weights, columns, large, many);
   double sum = sum_reaching(row, weights, columns, small, few);
-  for (int64_t step = 0; many - few > REST; ++step) {
-    float middle = large + (small - large) * 0.5f;
-    if (step > 16) {  // equal halves of the floats that there are
+  double over = sum_reaching(row, weights, columns, large, many) - goal, under = goal - sum;
+  // False position; a side that stays is weakened (the Illinois rule).
+  for (int64_t step = 0, side = 0; many - few > REST; ++step) {
+    float middle = small - (small - large) * static_cast<float>(under / (over + under));
+    if (step > 20 || !(middle > large && middle < small)) {  // equal halves of the floats that there are
       const int64_t low = ordered(large), high = ordered(small);
+      if (high - low < 2) return a.scaled(large);  // only equal ones are left
       middle = unordered(static_cast<int32_t>(low + (high - low) / 2));
-    }
-    if (!(middle > large && middle < small)) {
-      if (step <= 16) continue;
-      break;
     }
     const double found = sum_reaching(row, weights, columns, middle, counted);
     if (found >= goal) {
-      large = middle, many = counted;
+      if (side > 0) under *= 0.5;
+      large = middle, many = counted, over = found - goal, side = 1;
     } else {
-      small = middle, few = counted, sum = found;
+      if (side < 0) over *= 0.5;
+      small = middle, few = counted, sum = found, under = goal - found, side = -1;
     }
   }
-  if (many - few > REST) return a.scaled(large);  // only equal ones are left
   int64_t count = 0;
   each_reaching(row, 0, columns, large, [&](int64_t column) {
     if (row[column] < small) keys[count++] = key_of(row[column], column);

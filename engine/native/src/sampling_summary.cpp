@@ -4,6 +4,9 @@
 namespace octavo {
 namespace {
 
+// Exponentials that are added up in float32.
+constexpr int64_t PART = 512;
+
 struct Summary {
   Logits logits;
   float* peak;      // [rows] the largest logit; 0 where the sum is NaN
@@ -44,7 +47,12 @@ void summarise_piece(const Summary& a, int64_t number, int64_t piece) {
   const Vector base = all(maximum == -INFINITE ? 0.0f : maximum);
   const int64_t at = number * pieces_of(logits.columns) + piece;
   a.maxima[at] = maximum;
-  a.sums[at] = total(count, [&](auto v, Vector before) { return before + v.kept(falling(v.read(from) - base)); });
+  double sum = 0;
+  for (int64_t part = 0; part < count; part += PART)
+    sum += static_cast<double>(total(smaller(PART, count - part), [&](auto v, Vector before) {
+      return before + v.kept(falling(v.read(from + part) - base));
+    }));
+  a.sums[at] = sum;
 }
 
 void finish_row(const Summary& a, int64_t number) {
