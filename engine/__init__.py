@@ -52,10 +52,12 @@ from engine.values import NumberRange
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.inspection import (
+        CacheFacts,
         ModelFacts,
         TorchFacts,
         inspect_device,
         inspect_model,
+        inspect_quantization_cache,
         inspect_socket_folder,
         inspect_torch,
     )
@@ -67,6 +69,7 @@ __all__ = [
     "LLM",
     "MAX_TOP_K",
     "NUMBER_RANGES",
+    "CacheFacts",
     "ChoiceDelta",
     "ClassificationOutput",
     "CompletionOutput",
@@ -105,6 +108,7 @@ __all__ = [
     "UnsupportedModelError",
     "inspect_device",
     "inspect_model",
+    "inspect_quantization_cache",
     "inspect_socket_folder",
     "inspect_torch",
     "parse_bytes",
@@ -113,12 +117,14 @@ __all__ = [
 
 
 _LAZY = {
+    "CacheFacts": "engine.inspection",
     "Engine": "engine.engine",
     "LLM": "engine.llm",
     "ModelFacts": "engine.inspection",
     "TorchFacts": "engine.inspection",
     "inspect_device": "engine.inspection",
     "inspect_model": "engine.inspection",
+    "inspect_quantization_cache": "engine.inspection",
     "inspect_socket_folder": "engine.inspection",
     "inspect_torch": "engine.inspection",
 }

@@ -48,6 +48,8 @@ class EngineConfig:
             bfloat16.
         quantization: weights of matrices made int8 (a scale for each output) or int4 (one for each 32 inputs of an
             output) while they load, on a CPU; embeddings keep the dtype (default: none).
+        quantization_cache: folder that the smaller weights are kept in for the next start, or off (default:
+            octavo/quantization in the user's cache).
         device: cpu, cuda (or cuda:N), auto.
         max_model_len: longest prompt plus answer, in tokens (default: what the model was made for).
         max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens where that is less; for
@@ -77,6 +79,7 @@ class EngineConfig:
     hf_token: str | None = field(default=None, repr=False)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["none", "int8", "int4"] | None = None
+    quantization_cache: str | None = None
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -117,6 +120,8 @@ class EngineConfig:
             raise ConfigError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}.")
         if self.quantization not in (None, "none", "int8", "int4"):
             raise ConfigError(f"quantization must be none, int8 or int4, got {self.quantization!r}.")
+        if self.quantization_cache == "":
+            raise ConfigError('quantization_cache must be a folder or off, got "".')
         if self.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16", "int8"):
             raise ConfigError(
                 f"kv_cache_dtype must be auto, float32, bfloat16, float16 or int8, got {self.kv_cache_dtype!r}."

@@ -87,6 +87,7 @@ class Engine:
             max_model_len=max_model_len,
             show_progress=config.show_progress,
             quantization=quantization,
+            quantization_cache=config.quantization_cache,
         )
         model.pack(quantization)
         if model.spec != spec:  # the head it names is not stored, for example

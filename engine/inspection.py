@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +15,16 @@ from engine.engine import choose_device, choose_dtype
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import find_max_model_len, find_quantization
 from engine.execution.memory import available_memory
+from engine.folders import check_private
 from engine.launch import make_folder, remove_folder
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.families import architecture, build_spec
+from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.sentence import read_pipeline
 from engine.model.transformer import Transformer
-from engine.model.weights import stored_dtype, weight_files
+from engine.model.weight_files import weight_files
+from engine.model.weights import stored_dtype
 from engine.outputs import Task
 
 
@@ -80,6 +84,22 @@ class ModelFacts:
     free: int
     tasks: tuple[Task, ...] = ("generate",)
     quantization: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFacts:
+    """Where quantised weights are kept.
+
+    Attributes:
+        folder: None where they are not.
+        entries, size: how many checkpoints' there are, and the bytes they take.
+        problem: why none can be kept there; "" if they can.
+    """
+
+    folder: Path | None
+    entries: int = 0
+    size: int = 0
+    problem: str = ""
 
 
 def inspect_torch() -> TorchFacts:
@@ -150,6 +170,24 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         tasks=abilities.tasks,
         quantization=quantization,
     )
+
+
+def inspect_quantization_cache(config: EngineConfig) -> CacheFacts:
+    """The folder that quantised weights are kept in; it is not made."""
+    folder = find_folder(config.quantization_cache)
+    if folder is None:
+        return CacheFacts(folder=None)
+    problem, sizes = "", []
+    try:
+        if folder.exists():
+            check_private(folder)
+            sizes = [path.stat().st_size for path in kept_files(folder)]
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            problem = f"{place} cannot be written to"
+    except OSError as error:
+        problem = str(error)
+    return CacheFacts(folder=folder, entries=len(sizes), size=sum(sizes), problem=problem)
 
 
 def inspect_socket_folder() -> Path:

@@ -50,6 +50,8 @@ def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
         if device.verdict == "FAIL":  # the model can be looked at all the same
             config = replace(config, device="cpu")
         findings += check_model(config, memory=device.verdict != "FAIL")
+        if config.quantization in ("int8", "int4"):
+            findings.append(check_quantization_cache(config))
     findings += check_listening(settings)
     findings += check_access(settings)
     findings.append(check_socket_folder())
@@ -211,6 +213,20 @@ def check_memory(facts: ModelFacts) -> Finding:
     if left < _SPARE and facts.device == "cpu":
         return Finding("memory", "warn", f"{found}: {_size(left)} for everything else is little", fix)
     return Finding("memory", "ok", found)
+
+
+def check_quantization_cache(config: EngineConfig) -> Finding:
+    """Weights that are made smaller can be kept for the next start."""
+    from engine import inspect_quantization_cache
+
+    check, facts = "quantization cache", inspect_quantization_cache(config)
+    if facts.folder is None:
+        return Finding(check, "ok", "made at every start: --quantization-cache is off, or there is no home")
+    if facts.problem:
+        fix = "Each start makes them again: name a folder of your own with --quantization-cache, or off."
+        return Finding(check, "warn", f"cannot be kept: {facts.problem}", fix)
+    number = "1 file" if facts.entries == 1 else f"{facts.entries} files"
+    return Finding(check, "ok", f"kept in {facts.folder}: {number}, {_size(facts.size)}")
 
 
 def _size(count: int) -> str:

@@ -90,6 +90,28 @@ def test_warnings_alone_are_status_0(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines()[-1] == "1 warn"
 
 
+def test_where_quantised_weights_are_kept(tmp_path: Path) -> None:
+    """Looking makes nothing."""
+    cache = tmp_path / "cache"
+    look = {"quantization": "int8", "device": "cpu", "quantization_cache": str(cache)}
+    assert examine(**look)["quantization cache"].found == f"kept in {cache}: 0 files, 0.0 bytes"
+    assert not cache.exists()
+    engine.LLM(str(DEMO_MODEL), show_progress=False, num_gpu_blocks_override=64, **look).close()
+    (entry,) = cache.iterdir()
+    (cache / "notes").write_text("of somebody")
+    found = examine(**look)["quantization cache"].found
+    assert found == f"kept in {cache}: 1 file, {entry.stat().st_size / 1024:.1f} KiB"
+    cache.chmod(0o777)
+    text = warned(examine(**look)["quantization cache"])
+    assert "other users can write to" in text
+    assert "--quantization-cache" in text
+    look["quantization_cache"] = str(entry / "folder")
+    assert "cannot be written to" in warned(examine(**look)["quantization cache"])
+    look["quantization_cache"] = "off"
+    assert "made at every start" in examine(**look)["quantization cache"].found
+    assert "quantization cache" not in examine(device="cpu")
+
+
 # ---------------------------------------------------------------- torch and the device
 
 

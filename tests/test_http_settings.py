@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # A valid value for every setting, unlike its default.
 ENGINE = {
     "model": "some/model", "tokenizer": "tok", "skip_tokenizer_init": True, "revision": "main", "hf_token": "t",
-    "dtype": "float16", "quantization": "int8", "device": "cuda:1", "max_model_len": 128, "max_num_seqs": 3,
+    "dtype": "float16", "quantization": "int8", "quantization_cache": "off",
+    "device": "cuda:1", "max_model_len": 128, "max_num_seqs": 3,
     "max_num_batched_tokens": 99, "max_step_time": 1.25, "block_size": 8, "kv_cache_memory": "64MiB",
     "kv_cache_dtype": "int8",
     "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "engine.errors": 0,
     "engine.config": 1,
+    "engine.folders": 1,
     "engine.values": 1,
     "engine.outputs": 1,
     "engine.pooling": 1,

@@ -329,8 +329,8 @@ def test_matrices_are_packed_while_others_load(
         events.append(name)
         return read(self, name)
 
-    def packing(self: Linear, kind: Quantization | None = None) -> None:
-        pack(self, kind)
+    def packing(self: Linear, kind: Quantization | None = None, quantised: Any = None) -> None:
+        pack(self, kind, quantised)
         assert kind is not None
         assert self.shared or not self.weight.numel()
         events.append("packed")

@@ -19,7 +19,7 @@ from support.driving import make_engine
 
 from engine import ConfigError, ModelLoadError
 from engine.execution import kv_cache, loading
-from engine.model import weights
+from engine.model import weight_files
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -120,7 +120,7 @@ def test_memory_that_runs_out_anywhere(error: Exception, folder: Path, monkeypat
     def fail(*arguments: object, **settings: object) -> None:
         raise error
 
-    monkeypatch.setattr(weights, "safe_open", fail)
+    monkeypatch.setattr(weight_files, "safe_open", fail)
     message = refusal(folder)
     assert "memory does not suffice" in message
     assert "--dtype" in message
@@ -130,7 +130,7 @@ def test_other_faults_are_not_explained_away(folder: Path, monkeypatch: pytest.M
     def fail(*arguments: object, **settings: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(weights, "safe_open", fail)
+    monkeypatch.setattr(weight_files, "safe_open", fail)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         make_engine(folder)
 

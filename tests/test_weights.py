@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.reference import TorchReference
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model import checkpoint, families, weights
+from engine.model import checkpoint, families, weight_files, weights
 from engine.model.transformer import Transformer
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -62,14 +62,14 @@ def folder(originals: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    held: dict[str, Tensor] = load_file(path / weights.SINGLE_FILE)
+    held: dict[str, Tensor] = load_file(path / weight_files.SINGLE_FILE)
     return held
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     held = tensors(path)
     change(held)
-    save_file(held, path / weights.SINGLE_FILE, metadata={"format": "pt"})
+    save_file(held, path / weight_files.SINGLE_FILE, metadata={"format": "pt"})
 
 
 def configure(path: Path, **values: Any) -> None:
@@ -80,7 +80,7 @@ def configure(path: Path, **values: Any) -> None:
 def shard(path: Path) -> dict[str, str]:
     """Split the single file in two; returns the index's weight_map."""
     held = tensors(path)
-    (path / weights.SINGLE_FILE).unlink()
+    (path / weight_files.SINGLE_FILE).unlink()
     files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     placed = {name: files[i % 2] for i, name in enumerate(held)}
     for file in files:
@@ -90,7 +90,7 @@ def shard(path: Path) -> dict[str, str]:
 
 
 def write_index(path: Path, placed: dict[str, Any]) -> None:
-    (path / weights.INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (path / weight_files.INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
 
 
 def state(model: Transformer) -> dict[str, Tensor]:
@@ -148,8 +148,8 @@ def test_missing_shard_and_damaged_index(folder: Callable[[str], Path]) -> None:
     with pytest.raises(ModelLoadError, match=r"lacks model-00002-of-00002.safetensors"):
         load(path)
     for damaged in ("{", "[]", '{"weight_map": 3}', "{}"):
-        (path / weights.INDEX_FILE).write_text(damaged)
-        with pytest.raises(ModelLoadError, match=rf"{weights.INDEX_FILE} is damaged"):
+        (path / weight_files.INDEX_FILE).write_text(damaged)
+        with pytest.raises(ModelLoadError, match=rf"{weight_files.INDEX_FILE} is damaged"):
             load(path)
     write_index(path, {})
     with pytest.raises(ModelLoadError, match="names no files"):
@@ -189,7 +189,7 @@ def test_shapes_are_checked_with_expected_and_found(folder: Callable[[str], Path
 
 def test_a_truncated_or_foreign_file_is_named(folder: Callable[[str], Path]) -> None:
     path = folder("llama")
-    file = path / weights.SINGLE_FILE
+    file = path / weight_files.SINGLE_FILE
     whole = file.read_bytes()
     for damaged in (whole[:-100], whole[:20], b"", b"not safetensors at all"):
         file.write_bytes(damaged)
@@ -200,14 +200,14 @@ def test_a_truncated_or_foreign_file_is_named(folder: Callable[[str], Path]) -> 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth", "model.pt"])
 def test_other_formats_are_refused_with_what_to_do(name: str, folder: Callable[[str], Path]) -> None:
     path = folder("llama")
-    (path / weights.SINGLE_FILE).rename(path / name)
+    (path / weight_files.SINGLE_FILE).rename(path / name)
     with pytest.raises(ModelLoadError, match=rf"{name}.*save_pretrained\(folder\)"):
         load(path)
 
 
 def test_no_weights_or_weights_of_another_name(folder: Callable[[str], Path]) -> None:
     path = folder("llama")
-    (path / weights.SINGLE_FILE).rename(path / "weights.safetensors")
+    (path / weight_files.SINGLE_FILE).rename(path / "weights.safetensors")
     with pytest.raises(ModelLoadError, match=r"holds weights\.safetensors, but neither model\.safetensors"):
         load(path)
     (path / "weights.safetensors").unlink()

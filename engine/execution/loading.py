@@ -15,7 +15,7 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.execution.memory import available_memory
 from engine.model.quantisation import Quantization, size_of
 from engine.model.spec import ModelSpec
-from engine.model.weights import weight_files
+from engine.model.weight_files import weight_files
 
 logger = logging.getLogger("octavo.engine")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.layers import Linear, Place, Step
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.quantisation import Quantization
+from engine.native.gemm import Quantised
 
 
 class ExpertMatrices(nn.Module):
@@ -22,9 +25,16 @@ class ExpertMatrices(nn.Module):
         self.weight = place.parameter(count, outputs, inputs)
         self.packed: list[PackedProduct] | None = None
 
-    def pack(self, quantization: Quantization | None = None) -> None:
-        """Lay the filled matrices out as the CPU's kernels read them; the plain ones are given up."""
-        products = (pack_product(one, quantization=quantization) for one in self.weight)
+    def pack(
+        self, quantization: Quantization | None = None, quantised: Callable[[int], Quantised] | None = None
+    ) -> None:
+        """Lay the filled matrices out as the CPU's kernels read them; the plain ones are given up.
+
+        Args:
+            quantised: gives a matrix as it has been quantised; the plain ones need not be filled then.
+        """
+        matrices = self.weight if quantised is None else map(quantised, range(len(self.weight)))
+        products = (pack_product(one, quantization=quantization) for one in matrices)
         packed = [product for product in products if product is not None]
         if packed and len(packed) == len(self.weight):
             self.packed = packed

@@ -6,6 +6,7 @@ initialised: whoever builds a module fills them (`engine.model.weights`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from engine.model.quantisation import Quantization
 from engine.model.rotary import rotate
 from engine.native import gemm
 from engine.native.arguments import FORMATS
+from engine.native.gemm import Quantised
 
 if TYPE_CHECKING:
     from engine.model.disentangled import DistanceTable
@@ -105,12 +107,18 @@ class Linear(nn.Module):
         self.bias = place.parameter(outputs) if bias else None
         self.packed: PackedProduct | None = None
 
-    def pack(self, quantization: Quantization | None = None) -> None:
+    def pack(
+        self, quantization: Quantization | None = None, quantised: Callable[[int], Quantised] | None = None
+    ) -> None:
         """Lay the filled weight out as the CPU's matrix kernels read it, once instead of at every product.
 
         The plain weight is given up, unless another module needs it.
+
+        Args:
+            quantised: gives matrix 0, the only one, as it has been quantised; the plain one need not be filled then.
         """
-        self.packed = pack_product(self.weight, self.bias, quantization)
+        weight = self.weight if quantised is None else quantised(0)
+        self.packed = pack_product(weight, self.bias, quantization)
         if self.packed is not None and not self.shared:
             self.weight = nn.Parameter(self.weight.new_empty(0, self.inputs), requires_grad=False)
 

@@ -33,19 +33,23 @@ class PackedProduct:
 
 
 def pack_product(
-    weight: Tensor, bias: Tensor | None = None, quantization: Quantization | None = None
+    weight: Tensor | gemm.Quantised, bias: Tensor | None = None, quantization: Quantization | None = None
 ) -> PackedProduct | None:
     """The product with a weight [out, in], which is not needed any more; None if plain products are best.
+
+    Args:
+        quantization: what the weight becomes, or what it has become already.
 
     One form serves all numbers of rows, because two would take twice the memory. Ours reaches oneDNN's speed at many
     rows and is up to three times as fast at few, see docs/performance.md.
     """
+    if quantization is not None and (isinstance(weight, gemm.Quantised) or weight.device.type == "cpu"):
+        compute, packed = quantisation.product(weight, bias, quantization)
+        return PackedProduct(compute, invariant=True, native=packed)
+    assert isinstance(weight, Tensor)
     weight = weight.detach()
     if weight.device.type != "cpu":
         return None
-    if quantization is not None:
-        compute, packed = quantisation.product(weight, bias, quantization)
-        return PackedProduct(compute, invariant=True, native=packed)
     if _native_is_best(weight.dtype):
         return native_product(gemm.pack(weight, bias))
     if not _has_onednn(weight.dtype):

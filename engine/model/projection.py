@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.errors import ModelLoadError
 from engine.model.sentence import DenseLayer, Layer, NormLayer
-from engine.model.weights import FORMATS, SINGLE_FILE, Checkpoint
+from engine.model.weight_files import FORMATS, SINGLE_FILE, Checkpoint
 
 
 class Dense(nn.Module):

@@ -46,17 +46,34 @@ def warn_if_slow() -> None:
         )
 
 
-def product(
-    weight: Tensor, bias: Tensor | None, kind: Quantization
-) -> tuple[Callable[[Tensor], Tensor], gemm.Packed | None]:
-    """x [..., inputs] to x @ weight.T + bias with a quantised weight, which is not needed any more, in x's format; and
-    the weight as our own kernels read it, if it is they who compute that."""
+def quantiser() -> str:
+    """Who quantises, in words: others may round otherwise."""
+    return "native" if native.available() else f"torch {torch.__version__}"
+
+
+def quantise(weight: Tensor, kind: Quantization) -> Quantised:
+    """The weight [outputs, inputs] in few bits."""
     weight = weight.detach()
     if weight.dtype not in (torch.float32, torch.bfloat16):
         weight = weight.float()
     if not native.available():
-        return torch_product(quantise_by_torch(weight, kind), bias), None
-    packed = gemm.pack_int8(weight, bias) if kind == "int8" else gemm.pack_int4(weight, bias)
+        return quantise_by_torch(weight, kind)
+    return gemm.quantise_int8(weight) if kind == "int8" else gemm.quantise_int4(weight)
+
+
+def product(
+    weight: Tensor | Quantised, bias: Tensor | None, kind: Quantization
+) -> tuple[Callable[[Tensor], Tensor], gemm.Packed | None]:
+    """x [..., inputs] to x @ weight.T + bias with a quantised weight, in x's format; and the weight as our own kernels
+    read it, if it is they who compute that.
+
+    Args:
+        weight: quantised here if it is plain; it is not needed any more.
+    """
+    made = weight if isinstance(weight, Quantised) else quantise(weight, kind)
+    if not native.available():
+        return torch_product(made, bias), None
+    packed = gemm.pack_int8(made, bias) if kind == "int8" else gemm.pack_int4(made, bias)
     return (lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)), packed
 
 

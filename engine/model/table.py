@@ -137,6 +137,16 @@ class Taps:
 
 
 @dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a stored tensor of this shape goes: source number `place` of a parameter."""
+
+    parameter: Tensor
+    transform: Transform
+    place: int
+    shape: Size
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One parameter.
 

@@ -6,35 +6,29 @@ shapes are checked before any data is read. Each tensor is read once and copied 
 
 from __future__ import annotations
 
-import json
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from engine.attention.base import AttentionBackend
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import families
 from engine.model.quantisation import Quantization
+from engine.model.quantised_cache import find_folder
+from engine.model.quantised_loading import MatrixLoading
 from engine.model.spec import Lm, MaskedLm, ModelSpec, Pool
-from engine.model.table import Transform, WeightTable
+from engine.model.table import Destination, WeightTable
 from engine.model.transformer import Transformer
+from engine.model.weight_files import FORMATS, Checkpoint
 
 logger = logging.getLogger("octavo.model")
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING, ENCODER_EMBEDDING = "decoder.embedding.tokens", "encoder.embedding.tokens"
-FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
 
 
@@ -49,6 +43,7 @@ def load_model(
     max_model_len: int,
     show_progress: bool = True,
     quantization: Quantization | None = None,
+    quantization_cache: str | None = "off",
 ) -> Transformer:
     """The model of a checkpoint folder, its weights converted to `dtype` on `device`.
 
@@ -56,6 +51,7 @@ def load_model(
         config: of the checkpoint (`engine.model.checkpoint.read_config`).
         model_spec: its parts (`engine.model.families.build_spec`).
         quantization: matrices are packed so as soon as they are filled; None leaves all as they are.
+        quantization_cache: folder that quantised matrices are kept in and taken from, or "off"; None: the usual one.
 
     Raises:
         ModelLoadError: no safetensors, a file that cannot be read, names or shapes that do not match,
@@ -81,8 +77,13 @@ def load_model(
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
         destinations = _plan(checkpoint, table, model)
-        packing = None if quantization is None else _Packing(model, quantization, destinations)
-        _fill(checkpoint, destinations, show_progress, packing)
+        if quantization is None:
+            _fill(checkpoint, destinations, show_progress)
+        else:
+            folder = find_folder(quantization_cache)
+            with MatrixLoading(model, quantization, checkpoint, destinations, folder) as matrices:
+                _fill(checkpoint, destinations, show_progress, matrices.filled)
+                matrices.finish()
     return model.eval()
 
 
@@ -99,132 +100,6 @@ def stored_dtype(path: Path, config: Any) -> torch.dtype:
             largest = max(checkpoint.names, key=lambda name: checkpoint.shape(name).numel(), default=None)
             named = None if largest is None else FORMATS.get(checkpoint.format(largest))
     return named if named in (torch.float16, torch.bfloat16) else torch.float32
-
-
-class Checkpoint:
-    """The tensors of a folder's safetensors files, under the names of a weight table; a context manager."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.names: dict[str, tuple[Path, str]] = {}
-        self._handles: dict[Path, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for file in weight_files(self.path):
-                with _readable(file):
-                    handle = stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
-                    self._handles[file] = handle
-                    keys = list(handle.keys())
-                for key in keys:
-                    if key in self.names:
-                        raise ModelLoadError(
-                            f"{self.path} holds the tensor {key} twice, in {self.names[key][0].name} and {file.name}."
-                        )
-                    self.names[key] = (file, key)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._handles.clear()
-        self._stack.close()
-
-    def rename(self, table: WeightTable) -> None:
-        """Give the tensors the table's names where the file has older ones, or leaves the prefix out."""
-        wanted = {source for entry in table.entries for source in entry.sources}
-        renamed: dict[str, tuple[Path, str]] = {}
-        for stored, place in self.names.items():
-            name = table.current(stored)
-            longer = table.prefix + name
-            known = name in wanted or name == table.head or table.ignores(name)
-            if not known and (longer in wanted or table.ignores(longer)):
-                name = longer
-            if name in renamed:
-                other = renamed[name][1]
-                raise ModelLoadError(f"{self.path} holds the tensor {name} twice: as {other} and as {place[1]}.")
-            renamed[name] = place
-        self.names = renamed
-
-    def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._slice(name).get_shape())
-
-    def format(self, name: str) -> str:
-        """The stored format, in safetensors' words: F32, BF16 …"""
-        return str(self._slice(name).get_dtype())
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a matrix."""
-        part: Tensor = self._slice(name)[start:stop]
-        return part
-
-    def read(self, name: str) -> Tensor:
-        file, key = self.names[name]
-        with _readable(file):
-            tensor: Tensor = self._handles[file].get_tensor(key)
-        return tensor
-
-    def _slice(self, name: str) -> Any:
-        file, key = self.names[name]
-        with _readable(file):
-            return self._handles[file].get_slice(key)
-
-
-@contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    try:
-        with file.open("rb"):  # safetensors says "no such file" of one that may not be read
-            pass
-        yield
-    except PermissionError:
-        raise
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelLoadError(
-            f"{file} cannot be read as safetensors ({error}). It is damaged or incomplete: download it again."
-        ) from error
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder.
-
-    Raises:
-        ModelLoadError: there are none, the index is damaged, or it names a file that is missing or lies
-            outside the folder.
-    """
-    if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
-    index = path / INDEX_FILE
-    if not index.is_file():
-        raise ModelLoadError(_no_weights(path))
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelLoadError(f"{index} is damaged: it holds no weight_map of tensor names to files.") from error
-    for shard in shards:
-        if not isinstance(shard, str) or not shard or shard in (".", "..") or "/" in shard or "\\" in shard:
-            raise ModelLoadError(
-                f"{index} names the file {shard!r}; a shard must be the plain name of a file in the same folder."
-            )
-        if not (path / shard).is_file():
-            raise ModelLoadError(f"{path} lacks {shard}, which {INDEX_FILE} names. Download the checkpoint again.")
-    if not shards:
-        raise ModelLoadError(f"{index} names no files.")
-    return [path / shard for shard in shards]
-
-
-def _no_weights(path: Path) -> str:
-    expected = f"{SINGLE_FILE} or {INDEX_FILE}"
-    found = sorted(f.name for f in path.iterdir() if f.suffix in (".safetensors", *_OTHER_SUFFIXES))
-    if not found:
-        return f"{path} holds no weights; expected {expected}."
-    shown = ", ".join(found[:_SHOWN])
-    if any(name.endswith(".safetensors") for name in found):
-        return f"{path} holds {shown}, but neither {expected}. Rename the file, or add the index of the shards."
-    return (
-        f"{path} holds weights in a format that is not read ({shown}); expected {expected}. Use a revision of the "
-        "model that has safetensors, or convert it once: load it with transformers and call "
-        "save_pretrained(folder), which writes safetensors."
-    )
 
 
 def _as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> ModelSpec:
@@ -274,24 +149,14 @@ def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Destination:
-    """Where a stored tensor goes: source number `place` of a parameter."""
-
-    parameter: Tensor
-    transform: Transform
-    place: int
-    shape: torch.Size
-
-
-def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, _Destination]:
+def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, Destination]:
     """Where each stored tensor goes, by its name.
 
     Raises:
         ModelLoadError: names or shapes do not match.
     """
     parameters = dict(model.named_parameters())
-    destinations: dict[str, _Destination] = {}
+    destinations: dict[str, Destination] = {}
     for entry in table.chosen(checkpoint.names):
         parameter = parameters.pop(entry.target).data
         if entry.default is not None and not any(name in checkpoint.names for name in entry.sources):
@@ -299,7 +164,7 @@ def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dic
             continue
         shapes = entry.transform.shapes(parameter.shape)
         for place, (name, shape) in enumerate(zip(entry.sources, shapes, strict=True)):
-            destinations[name] = _Destination(parameter, entry.transform, place, shape)
+            destinations[name] = Destination(parameter, entry.transform, place, shape)
     if parameters:
         raise ModelLoadError(f"The table of weight names fills no {_some(list(parameters))}.")
     if missing := [name for name in destinations if name not in checkpoint.names]:
@@ -326,30 +191,13 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + rest
 
 
-class _Packing:
-    """Packs each matrix when the last of its tensors has been read, so that the memory never holds the whole model
-    in its plain format: what is not filled yet takes none."""
-
-    def __init__(self, model: Transformer, quantization: Quantization, destinations: dict[str, _Destination]):
-        self._missing = Counter(destination.parameter.data_ptr() for destination in destinations.values())
-        self._waiting = defaultdict(list)
-        for module, kind in model.matrices(quantization):
-            needs = [parameter.data_ptr() for parameter in module.parameters(recurse=False)]
-            for pointer in needs:
-                self._waiting[pointer].append((module, kind, needs))
-
-    def filled(self, pointer: int) -> None:
-        """A tensor has gone to the parameter at this address."""
-        self._missing[pointer] -= 1
-        if self._missing[pointer] == 0:
-            for module, kind, needs in self._waiting.pop(pointer, ()):
-                if not any(self._missing[other] for other in needs):
-                    module.pack(kind)
-
-
 def _fill(
-    checkpoint: Checkpoint, destinations: dict[str, _Destination], show_progress: bool, packing: _Packing | None = None
+    checkpoint: Checkpoint,
+    destinations: dict[str, Destination],
+    show_progress: bool,
+    filled: Callable[[int], None] | None = None,
 ) -> None:
+    """Read all tensors; `filled` is told the address of the parameter that each has gone to."""
     total = sum(d.shape.numel() * d.parameter.element_size() for d in destinations.values())
     # File order, so that a file is read from front to back.
     order = [name for name in checkpoint.names if name in destinations]
@@ -366,7 +214,7 @@ def _fill(
                 )
             destination.transform.fill(destination.parameter, destination.place, source)
             bar.update(source.numel() * source.element_size())
-            if packing is not None:
+            if filled is not None:
                 pointer = destination.parameter.data_ptr()
                 del destination
-                packing.filled(pointer)
+                filled(pointer)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from engine.folders import cache_folder, make_private
 from engine.native.build import PREBUILT, BuildError, build, file_name, find_compiler, supported_sets
 
 if sys.platform != "win32":
@@ -219,14 +220,11 @@ def _tidy(folder: Path) -> None:
 def _cache() -> Path | None:
     """The folder that libraries are kept in; None if there is none that only this user can write to."""
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(base) / "octavo" / "native"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        folder = cache_folder("native")
+        make_private(folder)
     except (OSError, RuntimeError):
         return None
-    ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-    return folder if ours and os.access(folder, os.W_OK) else None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 @contextlib.contextmanager

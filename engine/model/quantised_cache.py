@@ -1,0 +1,342 @@
+"""Quantised matrices kept on disk, so that a later start reads them instead of the plain ones.
+
+An entry is a safetensors file, named by a hash of all that decides its numbers: the checkpoint's files, what each
+matrix is filled with, the format that it was read in, and who quantised it. It is written beside its place and renamed
+into it, so that nobody sees half of one, and two processes may write the same. Its checksums are verified before it is
+used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine import native
+from engine.folders import cache_folder, make_private
+from engine.model.quantisation import Quantization, quantiser
+from engine.native.gemm import GROUP, Quantised
+
+logger = logging.getLogger("octavo.model")
+
+FORMAT = 1
+"""Changes with the numbers that a quantiser makes, and with how they lie in a file."""
+
+_KEPT_SECONDS = 30 * 24 * 3600
+_ABANDONED_SECONDS = 24 * 3600
+_UNFINISHED = ".octavo-writing-"
+_OURS = re.compile(r"int[48]-[0-9a-f]{32}\.safetensors")
+_CHECKSUMS = "checksums"
+_STORED = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8"}
+_THREADS = 4  # checksums are made as fast as memory is read, by few threads
+
+
+def find_folder(setting: str | None) -> Path | None:
+    """The folder that quantised matrices are kept in, which need not be there; None for none.
+
+    Args:
+        setting: a folder or "off"; None for one in the user's cache.
+    """
+    if setting is None:
+        try:
+            return cache_folder("quantization")
+        except RuntimeError:  # there is no home
+            return None
+    return None if setting == "off" else Path(setting).expanduser().absolute()
+
+
+def kept_files(folder: Path) -> list[Path]:
+    """The entries in a folder. Nothing else is ever removed, whatever folder it is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of the model, or those of its experts.
+
+    Attributes:
+        name: in the model.
+        count: 1, or how many experts.
+        sources: what it is filled with, in words.
+    """
+
+    name: str
+    kind: Quantization
+    count: int
+    outputs: int
+    inputs: int
+    sources: tuple[str, ...]
+
+    @property
+    def values(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """How integers are stored."""
+        if self.kind == "int8":
+            return torch.int8, (self.count, self.outputs, self.inputs)
+        return torch.uint8, (self.count, self.outputs, -(-self.inputs // GROUP), GROUP // 2)
+
+    @property
+    def scales(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """How scales are stored."""
+        if self.kind == "int8":
+            return torch.float32, (self.count, self.outputs)
+        return torch.bfloat16, (self.count, self.outputs, -(-self.inputs // GROUP))
+
+
+class Cache:
+    """Where one model's quantised matrices are kept.
+
+    Args:
+        folder: of all entries; it is made if it is not there.
+        files: the checkpoint's.
+        dtype: that its weights are read in.
+        matrices: of the model.
+
+    Attributes:
+        path: of the entry.
+
+    Raises:
+        OSError: the folder cannot be made, others can write to it, or the checkpoint's files are not there.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[Path], dtype: torch.dtype, matrices: Sequence[Matrix]):
+        make_private(folder)
+        self._files = list(files)
+        self.origin = _identities(files)
+        decides = [FORMAT, quantiser(), str(dtype), self.origin, [asdict(matrix) for matrix in matrices]]
+        self.key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+        kinds = {matrix.kind for matrix in matrices}
+        self.folder = folder
+        self.path = folder / f"{'int4' if 'int4' in kinds else 'int8'}-{self.key[:32]}.safetensors"
+        self.layout = _Layout(matrices)
+
+    def open(self) -> Entry | None:
+        """The entry, verified; None if there is none. One that is damaged is removed."""
+        try:
+            entry = Entry(self)
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, ValueError) as error:
+            logger.warning("Quantised weights: %s is not used, but made again: %s.", self.path, error)
+            if not isinstance(error, OSError):
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
+            return None
+        with contextlib.suppress(OSError):  # it may be another's
+            os.utime(self.path)
+        return entry
+
+    def write(self) -> Writer:
+        """A new entry, to be filled.
+
+        Raises:
+            OSError: there is no room, or nothing can be written there.
+        """
+        self.tidy()
+        free = shutil.disk_usage(self.folder).free
+        if free < 2 * self.layout.size:
+            raise OSError(f"it would take {self.layout.size} bytes of the {free} that are free in {self.folder}")
+        return Writer(self)
+
+    def tidy(self) -> None:
+        """Remove entries that nobody has used for long, whose checkpoint has changed or is gone, and what processes
+        that were killed have left."""
+        now = time.time()
+        for path in kept_files(self.folder):
+            with contextlib.suppress(OSError):
+                if now - path.stat().st_mtime > _KEPT_SECONDS or _is_stale(path):
+                    path.unlink()
+        for path in self.folder.glob(f"{_UNFINISHED}*"):
+            with contextlib.suppress(OSError):
+                if now - path.stat().st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
+
+    def unchanged(self) -> bool:
+        """The checkpoint's files are those that they were when this was made."""
+        try:
+            return _identities(self._files) == self.origin
+        except OSError:
+            return False
+
+
+class Entry:
+    """The quantised matrices of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        SafetensorError, ValueError: it is damaged, or not what its name says.
+    """
+
+    def __init__(self, cache: Cache):
+        with cache.path.open("rb"):  # safetensors says "no such file" of one that may not be read
+            pass
+        with safe_open(str(cache.path), framework="pt", device="cpu") as handle:
+            if (handle.metadata() or {}).get("key") != cache.key:
+                raise ValueError("it was not made of this checkpoint")
+            cache.layout.check(handle)
+            # Views of the file: nothing is read yet.
+            self._tensors: dict[str, Tensor] = {name: handle.get_tensor(name) for name in cache.layout.places}
+        sums = self._tensors.pop(_CHECKSUMS).tolist()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            if list(pool.map(lambda tensor: zlib.crc32(_bytes(tensor)), self._tensors.values())) != sums:
+                raise ValueError("its checksums are wrong")
+
+    def take(self, matrix: Matrix, index: int) -> Quantised:
+        """A matrix, or that of an expert."""
+        values, scales = (self._tensors[name][index] for name in _names(matrix))
+        if not native.available():  # torch computes with what it is given: it shall not be a file's pages
+            values, scales = values.clone(), scales.clone()
+        return Quantised(values, scales, matrix.inputs)
+
+
+class Writer:
+    """A file that matrices are written to as they are made; a context manager, which removes it unless it was kept.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+        self._sums = dict.fromkeys((name for name in cache.layout.places if name != _CHECKSUMS), 0)
+        descriptor, path = tempfile.mkstemp(prefix=_UNFINISHED, dir=cache.folder)
+        self._file = os.fdopen(descriptor, "wb")
+        self._path = Path(path)
+        try:
+            self._file.write(cache.layout.header({"key": cache.key, "files": json.dumps(cache.origin)}))
+            self._start = self._file.tell()
+        except OSError:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):  # what could not be written cannot be on closing either
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def put(self, matrix: Matrix, index: int, made: Quantised) -> None:
+        """Write a matrix; those of experts come in their order.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        for name, tensor in zip(_names(matrix), (made.values, made.scales), strict=True):
+            data = _bytes(tensor)
+            self._sums[name] = zlib.crc32(data, self._sums[name])
+            self._file.seek(self._start + self._cache.layout.places[name].begin + index * len(data))
+            self._file.write(data)
+
+    def keep(self) -> None:
+        """Put the file in its place, unless the checkpoint has changed meanwhile.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._file.seek(self._start + self._cache.layout.places[_CHECKSUMS].begin)
+        self._file.write(_bytes(torch.tensor(list(self._sums.values()), dtype=torch.int64)))
+        self._file.close()
+        if not self._cache.unchanged():
+            raise OSError("the checkpoint has changed meanwhile")
+        self._path.replace(self._cache.path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor in a file: bytes [begin, end) after the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class _Layout:
+    """What a file with these matrices looks like. Wider formats come first, so that all tensors are aligned."""
+
+    def __init__(self, matrices: Sequence[Matrix]):
+        tensors = [
+            (name, *stored)
+            for matrix in matrices
+            for name, stored in zip(_names(matrix), (matrix.values, matrix.scales), strict=True)
+        ]
+        tensors.append((_CHECKSUMS, torch.int64, (len(tensors),)))
+        self.places: dict[str, _Place] = {}
+        end = 0
+        for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            self.places[name] = _Place(dtype, shape, begin, end)
+        self.size = end
+
+    def header(self, metadata: dict[str, str]) -> bytes:
+        """The beginning of the file."""
+        entries: dict[str, Any] = {"__metadata__": metadata}
+        for name, place in self.places.items():
+            entries[name] = {
+                "dtype": _STORED[place.dtype],
+                "shape": place.shape,
+                "data_offsets": [place.begin, place.end],
+            }
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def check(self, handle: Any) -> None:
+        """Raise ValueError for a file that holds other tensors."""
+        if set(handle.keys()) != set(self.places):
+            raise ValueError("it holds other matrices")
+        for name, place in self.places.items():
+            stored = handle.get_slice(name)
+            if stored.get_dtype() != _STORED[place.dtype] or tuple(stored.get_shape()) != place.shape:
+                raise ValueError(f"{name} has another shape or format")
+
+
+def _names(matrix: Matrix) -> tuple[str, str]:
+    return f"{matrix.name}.values", f"{matrix.name}.scales"
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _identities(files: Sequence[Path]) -> list[list[Any]]:
+    """What changes when a file does. Times of change, which nobody can set, tell copies of equal size and age apart."""
+    found = []
+    for file in files:
+        path = file.resolve()
+        status = path.stat()
+        found.append([str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
+    return found
+
+
+def _is_stale(path: Path) -> bool:
+    """The checkpoint that this entry was made of has changed or is gone, or it cannot be read."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as handle:
+            files = json.loads((handle.metadata() or {})["files"])
+        return bool(_identities([Path(file[0]) for file in files]) != files)
+    except (OSError, SafetensorError, ValueError, KeyError, IndexError, TypeError):
+        return True

@@ -1,0 +1,147 @@
+"""Matrices of few bits while a checkpoint loads: quantised as they come, or taken from where they were kept."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from engine.model.experts import ExpertMatrices
+from engine.model.layers import Linear
+from engine.model.quantisation import Quantization, quantise
+from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
+from engine.model.table import Destination
+from engine.model.transformer import Transformer
+from engine.model.weight_files import Checkpoint
+from engine.native.gemm import Quantised
+
+logger = logging.getLogger("octavo.model")
+
+
+class MatrixLoading:
+    """Packs each matrix when the last of its tensors has been read, so that the memory never holds the whole model in
+    its plain format: what is not filled yet takes none. A context manager.
+
+    Where quantised matrices were kept, plain ones are not read. Else they are kept now, as they are made; where that
+    fails, the load goes on without.
+
+    Args:
+        destinations: where each stored tensor goes; those that need not be read are taken out.
+        folder: of the cache; None for none.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        quantization: Quantization,
+        checkpoint: Checkpoint,
+        destinations: dict[str, Destination],
+        folder: Path | None,
+    ):
+        sources = defaultdict(list)
+        for name, destination in destinations.items():
+            sources[destination.parameter.data_ptr()].append(name)
+        self._kind = quantization
+        self._names = {module: name for name, module in model.named_modules()}
+        self._modules = dict(model.matrices(quantization))
+        self._matrices: dict[Linear | ExpertMatrices, Matrix] = {}
+        for module, kind in self._modules.items():
+            if kind is not None:
+                self._matrices[module] = Matrix(
+                    name=self._names[module],
+                    kind=kind,
+                    count=module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1,
+                    outputs=module.outputs,
+                    inputs=module.inputs,
+                    sources=tuple(
+                        _described(name, checkpoint, destinations[name]) for name in sources[module.weight.data_ptr()]
+                    ),
+                )
+        self._stack = ExitStack()
+        self._problem: object = ""
+        self._cache: Cache | None = None
+        self._entry: Entry | None = None
+        self._writer: Writer | None = None
+        if folder is not None and self._matrices:
+            self._open(folder, checkpoint, model)
+        if self._entry is not None:
+            for module in self._matrices:
+                if not (isinstance(module, Linear) and module.shared):
+                    for name in sources[module.weight.data_ptr()]:
+                        del destinations[name]
+        self._missing = Counter(destination.parameter.data_ptr() for destination in destinations.values())
+        self._waiting = defaultdict(list)
+        for module in self._modules:
+            for parameter in module.parameters(recurse=False):
+                self._waiting[parameter.data_ptr()].append(module)
+
+    def _open(self, folder: Path, checkpoint: Checkpoint, model: Transformer) -> None:
+        try:
+            self._cache = Cache(folder, checkpoint.files, model.dtype, list(self._matrices.values()))
+            self._entry = self._cache.open()
+            if self._entry is None:
+                self._writer = self._stack.enter_context(self._cache.write())
+        except OSError as error:
+            self._problem = error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def filled(self, pointer: int) -> None:
+        """A tensor has gone to the parameter at this address."""
+        self._missing[pointer] -= 1
+        if self._missing[pointer] == 0:
+            for module in self._waiting.pop(pointer, ()):
+                if not any(self._missing[parameter.data_ptr()] for parameter in module.parameters(recurse=False)):
+                    self._pack(module)
+
+    def finish(self) -> None:
+        """All that is stored has been read: pack what waits for nothing, and say what was done."""
+        for module in self._modules:
+            if module.packed is None and module in self._matrices:
+                self._pack(module)
+        if self._writer is not None and self._cache is not None:
+            try:
+                self._writer.keep()
+            except OSError as error:
+                self._problem = error
+        self._report()
+
+    def _pack(self, module: Linear | ExpertMatrices) -> None:
+        kind = self._modules[module]
+        module.pack(kind, None if kind is None else partial(self._quantised, module))
+
+    def _quantised(self, module: Linear | ExpertMatrices, index: int) -> Quantised:
+        matrix = self._matrices[module]
+        if self._entry is not None:
+            return self._entry.take(matrix, index)
+        made = quantise(module.weight[index] if isinstance(module, ExpertMatrices) else module.weight, matrix.kind)
+        if self._writer is not None:
+            try:
+                self._writer.put(matrix, index, made)
+            except OSError as error:
+                self._problem, self._writer = error, None
+                self._stack.close()
+        return made
+
+    def _report(self) -> None:
+        what = f"Quantised weights ({self._kind})"
+        if self._problem:
+            message = "%s were made, but cannot be kept for the next start: %s. See --quantization-cache."
+            logger.warning(message, what, self._problem)
+        elif self._cache is None:
+            logger.info("%s were made, and are not kept: --quantization-cache is off, or there is no home.", what)
+        else:
+            done = "were made, and kept for the next start in" if self._entry is None else "were read from"
+            logger.info("%s %s %s (%.1f MiB).", what, done, self._cache.path, self._cache.layout.size / 2**20)
+
+
+def _described(name: str, checkpoint: Checkpoint, destination: Destination) -> str:
+    file, stored = checkpoint.names[name]
+    return f"{destination.place} of {destination.transform}: {stored} in {file.name}"
