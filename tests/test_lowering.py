@@ -161,6 +161,25 @@ def test_tokens_with_pages_of_every_format(llama: Subject, cache_dtype: str) -> 
     assert run(engine, jobs) == ours
 
 
+def test_a_watched_step_says_where_its_time_went(llama: Subject) -> None:
+    model = llama.load(torch.float32)
+    assert model.decoder is not None
+    assert model.decoder.lowered is not None
+    program, seen = model.decoder.lowered.program, []
+    unseen = hidden_states(model, 0)
+    program.watch = seen.append
+    equal(iter(zip(hidden_states(model, 0), unseen, strict=True)))
+    assert len(seen) == 3, "one for each step"
+    layers = len(model.spec.trunk.blocks)
+    for step in seen:
+        names = [name for name, _, _ in step]
+        assert names.count("attention") == names.count("rotation and pages") == layers
+        assert names.count("norm") == 2 * layers + 1
+        assert len([name for name in names if name.startswith("product")]) == 4 * layers
+        assert all(work >= 0 and wait >= 0 for _, work, wait in step)
+        assert sum(work for _, work, _ in step) > 0
+
+
 def test_what_has_no_operation_runs_part_by_part(llama: Subject) -> None:
     for dtype, backend in ((torch.float16, NativeAttention()), (torch.float32, TorchReference())):
         model = load(llama.path, dtype, max_model_len=40, backend=backend)

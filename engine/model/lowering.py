@@ -89,10 +89,10 @@ class LoweredStack:
             raise NotLowered(f"there are no kernels for {dtype}" if native.available() else "there is no library")
         self._dtype = dtype
         self._angles, self._biases, self._shared_bias = angles, biases, shared_bias
-        self._program = Program(dtype)
+        self.program = Program(dtype)
         self._buffers: dict[tuple[str, int], Rows] = {}
-        self._stream = self._program.buffer(hidden_size)
-        self._program.give(self._stream)
+        self._stream = self.program.buffer(hidden_size)
+        self.program.give(self._stream)
         self._pending: Rows | None = None  # what the stream still lacks
         self._pages: list[Pages] = []
         self._bound: list[Tensor | None] = []
@@ -114,7 +114,7 @@ class LoweredStack:
         # The result is memory of its own: the program's is overwritten by the next step.
         self._result = result
         if result.buffer != self._stream.buffer:
-            self._program.give(result)
+            self.program.give(result)
 
     def forward(
         self,
@@ -154,7 +154,7 @@ class LoweredStack:
             given.append((self._result, out))
         else:
             out = x
-        if not self._program.run(given, stored=len(slots), positions=positions, slots=slots, calls=calls):
+        if not self.program.run(given, stored=len(slots), positions=positions, slots=slots, calls=calls):
             raise IndexError("a row's keys lie outside the pages that there are")
         return out
 
@@ -182,7 +182,7 @@ class LoweredStack:
         if block.ffn.before is not None:
             normed = self._normed(block.ffn.before)
         fed = self._inner(block.ffn.inner, normed, "second sublayer")
-        self._program.add(self._stream, attended, self._stream)
+        self.program.add(self._stream, attended, self._stream)
         self._pending = fed
 
     def _take_pending(self) -> Rows | None:
@@ -194,7 +194,7 @@ class LoweredStack:
         pending = self._take_pending()
         if norm is None:
             if pending is not None:
-                self._program.add(self._stream, pending, self._stream)
+                self.program.add(self._stream, pending, self._stream)
             return self._stream
         out = self._buffer("normed", self._stream.width)
         self._norm(norm, self._stream, out, residual=pending)
@@ -214,13 +214,13 @@ class LoweredStack:
         part, pages = module.part, self._pages[-1]
         heads = self._linear(module.qkv, x, "heads")
         if part.clip is not None:
-            self._program.clip(heads, part.clip)
+            self.program.clip(heads, part.clip)
         queries = heads.part(0, part.heads * part.head_dim)
         keys = heads.part(queries.width, part.kv_heads * part.head_dim)
         if module.qk_norm is not None:
             self._qk_norm(module.qk_norm, queries, keys, part)
         rotary = part.position if isinstance(part.position, Rotary) else None
-        self._program.turn(
+        self.program.turn(
             heads,
             pages,
             query_heads=part.heads,
@@ -260,7 +260,7 @@ class LoweredStack:
             same = len(self._calls)
             self._calls.append(call)
         out = self._buffer("attended", queries.width)
-        self._program.attend(
+        self.program.attend(
             queries,
             out,
             pages,
@@ -278,7 +278,7 @@ class LoweredStack:
             raise NotLowered(f"{module.activation} has no operation")
         wide = self._linear(module.gate_up if gated else module.up, x, "wide")
         hidden = self._buffer("hidden", wide.width // 2 if gated else wide.width)
-        self._program.activate(module.activation, wide, hidden, gated=gated)
+        self.program.activate(module.activation, wide, hidden, gated=gated)
         return self._linear(module.down, hidden, name)
 
     # ---- single operations
@@ -287,13 +287,13 @@ class LoweredStack:
         """Memory that all layers use."""
         key = (name, width)
         if key not in self._buffers:
-            self._buffers[key] = self._program.buffer(width)
+            self._buffers[key] = self.program.buffer(width)
         return self._buffers[key]
 
     def _linear(self, module: nn.Module, x: Rows, name: str) -> Rows:
         assert isinstance(module, Linear)
         out = self._buffer(name, module.outputs)
-        self._program.product(_weight(module), x, out)
+        self.program.product(_weight(module), x, out)
         return out
 
     def _norm(
@@ -314,7 +314,7 @@ class LoweredStack:
                 terms |= {"bias": module.bias, "centred": True}
             case _:
                 raise NotLowered(f"{type(module).__name__} has no operation")
-        self._program.norm(x, out, weight=module.weight, eps=module.eps, **terms)
+        self.program.norm(x, out, weight=module.weight, eps=module.eps, **terms)
 
 
 def _weight(module: Linear) -> gemm.Packed:

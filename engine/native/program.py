@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -46,7 +46,9 @@ def _structure(name: str, fields: str) -> type[ctypes.Structure]:
 
 _Operation = _structure("_Operation", "int kind | pointer what | int meet")
 _Step = _structure(
-    "_Step", "pointer buffers | int tokens stored | pointer positions slots calls workspace | int spare outside"
+    "_Step",
+    "pointer buffers | int tokens stored | pointer positions slots calls workspace | int spare | pointer times |"
+    "int outside",
 )
 _Norm = _structure(
     "_Norm", "place x residual sum out | pointer weight bias | double eps | int centred rounding inner size"
@@ -146,6 +148,8 @@ class Program:
         self._tiles: set[tuple[int, int]] = set()
         self._list: ctypes.Array[ctypes.Structure] | None = None
         self._pointers = (ctypes.c_void_p * 0)()
+        self.watch: Callable[[list[tuple[str, int, int]]], None] | None = None
+        """Told after each run each operation's name, and how many nanoseconds the first thread worked and waited."""
         self._step: Any = _Step(spare=_THREADS)
 
     # ---- making it
@@ -330,7 +334,13 @@ class Program:
         step.workspace = scratch(self._workspace(tokens))
         step.outside = 0
         assert self._list is not None
-        _RUN[self.dtype].call(ctypes.addressof(step), ctypes.addressof(self._list), len(self._list))
+        count = len(self._list)
+        times = (ctypes.c_int64 * (2 * count))() if self.watch is not None else None
+        step.times = None if times is None else ctypes.addressof(times)
+        _RUN[self.dtype].call(ctypes.addressof(step), ctypes.addressof(self._list), count)
+        if self.watch is not None and times is not None:
+            names = (_named(kind, what) for kind, what, _ in self._operations)
+            self.watch([(name, times[2 * i], times[2 * i + 1]) for i, name in enumerate(names)])
         return not step.outside
 
     def _reserve(self, tokens: int) -> None:
@@ -353,6 +363,12 @@ class Program:
     def _workspace(self, tokens: int) -> int:
         """Bytes that the products of a step need."""
         return max(((-(-tokens // rows) + _THREADS) * size for rows, size in self._tiles), default=0)
+
+
+def _named(kind: int, what: Any) -> str:
+    if kind == _PRODUCT:
+        return f"product {what.inputs} to {what.outputs}"
+    return ("norm", "product", "rotation and pages", "attention", "activation", "sum", "clip")[kind]
 
 
 def _place(rows: Rows | None) -> _Place:

@@ -1,6 +1,8 @@
 // Runs what program.h describes.
 #include "program.h"
 
+#include <time.h>
+
 #include "activations.h"
 #include "gemm.h"
 #include "norms.h"
@@ -147,14 +149,27 @@ struct Runner {
   }
 };
 
+int64_t now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
 template <class T>
 void run_program(Step& step, const Operation* operations, int64_t count) {
   Meeting meeting;
   parallel(true, [&](int thread, int threads) {
     const Runner<T> runner{step, thread, threads};
+    const bool timed = step.times && thread == 0;
+    int64_t begun = timed ? now() : 0;
     for (int64_t i = 0; i < count; ++i) {
       runner.run(operations[i]);
+      const int64_t done = timed ? now() : 0;
       if (operations[i].meet) meeting.wait(threads);
+      if (!timed) continue;
+      step.times[2 * i] = done - begun;
+      begun = now();
+      step.times[2 * i + 1] = begun - done;
     }
   });
 }

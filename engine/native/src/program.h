@@ -31,6 +31,7 @@ struct Step {
   Attention* const* calls;   // what attentions of one kind share in this step
   void* workspace;           // for products: room for the tiles of all tokens, and for `spare` more
   int64_t spare;
+  int64_t* times;            // [operations, 2] nanoseconds of the first thread: at work, waiting; null: not wanted
   int64_t outside;           // result: 1 where a page lies outside those that there are
 };
 
