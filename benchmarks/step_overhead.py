@@ -1,8 +1,8 @@
 """What a step costs besides the model: planning, filling buffers, applying candidates, telling the client.
 
 The scheduler and the runner are real; the model is a stand-in that computes nothing, and candidates are made up
-beforehand (sampling has its own costs, see `sampling.py`). Each case runs decoding rows only, over answers in the
-middle of their way. Times are microseconds of one step: the median, since others may use the machine.
+beforehand (sampling has its own costs). Each case runs decoding rows only, over answers in the middle of their way.
+Times are microseconds of the thread's CPU time for one step, the median: others may use the machine.
 
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py
 """
@@ -71,9 +71,9 @@ class Stand(torch.nn.Module):
         self.seconds = 0.0
 
     def forward(self, token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        began = time.perf_counter()
+        began = time.thread_time()
         self.weights.sum()
-        self.seconds = time.perf_counter() - began
+        self.seconds = time.thread_time() - began
         return self.hidden[: len(token_ids)]
 
     def encode(self, *arguments: Any) -> None:
@@ -144,9 +144,9 @@ class Case:
 
     @staticmethod
     def _timed(times: dict[str, float], name: str, work: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
+        began = time.thread_time()
         value = work()
-        times[name] = time.perf_counter() - began
+        times[name] = time.thread_time() - began
         return value
 
     def run(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What the engine's process and its client say to each other: MessagePack, typed, checked on arrival.
 
-The frozen dataclasses of `engine.request` and `engine.outputs` travel as they are; the structs here only
+The dataclasses of `engine.request` and `engine.outputs` travel as they are; the structs here only
 wrap them. Nothing is ever unpickled.
 
 Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` to the engine,

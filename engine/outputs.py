@@ -36,9 +36,9 @@ class Logprob:
 TokenLogprobs = dict[int, Logprob]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
 class ChoiceDelta:
-    """New, certain tokens of one answer.
+    """New, certain tokens of one answer; nobody changes it.
 
     Attributes:
         index: which of the n answers.
@@ -91,9 +91,9 @@ class Pooled:
         return np.frombuffer(self.ids or b"", dtype=np.int32).reshape(self.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
 class RequestDelta:
-    """What one step brought one request.
+    """What one step brought one request; nobody changes it.
 
     Attributes:
         request_id: the request.

@@ -16,7 +16,16 @@ import numpy as np
 from engine.outputs import ChoiceDelta, FinishReason, Logprob, Pooled, RequestDelta, TokenLogprobs
 from engine.scheduling.batch import Row
 from engine.scheduling.plan import Float32, Int32, PooledRow, StepResult
-from engine.scheduling.search import BeamSearch, Continuation, Hypothesis, sample, settled_lengths
+from engine.scheduling.search import (
+    BeamSearch,
+    Continuation,
+    Ending,
+    Hypothesis,
+    Ranking,
+    rank,
+    sample,
+    settled_lengths,
+)
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
 # Score of an answer that no continuation was left for.
@@ -42,27 +51,57 @@ class Outcome:
     num_new_tokens: int = 0
 
 
-def apply_candidates(group: SequenceGroup, result: StepResult, first: int, prompt_logprobs_complete: bool) -> Outcome:
-    """Let the search decide on rows first, first + 1, … of the result, one per sequence of the group."""
+class Answer:
+    """A step's result as it is read: drawn tokens number by number, candidates of all searches ranked together.
+
+    Args:
+        sampled: the groups that were sampled, with the first of their rows in the result.
+
+    Attributes:
+        tokens, logprobs: as in the result, as lists; empty where all groups search.
+        rankings: of each group that searches; None where a score is not a number.
+    """
+
+    __slots__ = ("logprobs", "rankings", "result", "tokens")
+
+    def __init__(self, result: StepResult, sampled: Seq[tuple[SequenceGroup, int]]):
+        self.result = result
+        draws = any(group.beam is None for group, _ in sampled)
+        self.tokens: list[list[int]] = result.tokens.tolist() if draws else []
+        self.logprobs: list[list[float]] = result.logprobs.tolist() if draws else []
+        self.rankings: dict[SequenceGroup, Ranking | None] = {}
+        alike: dict[tuple[int, int], list[tuple[SequenceGroup, int]]] = {}
+        for group, first in sampled:
+            if group.beam is not None:
+                alike.setdefault((len(group.sequences), group.beam.num_candidates), []).append((group, first))
+        for (width, num_candidates), searches in alike.items():
+            rows = np.array([first for _, first in searches])[:, None] + np.arange(width)
+            scores = result.scores[rows]
+            beam_scores = [[sequence.score for sequence in group.sequences] for group, _ in searches]
+            rankings = rank(beam_scores, result.tokens[rows], scores, num_candidates)
+            for (group, _), ranking, best in zip(searches, rankings, scores[:, :, 0].tolist(), strict=True):
+                self.rankings[group] = None if any(map(math.isnan, best)) else ranking
+
+
+def apply_candidates(group: SequenceGroup, answer: Answer, first: int, prompt_logprobs_complete: bool) -> Outcome:
+    """Let the search decide on rows first, first + 1, … of the answer, one per sequence of the group."""
+    ranking = answer.rankings.get(group)
     rows = slice(first, first + len(group.sequences))
-    prompt_logprobs = group.prompt_logprobs if prompt_logprobs_complete else None
-    scores = result.logprobs if group.beam is None else result.scores
-    if np.isnan(scores[rows, 0]).any():
+    if ranking is None and (group.beam is not None or any(math.isnan(row[0]) for row in answer.logprobs[rows])):
         # The sampler says NaN for both.
         message = "no token is possible: the model's output is not a number (NaN), or every token is banned"
         return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
+    prompt_logprobs = group.prompt_logprobs if prompt_logprobs_complete else None
     if prompt_logprobs is not None and any(map(_is_nan, prompt_logprobs)):
         message = "the prompt cannot be scored: the model's output is not a number (NaN)"
         return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
-    if group.beam is None:
-        outcome = _apply_samples(group, result, rows)
+    if group.beam is None or ranking is None:
+        outcome = _apply_samples(group, answer, rows)
     else:
-        outcome = _apply_beams(group, group.beam, result, rows)
+        outcome = _apply_beams(group, group.beam, ranking, answer, first)
     if prompt_logprobs is not None or not group.started:
-        outcome.delta = RequestDelta(
-            request_id=group.request.request_id,
-            choices=outcome.delta.choices,
-            finished=outcome.delta.finished,
+        outcome.delta = replace(
+            outcome.delta,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=group.num_cached_tokens,
             scheduled_time=group.scheduled_time,
@@ -150,10 +189,11 @@ def _entry(token: int, logprob: float, rank: int, top_ids: Int32, top_logprobs: 
     return entry
 
 
-def _token_logprobs(group: SequenceGroup, result: StepResult, row: int, column: int) -> TokenLogprobs | None:
+def _token_logprobs(group: SequenceGroup, answer: Answer, row: int, column: int) -> TokenLogprobs | None:
     number = group.request.decoding.logprobs
     if number is None:
         return None
+    result = answer.result
     return _entry(
         int(result.tokens[row, column]),
         float(result.logprobs[row, column]),
@@ -167,15 +207,12 @@ def _stop_reason(group: SequenceGroup, token: int) -> int | None:
     return None if token in group.request.decoding.eos_ids else token
 
 
-def _apply_samples(group: SequenceGroup, result: StepResult, rows: slice) -> Outcome:
-    decoding = group.request.decoding
-    parents = group.sequences
+def _apply_samples(group: SequenceGroup, answer: Answer, rows: slice) -> Outcome:
+    decoding, parents = group.request.decoding, group.sequences
     draws = 1 if group.started else decoding.n
-    outcome = Outcome(RequestDelta(request_id=group.request.request_id, choices=()), [])
     choices: list[ChoiceDelta] = []
-    going_on: dict[Sequence, list[tuple[Continuation, int]]] = {}
-    continuations = sample([p.score for p in parents], result.tokens[rows], result.logprobs[rows], draws)
-    for continuation in continuations:
+    families: list[list[tuple[Continuation, int]]] = [[] for _ in parents]
+    for continuation in sample([p.score for p in parents], answer.tokens[rows], answer.logprobs[rows], draws):
         parent = parents[continuation.parent]
         index = parent.index + continuation.column
         reason: FinishReason | None = None
@@ -184,8 +221,8 @@ def _apply_samples(group: SequenceGroup, result: StepResult, rows: slice) -> Out
         elif parent.num_output + 1 >= decoding.max_tokens:
             reason = "length"
         else:
-            going_on.setdefault(parent, []).append((continuation, index))
-        entry = _token_logprobs(group, result, rows.start + continuation.parent, continuation.column)
+            families[continuation.parent].append((continuation, index))
+        entry = _token_logprobs(group, answer, rows.start + continuation.parent, continuation.column)
         choices.append(
             ChoiceDelta(
                 index=index,
@@ -196,86 +233,74 @@ def _apply_samples(group: SequenceGroup, result: StepResult, rows: slice) -> Out
                 cumulative_logprob=continuation.score,
             )
         )
-    for parent in parents:
-        children = going_on.get(parent)
-        if not children:
-            outcome.dropped.append(parent)
-            continue
-        _extend(outcome, parent, children, None)
-    outcome.num_new_tokens = len(choices)
-    outcome.delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=not outcome.live)
-    return outcome
+    live, forks, dropped = _extend(parents, families)
+    delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=not live)
+    return Outcome(delta, live, forks, dropped, len(choices))
 
 
 def _extend(
-    outcome: Outcome,
-    parent: Sequence,
-    children: Seq[tuple[Continuation, int]],
-    entries: Seq[TokenLogprobs | None] | None,
-) -> list[Sequence]:
-    """The first child inherits the parent's sequence and pages, the others fork."""
-    forked = [parent.fork(index) for _, index in children[1:]]
-    outcome.forks.extend((child, parent) for child in forked)
-    family = [parent, *forked]
-    for place, (sequence, (continuation, index)) in enumerate(zip(family, children, strict=True)):
-        sequence.index = index
-        sequence.tokens.append(continuation.token)
-        sequence.score = continuation.score
-        entry = entries[place] if entries is not None else None
-        if sequence.logprobs is not None and entry is not None:
-            sequence.logprobs.append(entry)
-    outcome.live.extend(family)
-    return family
+    parents: Seq[Sequence], families: Seq[Seq[tuple[Continuation, int]]]
+) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]], list[Sequence]]:
+    """What goes on, what of it is forked from whom, and what is over: each parent's first child inherits its sequence
+    and pages, the others fork. The children come with their index."""
+    live: list[Sequence] = []
+    forks: list[tuple[Sequence, Sequence]] = []
+    dropped: list[Sequence] = []
+    for parent, children in zip(parents, families, strict=True):
+        if not children:
+            dropped.append(parent)
+            continue
+        forked = [parent.fork(index) for _, index in children[1:]]
+        forks += [(child, parent) for child in forked]
+        for sequence, (continuation, index) in zip((parent, *forked), children, strict=True):
+            sequence.index = index
+            sequence.tokens.append(continuation.token)
+            sequence.score = continuation.score
+            live.append(sequence)
+    return live, forks, dropped
 
 
-def _apply_beams(group: SequenceGroup, beam: BeamSearch, result: StepResult, rows: slice) -> Outcome:
+def _apply_beams(group: SequenceGroup, beam: BeamSearch, ranking: Ranking, answer: Answer, first: int) -> Outcome:
     parents = group.sequences
-    outcome = Outcome(RequestDelta(request_id=group.request.request_id, choices=()), [])
-    step = beam.advance(
-        [p.score for p in parents],
-        parents[0].num_output,
-        group.kept,
-        result.tokens[rows],
-        result.scores[rows],
-    )
-    new = []
-    for ending in step.endings:
-        parent = parents[ending.continuation.parent]
-        entry = _token_logprobs(group, result, rows.start + ending.continuation.parent, ending.continuation.column)
-        new.append(
-            Hypothesis(
-                token_ids=(*parent.output(), ending.continuation.token),
-                score=ending.score,
-                sum_logprob=ending.continuation.score,
-                by_length=ending.by_length,
-                logprobs=None if entry is None or parent.logprobs is None else (*parent.logprobs, entry),
-            )
-        )
-    group.kept = beam.merge(group.kept, new)
+    step = beam.choose(ranking, parents[0].num_output, group.kept)
+    if step.endings:
+        group.kept = beam.merge(group.kept, [_hypothesis(group, answer, first, ending) for ending in step.endings])
     if step.done and not group.kept:
         delta = final_abort(group, "error", "no token is possible: every token is banned for all beams")
         return Outcome(delta, [], dropped=list(parents))
-    children: dict[int, list[tuple[Continuation, int]]] = {}
+    families: list[list[tuple[Continuation, int]]] = [[] for _ in parents]
     for place, continuation in enumerate(step.live):
-        children.setdefault(continuation.parent, []).append((continuation, place))
-    for number, parent in enumerate(parents):
-        family = children.get(number)
-        if family is None:
-            outcome.dropped.append(parent)
-            continue
-        entries = [_token_logprobs(group, result, rows.start + number, c.column) for c, _ in family]
-        _extend(outcome, parent, family, entries)
-    outcome.live.sort(key=lambda sequence: sequence.index)  # `index` is the place among the beams, best first
-    choices = _finished_beams(group) if step.done else _settled_beams(group, outcome.live)
-    outcome.num_new_tokens = sum(len(choice.token_ids) for choice in choices)
-    outcome.delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=step.done)
-    return outcome
+        families[continuation.parent].append((continuation, place))
+    live, forks, dropped = _extend(parents, families)
+    live.sort(key=lambda sequence: sequence.index)  # `index` is the place among the beams, best first
+    for sequence, continuation in zip(live, step.live, strict=True):
+        if sequence.logprobs is not None:
+            entry = _token_logprobs(group, answer, first + continuation.parent, continuation.column)
+            sequence.logprobs += [] if entry is None else [entry]
+    choices = _finished_beams(group) if step.done else _settled_beams(group, live)
+    delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=step.done)
+    return Outcome(delta, live, forks, dropped, sum([len(choice.token_ids) for choice in choices]))
+
+
+def _hypothesis(group: SequenceGroup, answer: Answer, first: int, ending: Ending) -> Hypothesis:
+    continuation = ending.continuation
+    parent = group.sequences[continuation.parent]
+    entry = _token_logprobs(group, answer, first + continuation.parent, continuation.column)
+    return Hypothesis(
+        token_ids=(*parent.output(), continuation.token),
+        score=ending.score,
+        sum_logprob=continuation.score,
+        by_length=ending.by_length,
+        logprobs=None if entry is None or parent.logprobs is None else (*parent.logprobs, entry),
+    )
 
 
 def _settled_beams(group: SequenceGroup, live: Seq[Sequence]) -> list[ChoiceDelta]:
     """Tokens that became certain: see `settled_lengths`."""
-    start = live[0].num_prompt + min(group.settled)
     base = min(group.settled)
+    start = live[0].num_prompt + base
+    if len(live) > 1 and live[0].tokens[start] != live[-1].tokens[start]:
+        return []  # they part where nothing is settled yet: what most steps find
     outputs = [sequence.tokens.view(start).tolist() for sequence in live]
     kept = [hypothesis.token_ids[base:] for hypothesis in group.kept]
     lengths = settled_lengths(outputs, kept, [known - base for known in group.settled])

@@ -95,20 +95,22 @@ class BlockPool:
 
     def fork(self, table: Iterable[int]) -> list[int]:
         """A second table over the same pages: one more reference each."""
-        pages = list(table)
+        pages, refs = list(table), self._refs
         for page in pages:
             if page:
-                self._refs[page] += 1
+                refs[page] += 1
         return pages
 
     def free(self, table: Sequence[int]) -> None:
         """Drop one reference of each page. The last pages of a table are evicted first later on, so
         that the beginning, which others are likelier to share, stays longest."""
+        refs = self._refs
         for page in filter(None, reversed(table)):
-            if self._refs[page] <= 0:
+            if refs[page] <= 0:
                 raise AssertionError(f"page {page} is freed but nobody holds it")
-            self._refs[page] -= 1
-            self._release_if_unused(page)
+            refs[page] -= 1
+            if not refs[page]:
+                self._release_if_unused(page)
 
     def is_shared(self, page: int) -> bool:
         """Somebody else holds the page too, so that it must not be written."""

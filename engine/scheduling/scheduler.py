@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from engine.errors import InvalidRequestError
 from engine.outputs import EngineStats, RequestDelta
 from engine.request import Request
-from engine.scheduling.apply import Outcome, apply_candidates, apply_pooled, final_abort, take_prompt_logprobs
+from engine.scheduling.apply import Answer, Outcome, apply_candidates, apply_pooled, final_abort, take_prompt_logprobs
 from engine.scheduling.batch import LastStep, Row, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
@@ -154,26 +154,25 @@ class Scheduler:
         for row in rows:
             self._tables.advance(row)
         with_prompt_logprobs = take_prompt_logprobs(rows, result)
-        pooled = zip((row for row in rows if row.group.request.pooling is not None), result.pooled, strict=True)
-        sampled: dict[SequenceGroup, int] = {}
+        sampled: list[tuple[SequenceGroup, int]] = []
         position = 0
-        for row in rows:
-            if row.sampled:
-                sampled.setdefault(row.group, position)
-                position += 1
-        deltas = []
-        for group in dict.fromkeys(row.group for row in rows):
-            first = sampled.get(group)
-            if first is not None:
-                outcome = apply_candidates(group, result, first, group in with_prompt_logprobs)
-                delta = outcome.delta
-                if delta.choices or delta.finished or not group.started or delta.prompt_logprobs is not None:
-                    deltas.append(delta)
-                self._apply(group, outcome)
+        for group, is_sampled in {row.group: row.sampled for row in rows}.items():
+            if is_sampled:
+                sampled.append((group, position))
+                position += len(group.sequences)
             else:
                 self._tables.fork_from_first(group)
-        for row, answer in pooled:
-            if (ending := apply_pooled(row.group, row, answer)) is not None:
+        answer = Answer(result, sampled)
+        deltas = []
+        for group, first in sampled:
+            outcome = apply_candidates(group, answer, first, group in with_prompt_logprobs)
+            delta = outcome.delta
+            if delta.choices or delta.finished or not group.started or delta.prompt_logprobs is not None:
+                deltas.append(delta)
+            self._apply(group, outcome)
+        for wanted, pooled in zip(plan.pooling, result.pooled, strict=True):
+            row = rows[wanted.row]
+            if (ending := apply_pooled(row.group, row, pooled)) is not None:
                 deltas.append(ending.delta)
                 self._apply(row.group, ending)
         return self._flush(deltas)

@@ -7,8 +7,11 @@ num_return_sequences); scores are added in float32, as there.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +22,7 @@ from engine.scheduling.plan import Float32, Int32
 _FLOAT32 = np.finfo(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
+class Continuation(NamedTuple):
     """Sequence number `parent` of the group goes on with `token`.
 
     Attributes:
@@ -34,6 +36,22 @@ class Continuation:
     token: int
     score: float
     column: int
+
+
+class Ranking(NamedTuple):
+    """The best candidates of all beams of a search, best first.
+
+    Attributes:
+        width: how many candidates each beam has.
+        places: number of the beam that each of the best continues, times width, plus its column among that beam's.
+        tokens: the new tokens.
+        scores: the beams' new accumulated log-probabilities.
+    """
+
+    width: int
+    places: list[int]
+    tokens: list[int]
+    scores: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +97,12 @@ class BeamStep:
     done: bool
 
 
-def sample(scores: Sequence[float], tokens: Int32, logprobs: Float32, num_draws: int) -> list[Continuation]:
+def sample(
+    scores: Sequence[float],
+    tokens: Int32 | Sequence[Sequence[int]],
+    logprobs: Float32 | Sequence[Sequence[float]],
+    num_draws: int,
+) -> list[Continuation]:
     """Each sequence is its own parent; a request's first sample may draw several tokens from one row.
 
     Args:
@@ -88,8 +111,8 @@ def sample(scores: Sequence[float], tokens: Int32, logprobs: Float32, num_draws:
         num_draws: how many columns count.
     """
     return [
-        Continuation(parent, int(tokens[parent, draw]), scores[parent] + float(logprobs[parent, draw]), draw)
-        for parent in range(len(scores))
+        Continuation(parent, int(tokens[parent][draw]), score + float(logprobs[parent][draw]), draw)
+        for parent, score in enumerate(scores)
         for draw in range(num_draws)
     ]
 
@@ -135,22 +158,24 @@ class BeamSearch:
             kept: finished hypotheses so far, best first, at most num_beams.
             tokens, candidate_scores: [B, K] each beam's best tokens and their processed log-probabilities.
         """
-        width = min(self.num_candidates, tokens.shape[1])
-        totals = candidate_scores[:, :width].astype(np.float32) + np.asarray(beam_scores, np.float32)[:, None]
-        flat = totals.ravel()
-        order = np.argsort(-flat, kind="stable")[: self.num_candidates]
+        (ranking,) = rank([beam_scores], tokens[None], candidate_scores[None], self.num_candidates)
+        return self.choose(ranking, length, kept)
+
+    def choose(self, ranking: Ranking, length: int, kept: Sequence[Hypothesis]) -> BeamStep:
+        """What becomes of the best candidates; the other arguments are those of `advance`."""
         at_limit = length + 1 >= self.max_tokens
         live: list[Continuation] = []
         endings: list[Ending] = []
-        for rank, index in enumerate(order.tolist()):
-            if flat[index] == -np.inf:
+        for number, place in enumerate(ranking.places):
+            token, score = ranking.tokens[number], ranking.scores[number]
+            if score == -math.inf or (number >= self.num_beams and len(live) == self.num_beams):
                 break
-            parent, column = divmod(index, width)
-            continuation = Continuation(parent, int(tokens[parent, column]), float(flat[index]), column)
-            stops = continuation.token in self.stop_ids
+            parent, column = divmod(place, ranking.width)
+            continuation = Continuation(parent, token, score, column)
+            stops = token in self.stop_ids
             if stops or at_limit:
-                if rank < self.num_beams:
-                    endings.append(Ending(continuation, self.final_score(flat[index], length + 1), not stops))
+                if number < self.num_beams:
+                    endings.append(Ending(continuation, self.final_score(score, length + 1), not stops))
             elif len(live) < self.num_beams:
                 live.append(continuation)
         done = at_limit or not live or self._cannot_improve(live[0].score, length + 1, kept, endings)
@@ -159,9 +184,7 @@ class BeamSearch:
     def final_score(self, sum_logprob: float, length: int) -> float:
         """Score of a hypothesis of that many output tokens."""
         with np.errstate(over="ignore"):
-            # A length penalty far from 0 leaves the range of float32: no error, and never 0 / 0.
-            factor = np.clip(np.float64(length) ** self.length_penalty, _FLOAT32.tiny, _FLOAT32.max)
-            return float(np.float32(sum_logprob) / np.float32(factor))
+            return float(np.float32(sum_logprob) / _length_factor(length, self.length_penalty))
 
     def merge(self, kept: Sequence[Hypothesis], new: Sequence[Hypothesis]) -> list[Hypothesis]:
         """The best num_beams hypotheses; earlier ones first where scores are equal."""
@@ -170,14 +193,41 @@ class BeamSearch:
     def _cannot_improve(
         self, best_live: float, length: int, kept: Sequence[Hypothesis], endings: Sequence[Ending]
     ) -> bool:
-        scores = sorted([*(h.score for h in kept), *(e.score for e in endings)], reverse=True)[: self.num_beams]
-        if len(scores) < self.num_beams:
+        if len(kept) + len(endings) < self.num_beams:
             return False
         if self.early_stopping is True:
             return True
+        scores = sorted([*(h.score for h in kept), *(e.score for e in endings)], reverse=True)[: self.num_beams]
         longest = self.early_stopping == "never" and self.length_penalty > 0.0
         best_possible = self.final_score(best_live, self.max_tokens if longest else length)
         return not best_possible > scores[-1]
+
+
+def rank(
+    beam_scores: Sequence[Sequence[float]], tokens: Int32, candidate_scores: Float32, num_candidates: int
+) -> list[Ranking]:
+    """The num_candidates best of G searches, each with B live beams: numpy's price is that of one.
+
+    Args:
+        beam_scores: [G, B] accumulated scores of the live beams.
+        tokens, candidate_scores: [G, B, K] each beam's best tokens and their processed log-probabilities; columns
+            from num_candidates on are not looked at.
+    """
+    tokens, candidate_scores = tokens[:, :, :num_candidates], candidate_scores[:, :, :num_candidates]
+    count, _, width = tokens.shape
+    totals = (candidate_scores + np.array(beam_scores, dtype=np.float32)[:, :, None]).reshape(count, -1)
+    order = np.argsort(-totals, axis=1, kind="stable")[:, :num_candidates]
+    searches = np.arange(count)[:, None]
+    chosen, scores = tokens.reshape(count, -1)[searches, order], totals[searches, order]
+    best = zip(order.tolist(), chosen.tolist(), scores.tolist(), strict=True)
+    return [Ranking(width, *lists) for lists in best]
+
+
+@functools.lru_cache(maxsize=4096)
+def _length_factor(length: int, penalty: float) -> np.float32:
+    """What a score is divided by. A penalty far from 0 leaves the range of float32: no error, and never 0 / 0."""
+    with np.errstate(over="ignore"):
+        return np.float32(np.clip(np.float64(length) ** penalty, _FLOAT32.tiny, _FLOAT32.max))
 
 
 def settled_lengths(live: Sequence[Sequence[int]], kept: Sequence[Sequence[int]], known: Sequence[int]) -> list[int]:

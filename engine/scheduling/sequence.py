@@ -74,7 +74,7 @@ class IntBuffer:
 
     def copy(self) -> IntBuffer:
         """An independent buffer of equal content, with room for more."""
-        other = IntBuffer()
+        other = IntBuffer.__new__(IntBuffer)
         other._data, other.size = self._grown(self.size), self.size
         return other
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.limits import SchedulerConfig
-from engine.scheduling.sequence import Sequence, SequenceGroup, pages_needed
+from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, pages_needed
 
 
 class Tables:
@@ -52,21 +52,25 @@ class Tables:
 
     def advance(self, row: Row) -> None:
         """A row's tokens are computed: publish what is full, give up what no later query sees."""
-        row.sequence.num_computed += row.count
+        sequence = row.sequence
+        sequence.num_computed += row.count
         if self._config.whole_inputs:
             return
-        self._publish(row.group, row.sequence)
+        if sequence.num_computed >= (sequence.num_published + 1) * self._config.block_size:
+            self._publish(row.group, sequence)
+        if self._config.window is None:
+            return
         # Page 0 takes the places of what is given up, so that positions stay.
-        start, end = self._config.first_page(row.start), self._config.first_page(row.sequence.num_computed)
+        start, end = self._config.first_page(row.start), self._config.first_page(sequence.num_computed)
         if start < end:
-            pages = row.sequence.table.view(start, end)
+            pages = sequence.table.view(start, end)
             self._pool.free(pages.tolist())
             pages[:] = 0
 
     def release(self, sequence: Sequence) -> None:
         """A sequence gives its pages up."""
-        self._pool.free(list(sequence.table))
-        sequence.table = type(sequence.table)()
+        self._pool.free(sequence.table.tolist())
+        sequence.table = IntBuffer()
         sequence.num_computed = 0
         sequence.num_published = 0
 
@@ -92,9 +96,9 @@ class Tables:
         return self._pool.match(hashes, self._config.seen_pages)
 
     def _publish(self, group: SequenceGroup, sequence: Sequence) -> None:
-        full = sequence.num_computed // self._config.block_size
-        if full <= sequence.num_published or not self._config.enable_prefix_caching:
+        if not self._config.enable_prefix_caching:
             return
+        full = sequence.num_computed // self._config.block_size
         hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, full)
         for page in range(sequence.num_published, full):
             self._pool.publish(sequence.table[page], hashes[page])
