@@ -22,6 +22,24 @@ int64_t collect(const Edits& a, int64_t row, int64_t vocabulary, uint64_t* keys)
   return count;
 }
 
+// Sorts keys by their columns, and leaves those of one column in their order.
+void sort_by_column(uint64_t* keys, uint64_t* spare, int64_t count, int64_t vocabulary) {
+  constexpr int64_t BITS = 9, DIGITS = 1 << BITS, FEW = 64;
+  if (count <= FEW) return sort(keys, spare, count);
+  uint64_t *from = keys, *to = spare;
+  for (int64_t shift = 0; (vocabulary - 1) >> shift; shift += BITS) {
+    const auto digit = [=](uint64_t key) { return key >> (32 + shift) & (DIGITS - 1); };
+    int64_t places[DIGITS + 1] = {};
+    for (int64_t i = 0; i < count; ++i) ++places[digit(from[i]) + 1];
+    for (int64_t i = 1; i < DIGITS; ++i) places[i] += places[i - 1];
+    for (int64_t i = 0; i < count; ++i) to[places[digit(from[i])]++] = from[i];
+    uint64_t* const sorted = to;
+    to = from;
+    from = sorted;
+  }
+  if (from != keys) __builtin_memcpy(keys, from, static_cast<size_t>(count) * sizeof *keys);
+}
+
 // What the keys of one column make of its value.
 float edited(const Edits& a, int64_t row, float value, const uint64_t* keys, int64_t count) {
   bool known = false;
@@ -61,7 +79,7 @@ void edit_row(const Logits& logits, const Edits& a, const float* peak, const flo
   const int64_t first = a.first(row), room = a.first(row + 1) - first;
   uint64_t* keys = a.keys + 2 * first;
   const int64_t count = collect(a, row, logits.columns, keys);
-  sort(keys, keys + room, count);
+  sort_by_column(keys, keys + room, count, logits.columns);
   float* const values = logits.row(row);
   int64_t made = first;
   for (int64_t i = 0, next; i < count; i = next) {
@@ -102,5 +120,8 @@ OCTAVO_EXPORT(logits_edit)(float* values, int64_t rows, int64_t columns, int64_t
 OCTAVO_EXPORT(logits_restore)(float* values, int64_t rows, int64_t columns, int64_t stride, float* tops,
                               const Edits* edits) {
   const Logits logits{values, rows, columns, stride, tops};
-  for (int64_t row = 0; row < rows; ++row) restore_row(logits, *edits, row);
+  parallel(edits->first(rows) >= WORTH_SHARING / 16, [&](int thread, int threads) {
+    const Share own = share(rows, thread, threads);
+    for (int64_t row = own.first; row < own.last; ++row) restore_row(logits, *edits, row);
+  });
 }
