@@ -24,7 +24,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -231,7 +233,7 @@ class Run:
             "shape": "tiny" if self.options.tiny else "S",
             "rounds": self.options.rounds,
             "threads": self.options.threads,
-            "machine": machine() | {"load_average": os.getloadavg()},
+            "machine": machine() | {"load_average": list(os.getloadavg())},
             "goals": [row for row in rows if row is not None],
             "cases": {
                 case: {
@@ -249,6 +251,8 @@ class Run:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; the result as it is written."""
     options = _options(arguments)
+    if arguments is None:  # the process is ours; servers are ended with it
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     with tempfile.TemporaryDirectory() as made:
         folder = options.work_dir or Path(made)

@@ -193,5 +193,6 @@ def spread(series: Series) -> dict[str, Any]:
         "settings_tried": series.tried,
         "median": {figure: _short(statistics.median(values)) for figure, values in series.figures.items()},
         "rounds": {figure: [_short(value) for value in values] for figure, values in series.figures.items()},
+        "cores_busy_with_waiting_peers": [round(cores, 2) for cores in series.waiting],
         "cores_busy_with_others": [round(cores, 2) for cores in series.disturbance],
     }

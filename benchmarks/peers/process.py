@@ -45,6 +45,11 @@ class Install:
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
+    def is_foreign(self) -> bool:
+        """Has an interpreter of its own."""
+        return self.python != sys.executable
+
+    @property
     def program_folder(self) -> Path:
         """Where the environment keeps its programs."""
         return self.folder / "bin"
@@ -76,17 +81,21 @@ def _imports(install: Install, module: str) -> bool:
     return subprocess.run([install.python, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def child_environment(threads: int, path: tuple[str, ...] = (), extra: dict[str, str] | None = None) -> dict[str, str]:
-    """Of a peer: so many threads, no hub, none of Octavo's settings."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("OCTAVO_")}
-    paths = [*path, kept.pop("PYTHONPATH", "")] if path else []
-    if paths:
-        kept["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return (
-        kept
-        | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        | (extra or {})
-    )
+def child_environment(
+    threads: int, path: tuple[str, ...] = (), extra: dict[str, str] | None = None, *, foreign: bool = False
+) -> dict[str, str]:
+    """Of a process: so many threads, no hub, none of Octavo's settings.
+
+    Args:
+        path: comes first in PYTHONPATH.
+        foreign: another interpreter's packages, to which this PYTHONPATH means nothing good.
+    """
+    made = {key: value for key, value in os.environ.items() if not key.startswith("OCTAVO_")}
+    inherited = made.pop("PYTHONPATH", "")
+    if paths := [*path, *([] if foreign or not inherited else [inherited])]:
+        made["PYTHONPATH"] = os.pathsep.join(paths)
+    made |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return made | (extra or {})
 
 
 class Worker:
@@ -140,11 +149,10 @@ class Worker:
 def start(name: str, install: Install | None, threads: int, logs: Path) -> Worker:
     """The worker of that name; without an installation in this interpreter's environment."""
     script = HERE / f"{name.replace('.', '_').replace('-', '_')}_worker.py"
-    python = sys.executable if install is None else install.python
-    environment = child_environment(
-        threads, () if install is None else install.path, None if install is None else install.environment
-    )
-    return Worker([python, str(script)], environment, logs / f"{name}.log")
+    if install is None:
+        return Worker([sys.executable, str(script)], child_environment(threads), logs / f"{name}.log")
+    environment = child_environment(threads, install.path, install.environment, foreign=install.is_foreign)
+    return Worker([install.python, str(script)], environment, logs / f"{name}.log")
 
 
 def tail(log: Path, lines: int = 15) -> str:

@@ -139,12 +139,14 @@ def start(name: str, files: Files, installs: Mapping[str, Install], threads: int
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         # vLLM binds a thread to each core of the list, whatever OMP_NUM_THREADS says.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
-        return Server(name, command, child_environment(threads, install.path, environment), log, {"model": SERVED})
+        return Server(
+            name, command, child_environment(threads, install.path, environment, foreign=True), log, {"model": SERVED}
+        )
     command = [str(install.program_folder / "llama-server"), "--host", "127.0.0.1", "--model", str(files.gguf(format))]
     command += ["--threads", str(threads), "--threads-batch", str(threads), "--parallel", str(crowd)]
     command += ["--ctx-size", str(MAX_LENGTH * crowd), "--batch-size", "2048", "--no-webui"]
     libraries = {"LD_LIBRARY_PATH": install.environment.get("LLAMA_CPP_LIB_PATH", "")}
-    environment = child_environment(threads, (), libraries)
+    environment = child_environment(threads, (), libraries, foreign=True)
     return Server(name, command, environment, log, {"cache_prompt": False})
 
 

@@ -44,12 +44,14 @@ class Series:
         setting: the one that was the fastest of those tried.
         tried: each setting's figure, or why it failed.
         figures: a value for each round.
-        disturbance: in each round, how many cores were busy with anything else.
+        waiting: in each round, how many cores were busy with the contestants whose turn it was not.
+        disturbance: and with anything else.
     """
 
     setting: str = ""
     tried: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, list[float]] = field(default_factory=dict)
+    waiting: list[float] = field(default_factory=list)
     disturbance: list[float] = field(default_factory=list)
 
     def median(self, figure: str) -> float:
@@ -102,20 +104,22 @@ def take_turns(
     for number in range(rounds):
         start = number % len(contestants)
         for one in [*contestants[start:], *contestants[:start]]:
-            noted = series[one.name]
-            busy, own, began = busy_seconds(), _own_seconds(one), time.perf_counter()
+            noted, rest = series[one.name], [other for other in contestants if other is not one]
+            before, began = _cpu(one, rest), time.perf_counter()
             for figure, value in measure(one).items():
                 noted.figures.setdefault(figure, []).append(value)
             seconds = time.perf_counter() - began
-            others = busy_seconds() - busy - (_own_seconds(one) - own)
-            noted.disturbance.append(max(0.0, others) / seconds)
+            whole, own, waiting = (now - then for now, then in zip(_cpu(one, rest), before, strict=True))
+            noted.waiting.append(waiting / seconds)
+            noted.disturbance.append(max(0.0, whole - own - waiting) / seconds)
             time.sleep(PAUSE)
 
 
-def _own_seconds(one: Any) -> float:
-    """CPU time of the contestant, and of this process, which asks it and may load a server."""
+def _cpu(one: Any, rest: Sequence[Any]) -> tuple[float, float, float]:
+    """CPU seconds so far: of the machine, of a contestant with this process, which loads servers, and of the rest."""
     times = os.times()
-    return sum(map(tree_seconds, one.pids)) + times.user + times.system
+    own = sum(map(tree_seconds, one.pids)) + times.user + times.system
+    return busy_seconds(), own, sum(tree_seconds(pid) for other in rest for pid in other.pids)
 
 
 def ratios(ours: Sequence[Series], theirs: Sequence[Series], figure: str) -> tuple[float, list[float]]:
