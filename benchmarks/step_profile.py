@@ -2,8 +2,8 @@
 
 A random LLaMA shape of 135M parameters decodes greedily, so many rows at once. Each operation of the layers is timed
 inside the one call that computes them; the parts around it by the clock. The bound of a product is the time that
-reading its weights takes at the bandwidth with which this machine, in the same run, adds up numbers that lie in large
-pages.
+reading its weights takes at the bandwidth with which torch adds up numbers that lie in large pages, measured right
+before and after: on a machine that others share it changes within seconds.
 
     python benchmarks/step_profile.py --rows 1 32 --quantization none int8 int4 --output
 """
@@ -137,9 +137,10 @@ def timed_sample(plain: Any, given: tuple[Any, ...], times: list[float]) -> Any:
     return result
 
 
-def show(result: dict[str, Any], speed: float) -> None:
+def show(result: dict[str, Any]) -> None:
     """Print one table."""
     weights, step = result["weight_bytes"], result["step_us"]
+    speed = max(result["bandwidth_bytes_per_second"])
     bound = 1e6 * sum(weights.values()) / speed
     kind = result["quantization"] or result["dtype"]
     print(
@@ -162,18 +163,19 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", "int8", "int4"), nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--output", action="store_true", help="keep the result in benchmarks/results/")
     arguments = parser.parse_args()
-    speed, results = bandwidth(), []
-    print(f"bandwidth of reading: {speed / 1e9:.1f} GB/s over {torch.get_num_threads()} threads")
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), torch.bfloat16)
         for quantization in arguments.quantization:
             for rows in arguments.rows:
                 kind = None if quantization == "none" else quantization
-                results.append(profile(Path(folder), arguments.dtype, kind, rows))
-                show(results[-1], speed)
+                before = bandwidth()
+                result = profile(Path(folder), arguments.dtype, kind, rows)
+                results.append(result | {"bandwidth_bytes_per_second": [before, bandwidth()]})
+                show(results[-1])
     if arguments.output:
         target = ROOT / "benchmarks" / "results" / "step-profile.json"
-        report = {"machine": machine(), "bandwidth_bytes_per_second": speed, "prompt": PROMPT, "results": results}
+        report = {"machine": machine(), "prompt": PROMPT, "results": results}
         target.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"\nkept in {target}")
 
