@@ -36,11 +36,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     if not _native(logits):
         return sampler_torch.sample(logits, batch)
     rows = LogitRows(logits)
-    width = max(int(batch.num_draws.max()), min(int(batch.beam_width.max()), rows.vocabulary), 1)
+    width = max(_most(batch.num_draws), min(_most(batch.beam_width), rows.vocabulary), 1)
     tokens = rows.place.repeat(width).reshape(-1, width)
     scores = np.full(tokens.shape, -np.inf, dtype=np.float32)
     ranks = np.zeros(tokens.shape, dtype=np.int32)
-    number = min(int(batch.num_logprobs.max()), rows.vocabulary)
+    number = min(_most(batch.num_logprobs), rows.vocabulary)
     top_ids = np.zeros((len(rows), max(number, 0)), dtype=np.int32)
     top_logprobs = np.zeros(top_ids.shape, dtype=np.float32)
     asking = _where(batch.num_logprobs >= 0) if number >= 0 else None
@@ -66,7 +66,7 @@ def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRo
         hidden: [P, hidden].
     """
     assert callable(hidden_to_logits)
-    most = int(rows.num_logprobs.max())
+    most = _most(rows.num_logprobs)
     parts: list[TokenScores] = []
     for start in range(0, len(rows.rows), PROMPT_ROWS):
         part = slice(start, start + PROMPT_ROWS)
@@ -101,6 +101,13 @@ def _score(logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenSc
 def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float32) -> Bool | None:
     """Writes what rows choose: tokens [S, C], which hold the likeliest one, and scores of beams. Which of them are
     impossible [S, C], None for none."""
+    touched = (batch.bias_row, batch.source_row, batch.history_row, batch.ban_row, batch.force_row)
+    if (
+        max(batch.temperature.tolist()) < GREEDY_TEMPERATURE
+        and not _most(batch.beam_width)
+        and not any(map(len, touched))
+    ):
+        return None
     searching = batch.beam_width > 0
     sampling = ~searching & (batch.temperature >= GREEDY_TEMPERATURE)
     edits = _edits(batch, searching)
@@ -157,7 +164,7 @@ def _search(
         return False
     of = at if place is None else place[at]
     wanted = batch.beam_width[of]
-    width = min(int(wanted.max()), rows.vocabulary)
+    width = min(_most(wanted), rows.vocabulary)
     tokens[of, :width], scores[of, :width] = rows.best(at, wanted, width)
     return True
 
@@ -195,6 +202,10 @@ def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows
     own = ~(batch.renormalize[whole] & (batch.beam_width[whole] > 0))
     rewritten.peak[own] = rewritten.log_sum[own] = 0.0
     return rewritten
+
+
+def _most(values: Int32) -> int:
+    return int(max(values.tolist()))  # sooner than numpy, for as many as a step has
 
 
 def _where(mask: Bool) -> Int32:
