@@ -171,10 +171,15 @@ class AttentionMetadata:
         return AttentionMetadata(
             query_lens=(query_start[1:] - query_start[:-1]).tolist(),
             context_lens=context_lens.tolist(),
-            query_start=torch.from_numpy(query_start).to(device),
-            context=torch.from_numpy(context_lens).to(device),
+            query_start=_tensor(query_start, device),
+            context=_tensor(context_lens, device),
             cache={},
         )
+
+
+def _tensor(values: NDArray[np.int32], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 class AttentionPart(Protocol):

@@ -86,8 +86,8 @@ class Answer:
 def apply_candidates(group: SequenceGroup, answer: Answer, first: int, prompt_logprobs_complete: bool) -> Outcome:
     """Let the search decide on rows first, first + 1, … of the answer, one per sequence of the group."""
     ranking = answer.rankings.get(group)
-    rows = slice(first, first + len(group.sequences))
-    if ranking is None and (group.beam is not None or any(math.isnan(row[0]) for row in answer.logprobs[rows])):
+    rows = range(first, first + len(group.sequences))
+    if ranking is None and (group.beam is not None or any(math.isnan(answer.logprobs[row][0]) for row in rows)):
         # The sampler says NaN for both.
         message = "no token is possible: the model's output is not a number (NaN), or every token is banned"
         return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
@@ -95,10 +95,12 @@ def apply_candidates(group: SequenceGroup, answer: Answer, first: int, prompt_lo
     if prompt_logprobs is not None and any(map(_is_nan, prompt_logprobs)):
         message = "the prompt cannot be scored: the model's output is not a number (NaN)"
         return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
-    if group.beam is None or ranking is None:
-        outcome = _apply_samples(group, answer, rows)
-    else:
+    if group.beam is not None and ranking is not None:
         outcome = _apply_beams(group, group.beam, ranking, answer, first)
+    elif group.started or group.request.decoding.n == 1:
+        outcome = _apply_samples(group, answer, first)
+    else:
+        outcome = _apply_draws(group, answer, first)
     if prompt_logprobs is not None or not group.started:
         outcome.delta = replace(
             outcome.delta,
@@ -207,35 +209,56 @@ def _stop_reason(group: SequenceGroup, token: int) -> int | None:
     return None if token in group.request.decoding.eos_ids else token
 
 
-def _apply_samples(group: SequenceGroup, answer: Answer, rows: slice) -> Outcome:
-    decoding, parents = group.request.decoding, group.sequences
-    draws = 1 if group.started else decoding.n
+def _apply_samples(group: SequenceGroup, answer: Answer, first: int) -> Outcome:
+    """Each sequence goes on with the token that was drawn for it, or is over."""
     choices: list[ChoiceDelta] = []
-    families: list[list[tuple[Continuation, int]]] = [[] for _ in parents]
-    for continuation in sample([p.score for p in parents], answer.tokens[rows], answer.logprobs[rows], draws):
-        parent = parents[continuation.parent]
-        index = parent.index + continuation.column
-        reason: FinishReason | None = None
-        if continuation.token in decoding.stop_ids:
-            reason = "stop"
-        elif parent.num_output + 1 >= decoding.max_tokens:
-            reason = "length"
+    live: list[Sequence] = []
+    dropped: list[Sequence] = []
+    for row, sequence in enumerate(group.sequences, start=first):
+        token, score = answer.tokens[row][0], sequence.score + answer.logprobs[row][0]
+        choice = _choice(group, sequence, Continuation(0, token, score, 0), _token_logprobs(group, answer, row, 0))
+        choices.append(choice)
+        if choice.finish_reason is None:
+            sequence.tokens.append(token)
+            sequence.score = score
+            live.append(sequence)
         else:
-            families[continuation.parent].append((continuation, index))
-        entry = _token_logprobs(group, answer, rows.start + continuation.parent, continuation.column)
-        choices.append(
-            ChoiceDelta(
-                index=index,
-                token_ids=(continuation.token,),
-                logprobs=None if entry is None else (entry,),
-                finish_reason=reason,
-                stop_reason=_stop_reason(group, continuation.token) if reason == "stop" else None,
-                cumulative_logprob=continuation.score,
-            )
-        )
-    live, forks, dropped = _extend(parents, families)
+            dropped.append(sequence)
+    delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=not live)
+    return Outcome(delta, live, [], dropped, len(choices))
+
+
+def _apply_draws(group: SequenceGroup, answer: Answer, first: int) -> Outcome:
+    """A request's first sample draws one token for each of its answers."""
+    (parent,) = group.sequences
+    drawn = sample(
+        [parent.score], answer.tokens[first : first + 1], answer.logprobs[first : first + 1], group.request.decoding.n
+    )
+    choices = [_choice(group, parent, c, _token_logprobs(group, answer, first, c.column)) for c in drawn]
+    children = [(c, choice.index) for c, choice in zip(drawn, choices, strict=True) if choice.finish_reason is None]
+    live, forks, dropped = _extend([parent], [children])
     delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=not live)
     return Outcome(delta, live, forks, dropped, len(choices))
+
+
+def _choice(
+    group: SequenceGroup, parent: Sequence, continuation: Continuation, entry: TokenLogprobs | None
+) -> ChoiceDelta:
+    """News of an answer that has one token more."""
+    decoding, token = group.request.decoding, continuation.token
+    reason: FinishReason | None = None
+    if token in decoding.stop_ids:
+        reason = "stop"
+    elif parent.num_output + 1 >= decoding.max_tokens:
+        reason = "length"
+    return ChoiceDelta(
+        index=parent.index + continuation.column,
+        token_ids=(token,),
+        logprobs=None if entry is None else (entry,),
+        finish_reason=reason,
+        stop_reason=_stop_reason(group, token) if reason == "stop" else None,
+        cumulative_logprob=continuation.score,
+    )
 
 
 def _extend(

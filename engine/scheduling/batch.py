@@ -72,24 +72,26 @@ def build_plan(
     groups = [row.group for row in rows]
     decoding = all(row.sampled and row.count == 1 and row.group.started for row in rows)
     known = last if decoding and last is not None and last.groups == groups else None
-    starts = _int32([row.start for row in rows])
-    if decoding:
+    whole = any(group.whole for group in groups)
+    tables = _tables([row.sequence.table for row in rows])
+    if decoding:  # few numbers: lists are quicker than arithmetic with arrays
+        starts = [row.start for row in rows]
         query_start = np.arange(len(rows) + 1, dtype=np.int32)
-        row_of_token, positions, context_lens = query_start[:-1], starts, starts + 1
+        context_lens, positions = _int32([start + 1 for start in starts]), _int32(starts)
         token_ids = _int32([row.sequence.tokens[row.start] for row in rows])
+        pages = [row.sequence.table[row.start // block_size] for row in rows]
+        slots = _int32([page * block_size + start % block_size for page, start in zip(pages, starts, strict=True)])
     else:
-        counts = _int32([row.count for row in rows])
+        first, counts = _int32([row.start for row in rows]), _int32([row.count for row in rows])
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
-        row_of_token, context_lens = np.repeat(np.arange(len(rows), dtype=np.int32), counts), starts + counts
-        positions = np.arange(query_start[-1], dtype=np.int32) + (starts - query_start[:-1])[row_of_token]
+        context_lens = first + counts
+        row_of_token = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+        positions = np.arange(query_start[-1], dtype=np.int32) + (first - query_start[:-1])[row_of_token]
         token_ids = np.concatenate([row.sequence.tokens.view(row.start, row.start + row.count) for row in rows])
-    tables = _tables([row.sequence.table for row in rows])
-    whole = any(group.whole for group in groups)
-    slots = positions[:0]
-    if not whole:
-        pages, places = np.divmod(positions, block_size)
-        slots = tables[row_of_token, pages] * block_size + places
+        slots = positions[:0]
+        if not whole:
+            slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
     plan = StepPlan(
         token_ids=token_ids,
         positions=positions,
