@@ -73,6 +73,7 @@ ENV PATH=/app/venv/bin:$PATH \
     LOGNAME=octavo \
     HOME=/tmp \
     HF_HOME=/models/hub \
+    OCTAVO_QUANTIZATION_CACHE=/models/quantization \
     OCTAVO_HOST=0.0.0.0
 
 WORKDIR /models

@@ -7,6 +7,7 @@ project's; `python -m octavo` works as the command does.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def main() -> int:
     if problem is not None:
         print(f"octavo: {problem}", file=sys.stderr)
         return 1
+    # numpy's pool would have a thread for each CPU, and nothing to multiply.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from server import cli
 
     return cli.main()

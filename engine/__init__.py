@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from engine.config import DEFAULT_NUM_SEQS, EngineConfig, parse_bytes
+from engine.cpus import compute_in_one_thread
 from engine.errors import (
     ConfigError,
     EngineDeadError,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         inspect_model,
         inspect_quantization_cache,
         inspect_socket_folder,
+        inspect_threads,
         inspect_torch,
     )
     from engine.llm import LLM
@@ -106,10 +108,12 @@ __all__ = [
     "TokenLogprobs",
     "TorchFacts",
     "UnsupportedModelError",
+    "compute_in_one_thread",
     "inspect_device",
     "inspect_model",
     "inspect_quantization_cache",
     "inspect_socket_folder",
+    "inspect_threads",
     "inspect_torch",
     "parse_bytes",
     "resolve_pooling",
@@ -126,6 +130,7 @@ _LAZY = {
     "inspect_model": "engine.inspection",
     "inspect_quantization_cache": "engine.inspection",
     "inspect_socket_folder": "engine.inspection",
+    "inspect_threads": "engine.inspection",
     "inspect_torch": "engine.inspection",
 }
 

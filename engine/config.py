@@ -51,6 +51,8 @@ class EngineConfig:
         quantization_cache: folder that the smaller weights are kept in for the next start, or off (default:
             octavo/quantization in the user's cache).
         device: cpu, cuda (or cuda:N), auto.
+        threads: that compute on the CPU (default: OMP_NUM_THREADS, else one for each core that this process may use,
+            its container's limit included).
         max_model_len: longest prompt plus answer, in tokens (default: what the model was made for).
         max_num_seqs: most sequences in one step (default: 128, or max_num_batched_tokens where that is less; for
             models that read inputs whole, which hold nothing from step to step, no limit but their tokens).
@@ -81,6 +83,7 @@ class EngineConfig:
     quantization: Literal["none", "int8", "int4"] | None = None
     quantization_cache: str | None = None
     device: str = "auto"
+    threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 2048
@@ -101,7 +104,7 @@ class EngineConfig:
             raise ConfigError("model must name a local folder or a hub id, got an empty value.")
         for name in ("max_num_batched_tokens", "block_size", "max_num_beams"):
             self._at_least(name, 1)
-        for name in ("max_model_len", "max_num_seqs", "num_gpu_blocks_override"):
+        for name in ("threads", "max_model_len", "max_num_seqs", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         if self.max_num_batched_tokens < self.most_seqs:

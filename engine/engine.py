@@ -19,6 +19,7 @@ from engine.execution.isolation import join, run_apart
 from engine.execution.kv_cache import KVCache, choose_cache_dtype, count_blocks
 from engine.execution.loading import check_weights_fit, explained, find_max_model_len, find_quantization
 from engine.execution.runner import ModelRunner
+from engine.execution.threads import use_threads
 from engine.execution.warmup import measure, trial
 from engine.generation import GenerationDefaults, load_defaults, resolve
 from engine.inputs import check_terms, decoder_start, read_input, read_pooling_input
@@ -63,6 +64,7 @@ class Engine:
     def _load(self, config: EngineConfig) -> None:
         started = time.monotonic()
         self.config = config
+        use_threads(config)
         pipeline = read_pipeline(locate(config.model, config.revision, config.hf_token))
         path = pipeline.transformer
         hf_config = read_config(path)

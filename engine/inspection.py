@@ -11,6 +11,7 @@ import torch
 from engine import native
 from engine.attention import select
 from engine.config import EngineConfig
+from engine.cpus import Threads, choose_threads, given_environment
 from engine.engine import choose_device, choose_dtype
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import find_max_model_len, find_quantization
@@ -35,7 +36,6 @@ class TorchFacts:
     Attributes:
         version: such as 2.13.0+cpu.
         cuda: version of CUDA it was built with; None for a CPU build.
-        num_threads: threads of one operation on the CPU.
         gpus: names of the GPUs it sees.
         kernels: the instruction set of Octavo's own kernels for the CPU; "" where torch computes everything.
         no_kernels: why there are none.
@@ -43,7 +43,6 @@ class TorchFacts:
 
     version: str
     cuda: str | None
-    num_threads: int
     gpus: tuple[str, ...]
     kernels: str = ""
     no_kernels: str = ""
@@ -109,11 +108,15 @@ def inspect_torch() -> TorchFacts:
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
-        num_threads=torch.get_num_threads(),
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if available else (),
         kernels=kernels,
         no_kernels=no_kernels,
     )
+
+
+def inspect_threads(config: EngineConfig) -> Threads:
+    """How many threads would compute on the CPU, and why."""
+    return choose_threads(config.threads, given_environment())
 
 
 def inspect_device(config: EngineConfig) -> str:

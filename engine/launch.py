@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.cpus import engine_environment
 from engine.errors import ConfigError, EngineDeadError
 from engine.logs import LogFormat
 from engine.messages import GOODBYE, Failed, Ready, Start, receive_reply, send_framed
@@ -82,7 +83,7 @@ class EngineProcess:
             self.line, theirs = socket.socketpair()
             try:
                 with theirs, _signals_held():
-                    self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment())
+                    self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment(config))
             except OSError:
                 self.line.close()
                 raise
@@ -163,8 +164,10 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _environment() -> dict[str, str]:
+def _environment(config: EngineConfig) -> dict[str, str]:
+    environment = engine_environment(config.threads)
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", _SPINS)
     # The same modules as here, however they were found; the working directory only if it counts here, too.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    patience = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": _SPINS}
-    return {**patience, **os.environ, "PYTHONPATH": path}
+    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return environment

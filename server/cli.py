@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None and command == "serve":  # the process is ours; once it serves, other handlers take over
             for signum in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(signum, _stop_early)
+            _leave_cores_to_the_engine()
         if argv is None and (command in ("config", "doctor") or {"-h", "--help"} & set(arguments)):
             _end_with_the_reader()
         return COMMANDS[command][1](arguments[1:])
@@ -41,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     parser.error(_no_command(arguments))
+
+
+def _leave_cores_to_the_engine() -> None:
+    from engine import compute_in_one_thread
+
+    compute_in_one_thread()
 
 
 def _end_with_the_reader() -> None:

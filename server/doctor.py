@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -42,7 +41,7 @@ class Finding:
 def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
     """All checks, in the order in which a start would meet them."""
     findings = [check_python()]
-    torch_found = list(check_torch())
+    torch_found = list(check_torch(config))
     findings += torch_found
     if all(finding.verdict != "FAIL" for finding in torch_found):
         device = check_device(config)
@@ -82,8 +81,8 @@ def check_python() -> Finding:
     return Finding("python", "ok", found)
 
 
-def check_torch() -> Iterator[Finding]:
-    """torch can be imported, and has as many threads as there are CPUs."""
+def check_torch(config: EngineConfig) -> Iterator[Finding]:
+    """torch can be imported, and what computes beside it."""
     try:
         from engine import inspect_torch
 
@@ -93,13 +92,7 @@ def check_torch() -> Iterator[Finding]:
         return
     build = f"built for CUDA {facts.cuda}" if facts.cuda else "a CPU build"
     yield Finding("torch", "ok", f"{facts.version}, {build}")
-    cpus = num_cpus()
-    found = f"{facts.num_threads} for {cpus:g} CPUs"
-    if facts.num_threads > max(1, cpus):
-        fix = f"Threads that wait for each other are slow: set OMP_NUM_THREADS={max(1, int(cpus))}."
-        yield Finding("threads", "warn", found, fix)
-    else:
-        yield Finding("threads", "ok", found)
+    yield check_threads(config)
     if not facts.gpus:
         yield check_kernels(facts)
 
@@ -112,24 +105,16 @@ def check_kernels(facts: TorchFacts) -> Finding:
     return Finding("kernels", "warn", f"none: {facts.no_kernels}", fix)
 
 
-def num_cpus(cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPUs this process may use, its container's share included."""
-    cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    for quota, period in (_quota(cgroups / "cpu.max"), _quota(cgroups / "cpu" / "cpu.cfs_quota_us")):
-        if quota > 0 < period:
-            cpus = min(cpus, quota / period)
-    return cpus
+def check_threads(config: EngineConfig) -> Finding:
+    """No more threads compute than there are CPUs."""
+    from engine import inspect_threads
 
-
-def _quota(file: Path) -> tuple[int, int]:
-    """Microseconds of CPU per period and the period's length; (0, 0) where there is no limit."""
-    try:
-        words = file.read_text().split()
-        if file.name != "cpu.max":
-            words += file.with_name("cpu.cfs_period_us").read_text().split()
-        return int(words[0]), int(words[1])
-    except (OSError, ValueError, IndexError):  # no such group, or "max"
-        return 0, 0
+    threads = inspect_threads(config)
+    found = f"{threads.count} for {threads.cpus:g} CPUs: {threads.reason}"
+    if threads.too_many:
+        fix = f"Threads that wait for each other are slow: set --threads {max(1, int(threads.cpus))}."
+        return Finding("threads", "warn", found, fix)
+    return Finding("threads", "ok", found)
 
 
 def check_device(config: EngineConfig) -> Finding:

@@ -16,19 +16,14 @@ import torch
 from fake_client import hf_byte_tokenizer
 
 import engine
-from engine import EngineConfig, inspect_model, native
+from engine import EngineConfig, cpus, inspect_model, native
 from engine.execution.memory import available_memory
 from server import doctor
 from server.cli import main
 from server.config.settings import DEMO_MODEL, ServerSettings
 from server.doctor import Finding
 
-CPU_BUILD = engine.TorchFacts(version="2.13.0+cpu", cuda=None, num_threads=1, gpus=(), kernels="avx2")
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "num_cpus", lambda: 64.0)
+CPU_BUILD = engine.TorchFacts(version="2.13.0+cpu", cuda=None, gpus=(), kernels="avx2")
 
 
 @pytest.fixture
@@ -134,36 +129,24 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = replace(CPU_BUILD, kernels="", no_kernels="no C++ compiler was found")
     monkeypatch.setattr(engine, "inspect_torch", lambda: facts, raising=False)
-    found = {finding.check: finding for finding in doctor.check_torch()}
+    found = {finding.check: finding for finding in doctor.check_torch(EngineConfig(model="m"))}
     assert "no C++ compiler was found" in warned(found["kernels"])
     assert "g++" in found["kernels"].fix
     monkeypatch.setattr(engine, "inspect_torch", lambda: replace(facts, gpus=("H200",)), raising=False)
-    assert "kernels" not in {finding.check for finding in doctor.check_torch()}, "a GPU has no use for them"
+    assert "kernels" not in {finding.check for finding in doctor.check_torch(EngineConfig(model="m"))}, (
+        "a GPU has no use for them"
+    )
 
 
-def test_more_threads_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "inspect_torch", lambda: replace(CPU_BUILD, num_threads=64), raising=False)
-    monkeypatch.setattr(doctor, "num_cpus", lambda: 1.5)
-    found = {finding.check: finding for finding in doctor.check_torch()}
-    assert "64 for 1.5 CPUs" in warned(found["threads"])
-    assert "OMP_NUM_THREADS=1." in found["threads"].fix
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "cpus"),
-    [("cpu.max", "50000 100000\n", 0.5), ("cpu.max", "max 100000\n", None), ("cpu/cpu.cfs_quota_us", "25000\n", 0.25),
-     ("cpu/cpu.cfs_quota_us", "-1\n", None)],
-)  # fmt: skip
-def test_a_containers_share_of_cpus(
-    file: str, content: str, cpus: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(content)
-    (tmp_path / file).with_name("cpu.cfs_period_us").write_text("100000\n")
-    without = doctor.num_cpus(tmp_path / "nothing")
-    assert without >= 1
-    assert doctor.num_cpus(tmp_path) == (cpus or without)
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpus, "cpu_share", lambda: 1.5)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert examine()["threads"].found == "1 for 1.5 CPUs: what the container may use"
+    found = examine(threads=64)["threads"]
+    assert "64 for 1.5 CPUs: --threads" in warned(found)
+    assert "--threads 1." in found.fix
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "3 for 1.5 CPUs: OMP_NUM_THREADS" in warned(examine()["threads"])
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:

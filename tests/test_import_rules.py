@@ -16,6 +16,8 @@ LAYERS = {
     "engine.errors": 0,
     "engine.config": 1,
     "engine.folders": 1,
+    "engine.cgroups": 1,
+    "engine.cpus": 1,
     "engine.values": 1,
     "engine.outputs": 1,
     "engine.pooling": 1,

@@ -466,4 +466,4 @@ def test_waiting_threads_spin_for_a_moment_only(
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert launch._environment().get("GOMP_SPINCOUNT") == expected
+    assert launch._environment(EngineConfig(model="m")).get("GOMP_SPINCOUNT") == expected

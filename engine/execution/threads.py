@@ -1,0 +1,32 @@
+"""The threads that compute, in the process that the engine is loaded in."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from engine.config import EngineConfig
+from engine.cpus import choose_threads
+
+logger = logging.getLogger("octavo.engine")
+
+
+def use_threads(config: EngineConfig) -> int:
+    """Let torch, and with it our kernels, compute in as many threads as the settings say; returns how many.
+
+    Without a setting there will be no more than there are: someone may have chosen fewer for this process.
+    """
+    chosen = choose_threads(config.threads, os.environ)
+    count = chosen.count if config.threads is not None else min(chosen.count, torch.get_num_threads())
+    if count != torch.get_num_threads():
+        torch.set_num_threads(count)
+    if chosen.too_many:
+        logger.warning(
+            "threads is %d (%s), but %g CPUs may be used: threads that wait for each other are slow. Lower --threads.",
+            chosen.count,
+            chosen.reason,
+            chosen.cpus,
+        )
+    return count
