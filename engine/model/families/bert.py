@@ -8,21 +8,26 @@ from engine.model.families.common import activation
 from engine.model.families.encoder_only import (
     OLD_NORMS,
     check_settings,
-    first_token_classifier,
     first_token_weights,
+    masked_lm,
     masked_lm_weights,
+    named_head,
     post_norm_encoder,
     stack_weights,
-    token_classifier,
     token_weights,
 )
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, Dense, Head, MaskedLm, ModelSpec, Norm, Pool, Stack, Tokens
+from engine.model.spec import Classifier, Dense, MaskedLm, ModelSpec, Norm, Stack, Tokens
 from engine.model.table import Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
-    return ModelSpec(encoder=stack(config, Learned(config.max_position_embeddings)), decoder=None, head=_head(config))
+    masked = masked_lm(config, activation(config.hidden_act), config.layer_norm_eps)
+    return ModelSpec(
+        encoder=stack(config, Learned(config.max_position_embeddings)),
+        decoder=None,
+        head=named_head(config, masked, "tanh", ("ForMaskedLM", "ForPreTraining")),
+    )
 
 
 def stack(config: Any, positions: Learned, width: int | None = None) -> Stack:
@@ -52,22 +57,6 @@ def stack(config: Any, positions: Learned, width: int | None = None) -> Stack:
         ffn=Dense(config.intermediate_size, activation(config.hidden_act), bias=True),
         layer_norm=layer_norm,
     )
-
-
-def _head(config: Any) -> Head:
-    match config.architectures[0]:
-        case "BertForMaskedLM" | "BertForPreTraining":
-            return MaskedLm(
-                tied=config.tie_word_embeddings,
-                activation=activation(config.hidden_act),
-                norm=Norm("layer", config.layer_norm_eps, bias=True),
-            )
-        case "BertForSequenceClassification":
-            return first_token_classifier(config, "tanh")
-        case "BertForTokenClassification":
-            return token_classifier(config)
-        case _:
-            return Pool()
 
 
 def weights(model: ModelSpec) -> WeightTable:

@@ -9,16 +9,16 @@ from engine.model.families.encoder_only import (
     OLD_NORMS,
     LayerNames,
     check_settings,
-    first_token_classifier,
     first_token_weights,
+    masked_lm,
     masked_lm_weights,
+    named_head,
     post_norm_encoder,
     stack_weights,
-    token_classifier,
     token_weights,
 )
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, Dense, Head, MaskedLm, ModelSpec, Norm, Pool, Tokens
+from engine.model.spec import Classifier, Dense, MaskedLm, ModelSpec, Norm, Tokens
 from engine.model.table import Family, WeightTable
 
 _NORM = Norm("layer", 1e-12, bias=True)
@@ -50,19 +50,8 @@ def spec(config: Any) -> ModelSpec:
         ffn=Dense(config.hidden_dim, activation(config.activation), bias=True),
         layer_norm=_NORM,
     )
-    return ModelSpec(encoder=encoder, decoder=None, head=_head(config))
-
-
-def _head(config: Any) -> Head:
-    match config.architectures[0]:
-        case "DistilBertForMaskedLM":
-            return MaskedLm(tied=config.tie_word_embeddings, activation=activation(config.activation), norm=_NORM)
-        case "DistilBertForSequenceClassification":
-            return first_token_classifier(config, "relu")
-        case "DistilBertForTokenClassification":
-            return token_classifier(config)
-        case _:
-            return Pool()
+    masked = masked_lm(config, activation(config.activation), _NORM.eps)
+    return ModelSpec(encoder=encoder, decoder=None, head=named_head(config, masked, "relu"))
 
 
 def weights(model: ModelSpec) -> WeightTable:

@@ -8,35 +8,22 @@ from engine.model.families.bert import stack
 from engine.model.families.common import linear
 from engine.model.families.encoder_only import (
     OLD_NORMS,
-    first_token_classifier,
     first_token_weights,
+    masked_lm,
     masked_lm_weights,
+    named_head,
     stack_weights,
-    token_classifier,
     token_weights,
 )
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, Head, MaskedLm, ModelSpec, Norm, Pool, Tokens
+from engine.model.spec import Classifier, MaskedLm, ModelSpec, Tokens
 from engine.model.table import Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
     encoder = stack(config, Learned(config.max_position_embeddings), config.embedding_size)
-    return ModelSpec(encoder=encoder, decoder=None, head=_head(config))
-
-
-def _head(config: Any) -> Head:
-    """GELU, whatever hidden_act says."""
-    match config.architectures[0]:
-        case "ElectraForMaskedLM":
-            norm = Norm("layer", config.layer_norm_eps, bias=True)
-            return MaskedLm(tied=config.tie_word_embeddings, activation="gelu", norm=norm)
-        case "ElectraForSequenceClassification":
-            return first_token_classifier(config, "gelu")
-        case "ElectraForTokenClassification":
-            return token_classifier(config)
-        case _:
-            return Pool()
+    masked = masked_lm(config, "gelu", config.layer_norm_eps)  # GELU in all heads, whatever hidden_act says
+    return ModelSpec(encoder=encoder, decoder=None, head=named_head(config, masked, "gelu"))
 
 
 def weights(model: ModelSpec) -> WeightTable:

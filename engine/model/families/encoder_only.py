@@ -14,9 +14,11 @@ from engine.model.spec import (
     Block,
     Classifier,
     Dense,
+    Head,
     MaskedLm,
     ModelSpec,
     Norm,
+    Pool,
     Post,
     Stack,
     Tokens,
@@ -110,6 +112,28 @@ def token_classifier(config: Any) -> Classifier:
 def first_token_classifier(config: Any, activation: Activation) -> Classifier:
     """Two layers over the first token."""
     return Classifier(labels=config.num_labels, pooling="cls", activation=activation)
+
+
+def masked_lm(config: Any, activation: Activation, eps: float) -> MaskedLm:
+    """A dense layer and a norm before the vocabulary's matrix."""
+    return MaskedLm(tied=config.tie_word_embeddings, activation=activation, norm=Norm("layer", eps, bias=True))
+
+
+def named_head(
+    config: Any, masked: MaskedLm, activation: Activation, masked_names: tuple[str, ...] = ("ForMaskedLM",)
+) -> Head:
+    """The head that the architecture's name ends with.
+
+    Args:
+        masked: of names that end with one of `masked_names`.
+        activation: between the two layers over the first token.
+    """
+    name = config.architectures[0]
+    if name.endswith(masked_names):
+        return masked
+    if name.endswith("ForSequenceClassification"):
+        return first_token_classifier(config, activation)
+    return token_classifier(config) if name.endswith("ForTokenClassification") else Pool()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,15 @@ from typing import Any
 from engine.model.families.bert import stack
 from engine.model.families.encoder_only import (
     OLD_NORMS,
-    first_token_classifier,
     first_token_weights,
+    masked_lm,
     masked_lm_weights,
+    named_head,
     positions_after_padding,
     stack_weights,
-    token_classifier,
     token_weights,
 )
-from engine.model.spec import Classifier, Head, MaskedLm, ModelSpec, Norm, Pool
+from engine.model.spec import Classifier, Head, MaskedLm, ModelSpec
 from engine.model.table import Entry, Family, WeightTable
 
 
@@ -30,17 +30,8 @@ def spec(config: Any) -> ModelSpec:
 
 
 def head_of(config: Any) -> Head:
-    """The head of a config of RoBERTa's kind, by what its architecture's name ends with."""
-    name = config.architectures[0]
-    if name.endswith("ForMaskedLM"):
-        # GELU whatever hidden_act says.
-        norm = Norm("layer", config.layer_norm_eps, bias=True)
-        return MaskedLm(tied=config.tie_word_embeddings, activation="gelu", norm=norm)
-    if name.endswith("ForSequenceClassification"):
-        return first_token_classifier(config, "tanh")
-    if name.endswith("ForTokenClassification"):
-        return token_classifier(config)
-    return Pool()
+    """The head of a config of RoBERTa's kind: GELU before the vocabulary, whatever hidden_act says."""
+    return named_head(config, masked_lm(config, "gelu", config.layer_norm_eps), "tanh")
 
 
 def weights(model: ModelSpec) -> WeightTable:
