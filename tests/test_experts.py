@@ -20,7 +20,8 @@ from engine.attention.base import AttentionMetadata
 from engine.execution.invariance import min_invariant_rows
 from engine.model.activations import ACTIVATIONS
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
-from engine.model.layers import Linear, Place, Step
+from engine.model.layers import Linear, Step
+from engine.model.place import Place
 from engine.model.spec import Dense, Experts, Gated
 
 CPU = torch.device("cpu")

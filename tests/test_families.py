@@ -13,7 +13,8 @@ import transformers
 
 from engine.errors import UnsupportedModelError
 from engine.model import families
-from engine.model.spec import MaskedLm, ModelSpec, Norm, Pool
+from engine.model.normalisation import Norm
+from engine.model.spec import MaskedLm, ModelSpec, Pool
 
 ROOT = Path(__file__).resolve().parent.parent
 

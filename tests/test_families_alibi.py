@@ -22,8 +22,9 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import checkpoint, families
 from engine.model.bias import BiasTable
 from engine.model.families.alibi import slopes
+from engine.model.normalisation import Norm
 from engine.model.positions import DynamicScaling, Learned, LinearScaling, Rotary, RoundedSlopes, Slopes
-from engine.model.spec import Block, Dense, Lm, ModelSpec, Norm, NormedResidual, Parallel, Pool, Pre, Tokens
+from engine.model.spec import Block, Dense, Lm, ModelSpec, NormedResidual, Parallel, Pool, Pre, Tokens
 
 CPU = torch.device("cpu")
 LAYER = Norm("layer", 1e-5, bias=True)

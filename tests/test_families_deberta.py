@@ -28,10 +28,12 @@ from engine import TokenInput
 from engine.attention.base import AttentionMetadata
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.convolution import neighbours
-from engine.model.disentangled import DisentangledAttention, column_of
+from engine.model.disentangled import DisentangledAttention
+from engine.model.distances import column_of
 from engine.model.missing import unsupported
+from engine.model.normalisation import Norm
 from engine.model.positions import Disentangled, DistanceVectors, Learned
-from engine.model.spec import Attention, Classifier, Convolution, Dense, Lm, MaskedLm, ModelSpec, Norm, Pool, Tokens
+from engine.model.spec import Attention, Classifier, Convolution, Dense, Lm, MaskedLm, ModelSpec, Pool, Tokens
 from engine.model.table import Taps
 from engine.model.transformer import Transformer
 

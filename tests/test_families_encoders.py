@@ -34,8 +34,9 @@ from engine.attention.base import AttentionMetadata
 from engine.engine import find_max_model_len
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import checkpoint, families
+from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets
-from engine.model.spec import Attention, Block, Classifier, Dense, MaskedLm, ModelSpec, Norm, Pool, Post, Stack, Tokens
+from engine.model.spec import Attention, Block, Classifier, Dense, MaskedLm, ModelSpec, Pool, Post, Stack, Tokens
 
 Tensors = dict[str, Tensor]
 

@@ -17,8 +17,9 @@ from support.published import MIXTRAL_8X7B, QWEN3_30B_A3B, read
 
 from engine.attention.base import Window
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.normalisation import Norm
 from engine.model.positions import LinearScaling, Rotary, YarnScaling
-from engine.model.spec import Attention, Experts, Gated, Lm, ModelSpec, Norm, PerHead, Pre, Stack, Tokens
+from engine.model.spec import Attention, Experts, Gated, Lm, ModelSpec, PerHead, Pre, Stack, Tokens
 
 
 def decoder(model: ModelSpec) -> Stack:

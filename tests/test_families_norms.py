@@ -18,6 +18,7 @@ from support.published import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_4B, OLMO_2_7B, OLM
 
 from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
+from engine.model.normalisation import Norm
 from engine.model.positions import LinearScaling, Rotary, YarnScaling
 from engine.model.spec import (
     AfterSublayer,
@@ -25,7 +26,6 @@ from engine.model.spec import (
     Gated,
     Lm,
     ModelSpec,
-    Norm,
     PerHead,
     Sandwich,
     Stack,

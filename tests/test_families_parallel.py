@@ -20,22 +20,9 @@ from torch import Tensor
 
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import checkpoint, families
+from engine.model.normalisation import Norm
 from engine.model.positions import Learned, LinearScaling, Rotary
-from engine.model.spec import (
-    Attention,
-    Block,
-    Dense,
-    Lm,
-    ModelSpec,
-    Norm,
-    Parallel,
-    PerHead,
-    Pool,
-    Post,
-    Pre,
-    Stack,
-    Tokens,
-)
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Parallel, PerHead, Pool, Post, Pre, Stack, Tokens
 
 # config.json as published, without what only training or a tokenizer reads.
 GPT_J_6B: dict[str, Any] = {

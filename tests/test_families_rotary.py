@@ -15,8 +15,9 @@ from support.pages import Pages, close, load, scattered_tables
 from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model import checkpoint, families
+from engine.model.normalisation import Norm
 from engine.model.positions import BandScaling, DynamicScaling, LinearScaling, LongScaling, Rotary, YarnScaling
-from engine.model.spec import Attention, Gated, Lm, ModelSpec, Norm, PerHead, Pre
+from engine.model.spec import Attention, Gated, Lm, ModelSpec, PerHead, Pre
 
 MISTRAL_V01 = {
     "architectures": ["MistralForCausalLM"],

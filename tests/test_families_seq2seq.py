@@ -21,8 +21,9 @@ from torch import Tensor
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.generation import load_defaults
 from engine.model import checkpoint, families
+from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets, Sinusoidal
-from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Norm, Post, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Post, Pre, Stack, Tokens
 
 # config.json as published, without what only training reads.
 T5_SMALL: dict[str, Any] = {

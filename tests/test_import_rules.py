@@ -117,6 +117,19 @@ def test_imports_run_downwards(path: Path) -> None:
                 assert layer(name) <= layer(own), f"{own} must not import {name}: it is above"
 
 
+def test_no_circles() -> None:
+    """What a file imports never imports that file, whatever for and by however many others. A package's own file, which
+    collects what is in it, does not count."""
+    own_files = {module_of(path) for path in FILES if path.name == "__init__.py"}
+    edges = {module_of(path): {*imports(path)} & MODULES - own_files for path in FILES}
+    for start in edges.keys() - own_files:
+        reached, new = set(), edges[start]
+        while new:
+            assert start not in new, f"{start} is imported by {', '.join(m for m in reached if start in edges[m])}"
+            reached |= new
+            new = set().union(*(edges[module] for module in new)) - reached
+
+
 @pytest.mark.parametrize("path", cases("engine.scheduling"))
 def test_scheduling_knows_no_torch_and_no_model(path: Path) -> None:
     assert not offenders(path, "torch", "transformers", "engine.attention", "engine.model", "engine.execution")

@@ -19,7 +19,8 @@ from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
 from engine.execution.runner import ModelRunner
 from engine.model.activations import ACTIVATIONS, activate
-from engine.model.layers import Linear, Place
+from engine.model.layers import Linear
+from engine.model.place import Place
 from engine.model.spec import Lm
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.plan import StepPlan

@@ -23,10 +23,11 @@ from engine.attention.reference import TorchReference
 from engine.errors import ConfigError
 from engine.model import families
 from engine.model.blocks import Sublayer
-from engine.model.layers import Place, RmsNorm, build_norm
+from engine.model.normalisation import Norm
+from engine.model.norms import RmsNorm, build_norm
+from engine.model.place import Place
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
-from engine.model.spec import Norm
 from engine.model.transformer import Transformer
 
 VOCAB = 61

@@ -16,6 +16,7 @@ from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model import checkpoint, families
 from engine.model.missing import unsupported
+from engine.model.normalisation import Norm
 from engine.model.positions import BandScaling, Learned, LinearScaling, RelativeBuckets, Rotary, Slopes
 from engine.model.spec import (
     AfterSublayer,
@@ -26,7 +27,6 @@ from engine.model.spec import (
     Lm,
     MaskedLm,
     ModelSpec,
-    Norm,
     PerHead,
     Pool,
     Post,

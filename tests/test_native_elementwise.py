@@ -11,8 +11,9 @@ from support.native import ISAS, kernels_of, needs_native
 from torch import Tensor
 
 from engine.model.activations import ACTIVATIONS
-from engine.model.layers import Place, RmsNorm
-from engine.model.spec import Norm
+from engine.model.normalisation import Norm
+from engine.model.norms import RmsNorm
+from engine.model.place import Place
 from engine.native import activations, norms
 
 pytestmark = needs_native

@@ -17,8 +17,9 @@ from torch import Tensor
 from engine import SamplingParams, native
 from engine.model import kernels
 from engine.model.activations import ACTIVATIONS, activate, activate_by_name, gate_by_name
-from engine.model.layers import Place, build_norm
-from engine.model.spec import Norm
+from engine.model.normalisation import Norm
+from engine.model.norms import build_norm
+from engine.model.place import Place
 
 pytestmark = needs_native
 CPU = torch.device("cpu")

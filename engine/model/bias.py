@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.base import DistanceBias, PositionBias
-from engine.model.layers import Place
+from engine.model.place import Place
 from engine.model.positions import RelativeBuckets, RoundedSlopes, Slopes
 
 

@@ -10,15 +10,10 @@ from engine.model import spec
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward
-from engine.model.layers import (
-    CrossAttention,
-    DenseFeedForward,
-    GatedFeedForward,
-    Place,
-    SelfAttention,
-    Step,
-    build_norm,
-)
+from engine.model.layers import CrossAttention, DenseFeedForward, GatedFeedForward, SelfAttention, Step
+from engine.model.normalisation import Norm
+from engine.model.norms import build_norm
+from engine.model.place import Place
 from engine.model.positions import Disentangled
 
 
@@ -55,7 +50,7 @@ class SequentialBlock(nn.Module):
 
     def __init__(self, block: spec.Block, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place):
         super().__init__()
-        norms: dict[str, tuple[spec.Norm | None, spec.Norm | None, spec.Norm | None]]
+        norms: dict[str, tuple[Norm | None, Norm | None, Norm | None]]
         match block.placement:
             case spec.Pre(attention, ffn, cross):
                 norms = {"before": (attention, cross, ffn)}

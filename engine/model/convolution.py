@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from engine.attention.base import AttentionMetadata
 from engine.model import spec
 from engine.model.activations import activate_by_name
-from engine.model.layers import Linear, Place, Step
+from engine.model.layers import Linear, Step
+from engine.model.place import Place
 
 
 class TokenConvolution(nn.Module):

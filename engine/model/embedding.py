@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model import spec
-from engine.model.layers import Linear, Place, build_norm
+from engine.model.layers import Linear
+from engine.model.norms import build_norm
+from engine.model.place import Place
 from engine.model.positions import Learned, Sinusoidal
 from engine.model.sinusoidal import SinusoidalTable
 

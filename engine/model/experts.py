@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from engine.model import spec
 from engine.model.activations import activate_by_name, gate_by_name
-from engine.model.layers import Linear, Place, Step
+from engine.model.layers import Linear, Step
 from engine.model.packing import PackedProduct, pack_product
+from engine.model.place import Place
 from engine.model.quantisation import Quantization
 from engine.native.gemm import Quantised
 

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 from engine.model import spec
 from engine.model.activations import activate, activate_by_name
-from engine.model.layers import Linear, Place, build_norm
+from engine.model.layers import Linear
+from engine.model.normalisation import Norm
+from engine.model.norms import build_norm
+from engine.model.place import Place
 
 
 class Head(nn.Module):
@@ -22,7 +25,7 @@ class Head(nn.Module):
         self,
         sizes: tuple[int, int | None, int],
         activation: spec.Activation | None,
-        norm: spec.Norm | None,
+        norm: Norm | None,
         place: Place,
         *,
         dense_bias: bool,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,28 +16,16 @@ from torch import Tensor, nn
 from engine.attention.base import AttentionBackend, AttentionMetadata, Bias, DistanceBias, Paged, PositionBias, Ragged
 from engine.model import kernels, spec
 from engine.model.activations import activate_by_name, gate_by_name
+from engine.model.distances import DistanceTable
+from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, pack_product
+from engine.model.place import Place
 from engine.model.positions import AttentionPosition, Rotary
 from engine.model.quantisation import Quantization
 from engine.model.rotary import rotate
 from engine.native import gemm
 from engine.native.arguments import FORMATS
 from engine.native.gemm import Quantised
-
-if TYPE_CHECKING:
-    from engine.model.disentangled import DistanceTable
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where parameters live, and in which format."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """An uninitialised parameter that never asks for gradients."""
-        return nn.Parameter(torch.empty(*shape, device=self.device, dtype=self.dtype), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,60 +118,6 @@ class Linear(nn.Module):
         if packed is None or x.dtype not in FORMATS:
             return self(x).float()  # type: ignore[no-any-return]
         return gemm.matmul(packed, x, dtype=torch.float32)
-
-
-class RmsNorm(nn.Module):
-    """Root-mean-square norm, computed in float32.
-
-    The product with the weight happens in the input's format, after rounding; with a unit offset, or where the
-    part says so, it happens in float32, before rounding. Half-precision results depend on that order.
-    """
-
-    def __init__(self, part: spec.Norm, size: int, place: Place):
-        super().__init__()
-        self.weight = place.parameter(size) if part.weight else None
-        self.shape = (size,)
-        self.eps = part.eps
-        self.unit_offset = part.unit_offset
-        self.in_float32 = part.in_float32
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset, in_float32=self.in_float32)
-        return self.by_torch(x) if normed is None else normed
-
-    def by_torch(self, x: Tensor) -> Tensor:
-        """The same without kernels of our own."""
-        if self.weight is None:
-            return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype)
-        if self.unit_offset:
-            return F.rms_norm(x.float(), self.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
-        if self.in_float32:
-            return F.rms_norm(x.float(), self.shape, self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x.float(), self.shape, None, self.eps).to(x.dtype) * self.weight
-
-
-class LayerNorm(nn.Module):
-    """Layer norm with or without a weight and a bias."""
-
-    def __init__(self, part: spec.Norm, size: int, place: Place):
-        super().__init__()
-        self.weight = place.parameter(size) if part.weight else None
-        self.bias = place.parameter(size) if part.bias else None
-        self.shape = (size,)
-        self.eps = part.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = kernels.layer_norm(x, self.weight, self.bias, self.eps)
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps) if normed is None else normed
-
-
-def build_norm(part: spec.Norm | None, size: int, place: Place) -> nn.Module | None:
-    """The module of a norm over `size` features, or None for none."""
-    if part is None:
-        return None
-    return RmsNorm(part, size, place) if part.kind == "rms" else LayerNorm(part, size, place)
 
 
 class QkNorm(nn.Module):

@@ -25,12 +25,11 @@ from engine.model.layers import (
     CrossPages,
     DenseFeedForward,
     GatedFeedForward,
-    LayerNorm,
     Linear,
     QkNorm,
-    RmsNorm,
     SelfAttention,
 )
+from engine.model.norms import LayerNorm, RmsNorm
 from engine.model.positions import AttentionPosition, Rotary
 from engine.native import gemm
 from engine.native.activations import FUNCTIONS

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from engine.model.spec import Norm
+from engine.model.normalisation import Norm
 
 
 @dataclass(frozen=True, slots=True)

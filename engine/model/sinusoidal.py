@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.layers import Place
+from engine.model.place import Place
 from engine.model.positions import Sinusoidal
 
 

@@ -11,30 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.attention.base import Window
+from engine.model.normalisation import Norm
 from engine.model.positions import AttentionPosition, Disentangled, DistanceVectors, Positions, RelativeBuckets
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A normalisation over the features of one token.
-
-    Attributes:
-        kind: "rms" (arXiv:1910.07467) or "layer" (arXiv:1607.06450).
-        eps: added to the mean square or variance.
-        bias: has a learned bias (layer norm only).
-        unit_offset: the stored weight is the deviation from 1, and is applied in float32.
-        weight: has a learned weight.
-        in_float32: the weight is applied in float32, before rounding, where it is no deviation, too.
-    """
-
-    kind: Literal["rms", "layer"]
-    eps: float
-    bias: bool = False
-    unit_offset: bool = False
-    weight: bool = True
-    in_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)

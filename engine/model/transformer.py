@@ -18,13 +18,15 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.blocks import build_block
-from engine.model.disentangled import DistanceTable
+from engine.model.distances import DistanceTable
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import build_head
-from engine.model.layers import CrossAttention, CrossPages, Linear, Place, Step, build_norm
+from engine.model.layers import CrossAttention, CrossPages, Linear, Step
 from engine.model.lowering import LoweredStack, NotLowered
 from engine.model.missing import unsupported
+from engine.model.norms import build_norm
+from engine.model.place import Place
 from engine.model.positions import Learned, Rotary, RoundedSlopes, Slopes
 from engine.model.quantisation import Quantization
 from engine.model.rotary import RotaryTable

@@ -16,8 +16,9 @@ from engine.model.families.encoder_only import (
     stack_weights,
     token_weights,
 )
+from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, Dense, MaskedLm, ModelSpec, Norm, Stack, Tokens
+from engine.model.spec import Classifier, Dense, MaskedLm, ModelSpec, Stack, Tokens
 from engine.model.table import Family, WeightTable
 
 

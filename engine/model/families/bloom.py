@@ -7,8 +7,9 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families.alibi import slopes
 from engine.model.families.common import even_head_dim, head, linear, norm
+from engine.model.normalisation import Norm
 from engine.model.positions import Slopes
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, NormedResidual, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, NormedResidual, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Interleaved, WeightTable
 
 # What the published models were trained with; only some of their configs say so.

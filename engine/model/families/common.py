@@ -8,6 +8,7 @@ from typing import Any
 from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.rope_settings import rotated, scaling_of, settings_of, theta_of
+from engine.model.normalisation import Norm
 from engine.model.positions import Rotary
 from engine.model.spec import (
     Activation,
@@ -19,7 +20,6 @@ from engine.model.spec import (
     Gated,
     Lm,
     ModelSpec,
-    Norm,
     Pre,
     Stack,
     Tokens,

@@ -17,6 +17,7 @@ from engine.model.families.encoder_only import (
     token_classifier,
     token_weights,
 )
+from engine.model.normalisation import Norm
 from engine.model.positions import Disentangled, DistanceVectors, Learned
 from engine.model.spec import (
     Attention,
@@ -27,7 +28,6 @@ from engine.model.spec import (
     Head,
     MaskedLm,
     ModelSpec,
-    Norm,
     Pool,
     Post,
     Stack,

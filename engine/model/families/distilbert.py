@@ -17,8 +17,9 @@ from engine.model.families.encoder_only import (
     stack_weights,
     token_weights,
 )
+from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, Dense, MaskedLm, ModelSpec, Norm, Tokens
+from engine.model.spec import Classifier, Dense, MaskedLm, ModelSpec, Tokens
 from engine.model.table import Family, WeightTable
 
 _NORM = Norm("layer", 1e-12, bias=True)

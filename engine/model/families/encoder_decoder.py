@@ -6,8 +6,9 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
+from engine.model.normalisation import Norm
 from engine.model.positions import Learned, Positions, Sinusoidal
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Post, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Post, Pre, Stack, Tokens
 from engine.model.table import Entry, Row, WeightTable
 
 NORM = Norm("layer", 1e-5, bias=True)

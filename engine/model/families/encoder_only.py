@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import even_head_dim, linear, norm, qkv
+from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets
 from engine.model.spec import (
     Activation,
@@ -17,7 +18,6 @@ from engine.model.spec import (
     Head,
     MaskedLm,
     ModelSpec,
-    Norm,
     Pool,
     Post,
     Stack,

@@ -10,8 +10,9 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families.alibi import slopes
 from engine.model.families.common import activation, even_head_dim, head, linear, norm, rotary
+from engine.model.normalisation import Norm
 from engine.model.positions import RoundedSlopes
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Parallel, Placement, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Parallel, Placement, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Interleaved, WeightTable
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, layer_window, rms_decoder_table, rotary
-from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Norm, Sandwich, Stack, Tokens
+from engine.model.normalisation import Norm
+from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Sandwich, Stack, Tokens
 from engine.model.table import Family, WeightTable
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families import gemma2
 from engine.model.families.common import activation, layer_window, rotary
-from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Norm, PerHead, Sandwich, Stack, Tokens
+from engine.model.normalisation import Norm
+from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, PerHead, Sandwich, Stack, Tokens
 from engine.model.table import Family
 
 

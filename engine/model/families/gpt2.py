@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.families.common import activation, head, linear, norm
+from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Transposed, WeightTable
 
 

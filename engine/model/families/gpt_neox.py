@@ -6,7 +6,8 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, head, linear, norm, rotary
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Parallel, Pre, Stack, Tokens
+from engine.model.normalisation import Norm
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Parallel, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Interleaved, WeightTable
 
 

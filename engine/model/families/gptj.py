@@ -6,8 +6,9 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, head, linear, norm, qkv
+from engine.model.normalisation import Norm
 from engine.model.positions import Rotary
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Parallel, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Parallel, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 THETA = 10_000.0  # no setting of the config

@@ -7,20 +7,8 @@ from typing import Any
 from engine.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, even_head_dim, linear, norm, rotary
-from engine.model.spec import (
-    Attention,
-    Block,
-    Classifier,
-    Gated,
-    Head,
-    MaskedLm,
-    ModelSpec,
-    Norm,
-    Pool,
-    Pre,
-    Stack,
-    Tokens,
-)
+from engine.model.normalisation import Norm
+from engine.model.spec import Attention, Block, Classifier, Gated, Head, MaskedLm, ModelSpec, Pool, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 

@@ -15,8 +15,9 @@ from engine.model.families.encoder_only import (
     stack_weights,
 )
 from engine.model.families.roberta import head_of, head_weights
+from engine.model.normalisation import Norm
 from engine.model.positions import RelativeBuckets
-from engine.model.spec import Dense, MaskedLm, ModelSpec, Norm, Tokens
+from engine.model.spec import Dense, MaskedLm, ModelSpec, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 _PADDING = 1  # whatever pad_token_id says

@@ -11,8 +11,9 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families.alibi import slopes
 from engine.model.families.common import even_head_dim, head, linear
+from engine.model.normalisation import Norm
 from engine.model.positions import Slopes
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 logger = logging.getLogger("octavo.model")

@@ -6,18 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.families.common import activation, layer_window, rms_decoder_table, rotary
-from engine.model.spec import (
-    AfterSublayer,
-    Attention,
-    Block,
-    Gated,
-    Lm,
-    ModelSpec,
-    Norm,
-    Stack,
-    Tokens,
-    WholeProjection,
-)
+from engine.model.normalisation import Norm
+from engine.model.spec import AfterSublayer, Attention, Block, Gated, Lm, ModelSpec, Stack, Tokens, WholeProjection
 from engine.model.table import Family, WeightTable
 
 

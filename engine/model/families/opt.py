@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.families.common import activation, head, linear, norm, qkv
+from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Post, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Post, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 OFFSET = 2  # rows of the position table that no token reads

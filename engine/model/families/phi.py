@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.families.common import activation, head, linear, norm, qkv, rotary
-from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Norm, Parallel, PerHead, Stack, Tokens
+from engine.model.normalisation import Norm
+from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Parallel, PerHead, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.families.common import activation, layer_windows, rms_decoder, rms_decoder_table, rotary
-from engine.model.spec import Attention, Gated, ModelSpec, Norm, PerHead
+from engine.model.normalisation import Norm
+from engine.model.spec import Attention, Gated, ModelSpec, PerHead
 from engine.model.table import Family
 
 

@@ -16,20 +16,8 @@ from engine.model.families.common import (
     routed,
     sliding_window,
 )
-from engine.model.spec import (
-    Attention,
-    Block,
-    Experts,
-    FeedForward,
-    Gated,
-    Lm,
-    ModelSpec,
-    Norm,
-    PerHead,
-    Pre,
-    Stack,
-    Tokens,
-)
+from engine.model.normalisation import Norm
+from engine.model.spec import Attention, Block, Experts, FeedForward, Gated, Lm, ModelSpec, PerHead, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
+from engine.model.normalisation import Norm
 from engine.model.positions import RelativeBuckets
-from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Norm, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Joined, WeightTable
 
 TRAINED_LENGTH = 512
