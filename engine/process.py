@@ -8,6 +8,7 @@ It ends when its client does, whatever ended that: then the lifeline closes. Sig
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -35,7 +36,7 @@ from engine.messages import (
     receive_start,
     send_framed,
 )
-from engine.outputs import RequestDelta
+from engine.outputs import EngineStats, RequestDelta
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -99,6 +100,9 @@ def _run(start: Start, line: socket.socket) -> None:
     if start.log_format is not None:
         adopt_libraries()
     engine = Engine(start.config)
+    # What is here now stays: a full collection that looked through it would hold up a step.
+    gc.collect()
+    gc.freeze()
     context = zmq.Context()
     # DEALER queues, keeps the order, and blocks rather than drops when the client does not read.
     with context.socket(zmq.DEALER) as news:
@@ -119,6 +123,7 @@ class Loop:
         self._engine = engine
         self._channel = channel
         self._num_commands = 0
+        self._num_steps = 0  # that the client knows of
 
     def run(self) -> None:
         """Serve; ends only with an exception, which is the process's end."""
@@ -129,10 +134,10 @@ class Loop:
         """Carry out what has been asked, waiting for it if there is nothing to compute; then one step."""
         self._obey()
         if self._engine.has_unfinished_requests():
-            before = self._engine.stats().num_steps
             deltas = self._engine.step_deltas()
-            if deltas or self._engine.stats().num_steps != before:
-                self._tell(deltas, {})
+            stats = self._engine.stats()
+            if deltas or stats.num_steps != self._num_steps:
+                self._tell(deltas, {}, stats)
 
     def _obey(self) -> None:
         accepted: list[RequestDelta] = []
@@ -152,7 +157,7 @@ class Loop:
             else:
                 failed[command[0]] = Failed.of(command[1])
         if self._num_commands != before:
-            self._tell(accepted, failed)  # at once: the step may take a while
+            self._tell(accepted, failed, self._engine.stats())  # at once: the step may take a while
 
     def _commands(self) -> Iterator[bytes]:
         if not self._engine.has_unfinished_requests():
@@ -180,8 +185,9 @@ class Loop:
             return RequestFailedError(f"{type(error).__name__}: {error}")
         return None
 
-    def _tell(self, deltas: list[RequestDelta], failed: dict[str, Failed]) -> None:
-        self._channel.send(encode(News(deltas, failed, self._engine.stats(), self._num_commands)))
+    def _tell(self, deltas: list[RequestDelta], failed: dict[str, Failed], stats: EngineStats) -> None:
+        self._num_steps = stats.num_steps
+        self._channel.send(encode(News(deltas, failed, stats, self._num_commands)))
 
 
 if __name__ == "__main__":

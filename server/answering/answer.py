@@ -14,18 +14,22 @@ from typing import ClassVar, Generic
 
 from fastapi import Request, Response
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from engine import InvalidRequestError
 from server.admission import Ticket, estimate_tokens
 from server.answering.generation import Generation
 from server.answering.observation import RequestRecord
-from server.answering.pieces import Choice, Piece, PieceMaker, Shape, keep_best
+from server.answering.pieces import Choice, Piece, PieceMaker, PlainText, Shape, keep_best
 from server.answering.prompt import Prompt, Room, check_length, check_token_ids, encode_fitting
 from server.answering.streaming import COMMENT, ClientGoneError, EventStream, KeepAlive, Wanted, sse
 from server.api.fields import ignored_header
 from server.api.schemas import GenerationBody, Usage
 from server.context import Service
 from server.errors import ApiError
+
+# Stands for the text of an event; no field has it by chance.
+_MARK = uuid.uuid4().hex
 
 
 async def encode_prompts(
@@ -88,6 +92,7 @@ class Run(ABC, Generic[Piece, Choice]):
     created: int = field(default_factory=lambda: int(time.time()))
     record: RequestRecord = field(init=False)
     _ticket: Ticket | None = None
+    _around: dict[int, tuple[str, str]] = field(default_factory=dict)  # of a choice's plain text in an event
 
     def __post_init__(self) -> None:
         self.request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
@@ -179,10 +184,10 @@ class Run(ABC, Generic[Piece, Choice]):
                     yield ""
                     while not generation.finished:
                         updates = await generation.news()
-                        pieces = [piece for update in updates for piece in maker.pieces(update)]
-                        if pieces:
+                        news = [piece for update in updates for piece in maker.news(update)]
+                        if news:
                             usage = {"usage": maker.usage() if continuous else None} if with_usage else {}
-                            yield "".join(self._event([piece], usage) for piece in pieces)
+                            yield "".join(self._news_event(maker, piece, usage) for piece in news)
                         elif keep_alive.due:
                             yield COMMENT
                         else:
@@ -191,6 +196,18 @@ class Run(ABC, Generic[Piece, Choice]):
                 await generation.settled()
         last = self._event([], {"usage": maker.usage()}) if with_usage else ""
         yield last + sse("[DONE]")
+
+    def _news_event(self, maker: PieceMaker[Piece], news: Piece | PlainText, usage: dict[str, Usage | None]) -> str:
+        if not isinstance(news, PlainText):
+            return self._event([news], usage)
+        if usage.get("usage") is not None:
+            return self._event([maker.plain(news)], usage)
+        # A choice's events differ in their text alone: what is around it is made once.
+        around = self._around.get(news.index)
+        if around is None:
+            before, after = self._event([maker.plain(PlainText(news.index, _MARK))], usage).split(f'"{_MARK}"')
+            around = self._around[news.index] = before, after
+        return f"{around[0]}{to_json(news.text).decode()}{around[1]}"
 
     def _event(self, pieces: list[Piece], usage: dict[str, Usage | None]) -> str:
         return sse(self.chunk(pieces, usage).model_dump_json(exclude_unset=True))

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from engine import Logprob, TokenLogprobs
 from engine.text import ChoiceText
 from server.answering.generation import Update
-from server.answering.pieces import LOWEST_LOGPROB, PieceMaker
+from server.answering.pieces import LOWEST_LOGPROB, PieceMaker, PlainText
 from server.api.chat_schemas import (
     ChatChoice,
     ChatDelta,
@@ -108,6 +108,10 @@ class ChatPieces(PieceMaker[ChatPiece]):
                 piece.token_ids = list(choice.token_ids)
             made.append(piece)
         return made
+
+    def plain(self, news: PlainText) -> ChatPiece:
+        """The piece that says no more than this."""
+        return ChatPiece(index=news.index, delta=ChatDelta(content=news.text), logprobs=None, finish_reason=None)
 
     def _describe(self, token: int, entry: TokenLogprobs) -> ChatTokenLogprob:
         chosen = self._candidate(token, entry[token])

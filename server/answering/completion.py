@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine import TokenLogprobs
 from engine.text import ChoiceText
 from server.answering.generation import Update
-from server.answering.pieces import LOWEST_LOGPROB, PieceMaker
+from server.answering.pieces import LOWEST_LOGPROB, PieceMaker, PlainText
 from server.answering.prompt import Prompt
 from server.api.schemas import CompletionChoice, CompletionLogprobs
 
@@ -46,6 +46,10 @@ class CompletionPieces(PieceMaker[CompletionChoice]):
             piece.logprobs = logprobs
         news = piece.text or piece.finish_reason or piece.logprobs or piece.token_ids or piece.prompt_logprobs
         return [piece] if news else []
+
+    def plain(self, news: PlainText) -> CompletionChoice:
+        """The piece that says no more than this."""
+        return CompletionChoice(index=news.index, text=news.text, logprobs=None, finish_reason=None, stop_reason=None)
 
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:

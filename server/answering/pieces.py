@@ -7,7 +7,7 @@ answer joins them, so the two cannot differ.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +39,14 @@ class Shape:
 
 
 @dataclass(slots=True)
+class PlainText:
+    """News of a choice that are text and nothing else: most of what a stream sends."""
+
+    index: int
+    text: str
+
+
+@dataclass(slots=True)
 class PieceMaker(ABC, Generic[Piece]):
     """Makes the pieces of one request and adds up its usage.
 
@@ -56,17 +64,35 @@ class PieceMaker(ABC, Generic[Piece]):
     def make(self, update: Update, choice: ChoiceText, index: int, first: bool) -> list[Piece]:
         """The pieces worth sending of one choice's news; `first` for the choice's first news."""
 
+    @abstractmethod
+    def plain(self, news: PlainText) -> Piece:
+        """The piece that says no more than this."""
+
     def pieces(self, update: Update) -> list[Piece]:
         """The pieces worth sending."""
+        made = (self.make(update, choice, index, first) for choice, index, first in self._choices(update))
+        return [piece for pieces in made for piece in pieces]
+
+    def news(self, update: Update) -> list[Piece | PlainText]:
+        """The same, except that plain text is not made into pieces."""
+        made: list[Piece | PlainText] = []
+        text_only = self.shape.logprobs is None and not self.shape.return_token_ids
+        for choice, index, first in self._choices(update):
+            if first or choice.finish_reason is not None or not text_only:
+                made += self.make(update, choice, index, first)
+            elif choice.text:
+                made.append(PlainText(index, choice.text))
+        return made
+
+    def _choices(self, update: Update) -> Iterator[tuple[ChoiceText, int, bool]]:
+        """The choices with news, with their index in the whole request, and whether these are their first."""
         self._cached[update.prompt_index] = update.num_cached_tokens
-        made = []
         for choice in map(_nothing_of, update.choices) if self.shape.prompt_only else update.choices:
             self.completion_tokens += len(choice.token_ids)
             index = update.prompt_index * self.shape.params.n + choice.index
             first = index not in self._begun
             self._begun.add(index)
-            made += self.make(update, choice, index, first)
-        return made
+            yield choice, index, first
 
     def usage(self) -> Usage:
         """The tokens so far."""
