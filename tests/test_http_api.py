@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from engine import (
     SamplingParams,
     TokenInput,
 )
+from server.answering.pieces import PieceMaker
 from server.app import create_app
 
 MODEL = "org/fake"
@@ -336,6 +338,34 @@ def test_a_stream_adds_up_to_the_unstreamed_answer(fields: dict[str, Any]) -> No
         if "token_ids" in expected:
             assert [token for event in streamed["events"] for token in event["token_ids"]] == expected["token_ids"]
             assert streamed["events"][0]["prompt_logprobs"] == expected["prompt_logprobs"]
+
+
+@pytest.mark.parametrize(
+    "options", [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_plain_text_comes_as_any_other_piece(
+    path: str, options: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte, whatever the text: what is around it is made once for all events of a choice."""
+    text = 'a"\\/\n\t\r\b\x01\x1f\x7fé\u2028\ufeff\U0001f40b{}'
+    body = {"stream": True, "n": 2, "stream_options": options, "prompt": text}
+    body["messages"] = [{"role": "user", "content": text}]
+
+    def streamed() -> list[str]:
+        tokenizer = byte_tokenizer()
+        tokenizer._hf.chat_template = "{{ messages[0].content }}"
+        api = Api()
+        api.app.state.service = replace(api.app.state.service, tokenizer=tokenizer)
+        answer = api.request("POST", path, json=body)
+        assert answer.status_code == 200, answer.text
+        events = answer.text.split("\n\n")
+        assert events.count("data: [DONE]") == 1
+        return [re.sub(r'"(id|created)":[^,]+,', "", event) for event in events]
+
+    found = streamed()
+    monkeypatch.setattr(PieceMaker, "news", PieceMaker.pieces)
+    assert streamed() == found
 
 
 def test_a_character_never_arrives_in_halves() -> None:
