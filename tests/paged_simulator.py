@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace, TracebackType
 from unittest import mock
 
@@ -21,7 +21,7 @@ import numpy as np
 from engine.execution.isolation import join
 from engine.outputs import ChoiceDelta, RequestDelta, TokenLogprobs
 from engine.request import Decoding, Request
-from engine.scheduling.batch import Row
+from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.philox import uniforms
@@ -426,6 +426,8 @@ class Simulator:
         running = {group for group in self.scheduler.groups() if group.status is Status.RUNNING}
         came_before = {group for group in self.scheduler.groups() if group.admitted and group not in running}
         plan = self.scheduler.schedule()
+        if plan is not None:
+            self._check_taken_over(plan)
         groups = list(self.scheduler.groups())
         for group in groups:
             if group.memory is not None and group.memory.pages:
@@ -520,6 +522,14 @@ class Simulator:
         assert self.tokens.reshape(-1)[slots].tolist() == expected
         if plan.cross is not None:
             assert not plan.cross.tables[i][-(-len(expected) // self.size) :].any()
+
+    def _check_taken_over(self, plan: StepPlan) -> None:
+        """What a plan has of the step before is what would be made anew."""
+        anew = build_plan(self._rows(), [], self.size)
+        for found, expected in ((plan.sampling, anew.sampling), (plan.cross, anew.cross)):
+            assert (found is None) == (expected is None)
+            for part in () if found is None else fields(found):
+                np.testing.assert_array_equal(getattr(found, part.name), getattr(expected, part.name), part.name)
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         self.tokens[targets] = self.tokens[sources]
