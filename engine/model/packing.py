@@ -37,11 +37,11 @@ def pack_product(
 ) -> PackedProduct | None:
     """The product with a weight [out, in], which is not needed any more; None if plain products are best.
 
-    Args:
-        quantization: what the weight becomes, or what it has become already.
-
     One form serves all numbers of rows, because two would take twice the memory. Ours reaches oneDNN's speed at many
     rows and is up to three times as fast at few, see docs/performance.md.
+
+    Args:
+        quantization: what the weight becomes, or what it has become already.
     """
     if quantization is not None and (isinstance(weight, gemm.Quantised) or weight.device.type == "cpu"):
         compute, packed = quantisation.product(weight, bias, quantization)
