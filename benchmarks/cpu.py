@@ -176,7 +176,7 @@ class Run:
         files = self.llama()
         crowd = max(concurrency for concurrency, _ in self.sizes.http)
         yield from self._ready(
-            names, lambda name: servers.start(name, files, self.installs, self.options.threads, crowd)
+            names, lambda name: servers.make(name, files, self.installs, self.options.threads, crowd)
         )
 
     def _ready(self, names: Sequence[str], make: Callable[[str], Any]) -> Iterator[list[Any]]:

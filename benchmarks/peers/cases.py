@@ -177,11 +177,16 @@ class OneAtATime:
 
     def __init__(self, name: str, engine: Engine, server: Server):
         self.name = name
-        self.pids = (*engine.pids, *server.pids)
         self.engine, self.server = engine, server
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of both."""
+        return (*self.engine.pids, *self.server.pids)
+
     def prepare(self, setting: str) -> None:
-        """The server has started; the engine loads."""
+        """The server starts, and the engine loads."""
+        self.server.prepare(setting)
         self.engine.prepare(setting)
 
 

