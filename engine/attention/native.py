@@ -38,7 +38,7 @@ _ATTEND = native.Kernel("attention", "p")
 
 
 class _Call(ctypes.Structure):
-    """`Attention` of `engine/native/src/attention_batch.h`."""
+    """`Attention` of `engine/native/src/attention.h`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out")),
@@ -53,7 +53,7 @@ class _Call(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("bias_kind", "bias_columns", "bias_zero", "threads")),
         *((name, ctypes.c_void_p) for name in ("workspace", "shared", "finished")),
-        *((name, ctypes.c_int64) for name in ("workspace_bytes", "shared_floats", "outside")),
+        *((name, ctypes.c_int64) for name in ("workspace_bytes", "shared_floats", "whole", "outside")),
     )
 
 

@@ -27,13 +27,18 @@ struct Attention {
   float* shared;        // [threads, shared_floats], for what several threads work on
   int32_t* finished;    // [threads] zeros
   int64_t workspace_bytes, shared_floats;  // shared_floats 0: nothing is shared
+  int64_t whole;                           // cost of all, in the unit of `Tiles`
   int64_t outside;      // result: 1 where a page or token lies outside keys
 };
 
-// Sets workspace_bytes and shared_floats.
+// Sets workspace_bytes, shared_floats and whole.
 void attention_sizes(Attention& a);
 
 // One thread's share of a call. All threads of a region make it, and the result is there when all have.
 void attention_part(Attention& a, int64_t thread, int64_t threads);
+
+// The same for one kind of products (attention_formats.h).
+void attend_singles(Attention& a, int64_t thread, int64_t threads);
+void attend_pairs(Attention& a, int64_t thread, int64_t threads);
 
 }  // namespace octavo

@@ -15,6 +15,9 @@ constexpr int COLUMNS = 4;
 constexpr int COLUMNS = 2;
 #endif
 
+template <int R>
+struct Rows {};
+
 constexpr float LOWEST = -3.402823466e38f;
 
 // What has been added up for some queries: softmax with a running maximum (arXiv:1805.02867).
@@ -32,10 +35,8 @@ struct Query {
   float centre;        // score of what was subtracted from all keys
 };
 
-// A chunk of packed keys and values.
+// A chunk of keys as far as weights depend on it.
 struct Chunk {
-  const Unit* keys;           // [units, CHUNK]
-  const Unit* values;         // [CHUNK / held, width]
   const float* key_scales;    // [CHUNK] null for none
   const float* value_scales;  // [CHUNK] null for none
   int64_t first, last;        // vectors of keys that some query sees
@@ -80,7 +81,7 @@ OCTAVO_INLINE Vector biases(const float* line, int64_t column, int64_t columns) 
 
 // Turns products [CHUNK] of one query into weights; returns the largest score and the sum of weights.
 template <class Form>
-OCTAVO_INLINE void weigh(const Query& query, const Chunk& chunk, const Scores& how, float* scores, Unit* weights,
+__attribute__((noinline)) void weigh(const Query& query, const Chunk& chunk, const Scores& how, float* scores, Unit* weights,
                          float* best, float* sum_of) {
   const int64_t first = query.low / WIDTH, last = (query.high + WIDTH - 1) / WIDTH;
   Vector largest_so_far = all(LOWEST);
@@ -139,28 +140,64 @@ struct Merge {
   }
 };
 
-// R queries over a chunk. `kept`: the chunk's own result is written to `to`, otherwise it is merged into it.
-template <class Form, int R>
-OCTAVO_INLINE void attend_rows(const Unit* queries, const Query* of, const Chunk& chunk, const Scores& how,
-                               const Running& to, bool kept) {
+// Keys and values that were packed.
+template <class Form>
+struct Packed {
+  const Unit* keys;    // [units, CHUNK]
+  const Unit* values;  // [CHUNK / held, width]
+  int64_t units, width;
+
+  // Products of R queries and the keys of the vectors [first, last).
+  template <int R>
+  OCTAVO_INLINE_MEMBER void products(const Unit* queries, int64_t first, int64_t last, float (&to)[R][CHUNK]) const {
+    int64_t at = first;
+    const auto some = [&]<int C>(Vector(&acc)[R][C]) {
+      multiply<Form>(queries, units, keys + at * WIDTH, CHUNK, units, acc);
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) store(&to[r][(at + c) * WIDTH], acc[r][c]);
+      at += C;
+    };
+    while (at + COLUMNS <= last) {
+      Vector acc[R][COLUMNS];
+      some(acc);
+    }
+    while (at < last) {
+      Vector acc[R][1];
+      some(acc);
+    }
+  }
+
+  // Calls done(column, sums) with the weighted sums of the same keys' values.
+  template <int R, class Done>
+  OCTAVO_INLINE_MEMBER void sums(const Unit (&weights)[R][CHUNK / Form::HELD], int64_t first, int64_t last,
+                                 const Done& done) const {
+    const int64_t begin = first * WIDTH / Form::HELD, depth = (last - first) * WIDTH / Form::HELD;
+    int64_t column = 0;
+    const auto some = [&]<int C>(Vector(&acc)[R][C]) {
+      multiply<Form>(&weights[0][begin], CHUNK / Form::HELD, values + begin * width + column, width, depth, acc);
+      done(column, acc);
+      column += C * WIDTH;
+    };
+    while (column + COLUMNS * WIDTH <= width) {
+      Vector acc[R][COLUMNS];
+      some(acc);
+    }
+    while (column < width) {
+      Vector acc[R][1];
+      some(acc);
+    }
+  }
+};
+
+// R queries over a chunk of keys and values from a source. `kept`: the chunk's own result is written to `to`, otherwise
+// it is merged into it.
+template <class Form, int R, class Source>
+OCTAVO_INLINE void attend_rows(const Unit* queries, const Query* of, const Source& source, const Chunk& chunk,
+                               const Scores& how, const Running& to, bool kept) {
   alignas(64) float scores[R][CHUNK];
   alignas(64) Unit weights[R][CHUNK / Form::HELD];
   float best[WIDTH < R ? R : WIDTH], sums[WIDTH < R ? R : WIDTH];
-  int64_t at = chunk.first;
-  const auto score = [&]<int C>(Vector(&acc)[R][C]) {
-    multiply<Form>(queries, how.units, chunk.keys + at * WIDTH, CHUNK, how.units, acc);
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) store(&scores[r][(at + c) * WIDTH], acc[r][c]);
-    at += C;
-  };
-  while (at + COLUMNS <= chunk.last) {
-    Vector acc[R][COLUMNS];
-    score(acc);
-  }
-  while (at < chunk.last) {
-    Vector acc[R][1];
-    score(acc);
-  }
+  source.template products<R>(queries, chunk.first, chunk.last, scores);
   for (int r = 0; r < R; ++r) weigh<Form>(of[r], chunk, how, scores[r], weights[r], best + r, sums + r);
 
   Merge merge[(R + WIDTH - 1) / WIDTH];
@@ -170,45 +207,37 @@ OCTAVO_INLINE void attend_rows(const Unit* queries, const Query* of, const Chunk
     for (int64_t r = 0; r < R; r += WIDTH)
       merge[r / WIDTH].begin(to.best + r, to.total + r, best + r, sums + r, smaller(R - r, WIDTH));
   }
-  const int64_t begin = chunk.first * WIDTH / Form::HELD, depth = (chunk.last - chunk.first) * WIDTH / Form::HELD;
-  int64_t column = 0;
-  const auto add = [&]<int C>(Vector(&acc)[R][C]) {
-    multiply<Form>(&weights[0][begin], CHUNK / Form::HELD, chunk.values + begin * how.width + column, how.width, depth,
-                   acc);
+  source.template sums<R>(weights, chunk.first, chunk.last, [&]<int C>(int64_t column, const Vector(&acc)[R][C]) {
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) {
         float* place = to.sums + r * how.width + column + c * WIDTH;
         store(place, kept ? acc[r][c] : merge[r / WIDTH].both(load(place), acc[r][c], r % WIDTH));
       }
-    column += C * WIDTH;
-  };
-  while (column + COLUMNS * WIDTH <= how.width) {
-    Vector acc[R][COLUMNS];
-    add(acc);
-  }
-  while (column < how.width) {
-    Vector acc[R][1];
-    add(acc);
-  }
+  });
 }
 
-// All queries of a tile over a chunk, in blocks of much the same size.
-template <class Form>
-void attend_chunk(const Unit* queries, const Query* of, int64_t count, const Chunk& chunk, const Scores& how,
-                  const Running& to, bool kept) {
+// All queries of a tile over a chunk, in blocks of much the same size, of at most MOST queries.
+template <class Form, int MOST, class Source>
+OCTAVO_INLINE void attend_chunk(const Unit* queries, const Query* of, int64_t count, const Source& source,
+                                const Chunk& chunk, const Scores& how, const Running& to, bool kept) {
   int64_t some;
   for (int64_t row = 0; row < count; row += some) {
-    const int64_t left = count - row, blocks = (left + ROWS - 1) / ROWS;
+    const int64_t left = count - row, blocks = (left + MOST - 1) / MOST;
     some = (left + blocks - 1) / blocks;
     const Unit* units = queries + row * how.units;
     const Running own{to.best + row, to.total + row, to.sums + row * how.width};
+    const auto attend = [&]<int R>(Rows<R>) {
+      if constexpr (R <= MOST) attend_rows<Form, R>(units, of + row, source, chunk, how, own, kept);
+    };
     switch (some) {
-      case 1: attend_rows<Form, 1>(units, of + row, chunk, how, own, kept); break;
-      case 2: attend_rows<Form, 2>(units, of + row, chunk, how, own, kept); break;
-      case 3: attend_rows<Form, 3>(units, of + row, chunk, how, own, kept); break;
-      case 4: attend_rows<Form, 4>(units, of + row, chunk, how, own, kept); break;
-      case 5: attend_rows<Form, 5>(units, of + row, chunk, how, own, kept); break;
-      default: attend_rows<Form, 6>(units, of + row, chunk, how, own, kept);
+      case 1: attend(Rows<1>{}); break;
+      case 2: attend(Rows<2>{}); break;
+      case 3: attend(Rows<3>{}); break;
+      case 4: attend(Rows<4>{}); break;
+      case 5: attend(Rows<5>{}); break;
+      case 6: attend(Rows<6>{}); break;
+      case 7: attend(Rows<7>{}); break;
+      default: attend(Rows<8>{});
     }
   }
 }
