@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from support.checkpoints import make_checkpoint, random_prompt
 from support.driving import Job, make_engine, run
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.native import ISAS, kernels_of, needs_native
-from support.pages import Pages, load, scattered_tables
+from support.pages import BLOCK, Pages, load, scattered_tables
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
@@ -28,6 +30,7 @@ from engine.model.activations import ACTIVATIONS
 from engine.model.lowering import LoweredStack
 from engine.model.quantisation import Quantization
 from engine.model.transformer import Transformer
+from engine.native import program as programs
 
 pytestmark = needs_native
 
@@ -79,6 +82,7 @@ def hidden_states(model: Transformer, padding: int) -> list[Tensor]:
         pages.encode(inputs, [[first + 4 * row + page for page in range(4)] for row in range(len(inputs))])
     steps = [[p[: len(p) // 2] for p in prompts], [p[len(p) // 2 :] for p in prompts], [[5]] * len(prompts)]
     rows = [row for chunks in steps for row in pages.step(chunks, padding=padding)]
+    assert all(row.isfinite().all() for row in rows), "NaN would equal NaN"
     return rows + [tensor for cache in pages.caches for tensor in (cache.keys, cache.values)]
 
 
@@ -188,11 +192,85 @@ def test_what_has_no_operation_runs_part_by_part(llama: Subject) -> None:
         assert model.decoder.lowered is None
 
 
+def test_engines_run_layers_so(subject: Subject) -> None:
+    engine = make_engine(subject.path)
+    is_lowered(engine.runner.model)
+    assert engine.runner.model.decoder is not None
+    buffers, pages = weakref.ref(engine.runner.model.decoder), weakref.ref(engine.runner.cache.layers[0][0])
+    engine.close()
+    assert buffers() is None
+    assert pages() is None, "the addresses of pages are known, and keep nothing alive"
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_step_without_tokens(llama: Subject, padding: int) -> None:
+    model = llama.load(torch.float32)
+    pages = Pages(model, scattered_tables([8]))
+    assert [len(row) for row in pages.step([[]], padding=padding)] == [0], "before there were any buffers"
+    pages.step([[1, 2, 3]])
+    assert [len(row) for row in pages.step([[]], padding=padding)] == [0]
+
+
+def step(pages: Pages, position: int, slot: int) -> None:
+    metadata = AttentionMetadata.build([1], [4], torch.device("cpu"))
+    pages.model(torch.tensor([1]), torch.tensor([position]), pages.caches, torch.tensor([slot]), metadata)
+
+
+@pytest.mark.parametrize("position", [-1, 40, 2**40])
+def test_positions_without_angles_are_refused(llama: Subject, position: int) -> None:
+    pages = Pages(llama.load(torch.float32), scattered_tables([8]))
+    with pytest.raises(IndexError, match="position"):
+        step(pages, position, 7)
+    assert pages.caches[0].keys.isnan().all(), "nothing was written"
+
+
+@pytest.mark.parametrize("slot", [-1, 12, 2**40])
+def test_slots_outside_the_cache_are_refused(llama: Subject, slot: int) -> None:
+    pages = Pages(llama.load(torch.float32), scattered_tables([8]))
+    assert len(pages.caches[0].keys) * BLOCK == 12
+    with pytest.raises(IndexError, match="slot"):
+        step(pages, 3, slot)
+    assert pages.caches[0].keys.isnan().all(), "nothing was written"
+
+
+def test_positions_that_lie_apart(llama: Subject) -> None:
+    model = llama.load(torch.float32)
+    wanted, plain = hidden_states(model, 0), model.forward
+
+    def forward(ids: Tensor, positions: Tensor, *others: Any, **named: Any) -> Tensor:
+        return plain(ids, torch.stack((positions.long(), positions.long() + 9), 1)[:, 0], *others, **named)
+
+    with mock.patch.object(model, "forward", forward):
+        equal(iter(zip(hidden_states(model, 0), wanted, strict=True)))
+
+
+def test_memory_that_runs_out_while_buffers_grow(llama: Subject) -> None:
+    """The next step finds no buffers that are too small."""
+    model = llama.load(torch.float32)
+    wanted = hidden_states(model, 300)
+    model = llama.load(torch.float32)
+    hidden_states(model, 0)
+    real, left = torch.empty, [3]
+
+    def empty(*shape: Any, **how: Any) -> Tensor:
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("not enough memory")
+        return real(*shape, **how)
+
+    with mock.patch.object(programs, "torch", mock.Mock(wraps=torch, empty=empty)):
+        with pytest.raises(RuntimeError, match="not enough"):
+            hidden_states(model, 300)
+        assert left[0] == 0
+        equal(iter(zip(hidden_states(model, 300), wanted, strict=True)))
+
+
 def test_pages_outside_the_cache_are_refused(llama: Subject) -> None:
     model = llama.load(torch.float32)
     pages = Pages(model, scattered_tables([8]))
     pages.step([[1, 2, 3]])
     pages.tables[0, 0] = 1000
-    metadata = AttentionMetadata.build([1], [4], torch.device("cpu"))
-    with pytest.raises(IndexError, match="outside the pages"):
-        pages.model(torch.tensor([1]), torch.tensor([3]), pages.caches, torch.tensor([7]), metadata)
+    with pytest.raises(IndexError, match="keys lie outside the pages"):
+        step(pages, 3, 7)
+    pages.tables[0, 0] = 1
+    step(pages, 3, 7)

@@ -51,7 +51,7 @@ class KVCache:
         self.key_centres = [None] * len(shapes) if key_centres is None else list(key_centres)
         try:
             self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
-        except (RuntimeError, OSError, OverflowError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(
                 f"No memory for the KV cache: {num_blocks} pages of {block_size} tokens take "
                 f"{num_blocks * page_bytes(shapes, block_size, dtype)} bytes on {device}. Lower "

@@ -53,6 +53,22 @@ class _Buffer:
         return self._tensor
 
 
+class _Logits:
+    """Logits [N, vocabulary] of hidden states [N, hidden], computed at an invariant row count.
+
+    Not a method of the runner: whoever keeps it would keep the runner alive, which keeps whoever that is.
+    """
+
+    def __init__(self, model: Transformer, min_rows: int):
+        self._model, self._min_rows = model, min_rows
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        count = len(hidden)
+        if count < self._min_rows:
+            hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
+        return self._model.logits(hidden)[:count]
+
+
 class ModelRunner:
     """Owner of everything on the device.
 
@@ -87,6 +103,7 @@ class ModelRunner:
         self._cross_tables = _Buffer(1024, torch.int32, device)
         self._types = _Buffer(size, torch.int64, device)
         self._last_cross: tuple[CrossRows, CrossPages] | None = None
+        self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(model.spec.head, self._logits, project=project, activation=activation)
 
     @torch.inference_mode()
@@ -168,13 +185,6 @@ class ModelRunner:
             self._cross(plan, metadata.query_lens),
         )
         return hidden
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, vocabulary] of hidden states [N, hidden], computed at an invariant row count."""
-        count = len(hidden)
-        if count < self.min_rows:
-            hidden = torch.cat((hidden, hidden.new_zeros(self.min_rows - count, hidden.shape[1])))
-        return self.model.logits(hidden)[:count]
 
 
 def _placed(plan: StepPlan, unplaced: int) -> Int32:

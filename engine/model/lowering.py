@@ -35,6 +35,7 @@ from engine.native import gemm
 from engine.native.activations import FUNCTIONS
 from engine.native.arguments import FORMATS
 from engine.native.program import AddedBias, Pages, PageTensors, Program, Rows
+from engine.native.rotary import LONGEST_HEAD
 
 
 class NotLowered(Exception):
@@ -128,9 +129,9 @@ class LoweredStack:
         are those of `Transformer.forward`.
 
         Raises:
-            IndexError: a row's pages lie outside the cache.
+            IndexError: a row's pages or a token's slot lie outside the cache, or its position outside the angles.
         """
-        x, positions = x.contiguous(), positions.long()
+        x, positions = x.contiguous(), positions.long().contiguous()
         for number, cache in enumerate(caches):
             if self._bound[number] is not cache.keys:
                 self._bound[number] = cache.keys
@@ -153,8 +154,7 @@ class LoweredStack:
             given.append((self._result, out))
         else:
             out = x
-        if not self.program.run(given, stored=len(slots), positions=positions, slots=slots, calls=calls):
-            raise IndexError("a row's keys lie outside the pages that there are")
+        self.program.run(given, stored=len(slots), positions=positions, slots=slots, calls=calls)
         return out
 
     # ---- layers
@@ -211,6 +211,8 @@ class LoweredStack:
 
     def _self_attention(self, module: SelfAttention, x: Rows, name: str) -> Rows:
         part, pages = module.part, self._pages[-1]
+        if part.head_dim > LONGEST_HEAD:
+            raise NotLowered(f"a head of {part.head_dim} features has no operation")
         heads = self._linear(module.qkv, x, "heads")
         if part.clip is not None:
             self.program.clip(heads, part.clip)

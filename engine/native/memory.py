@@ -24,11 +24,14 @@ def huge(size: int) -> Tensor:
     """uint8 [size], zeros that the system hands out when they are touched first, in large pages if it has any.
 
     Raises:
-        OSError, OverflowError: there is not so much memory.
+        MemoryError: there is not so much of it.
     """
     if sys.platform == "win32":
         return torch.zeros(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"not enough memory for {size} bytes") from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -41,7 +44,7 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     """Zeros on a CPU, as `huge` makes them where they are many.
 
     Raises:
-        OSError, OverflowError: there is not so much memory.
+        MemoryError, RuntimeError: there is not so much of it.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE:

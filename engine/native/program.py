@@ -27,6 +27,12 @@ _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _PAGES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _THREADS = os.cpu_count() or 1
+_OUTSIDE = (
+    "",
+    "a row's keys lie outside the pages that there are",
+    "a token's slot lies outside the pages that there are",
+    "a token's position lies outside the table of angles",
+)
 
 
 class _Place(ctypes.Structure):
@@ -54,10 +60,11 @@ _Norm = _structure(
     "_Norm", "place x residual sum out | pointer weight bias | double eps | int centred rounding inner size"
 )
 _Product = _structure("_Product", "place x y | pointer weight bias | int kind tile_rows outputs inputs")
-_Pages = _structure("_Pages", "pointer keys values key_scales value_scales centre | int format")
+_Pages = _structure("_Pages", "pointer keys values key_scales value_scales centre | int format slots")
 _Turn = _structure(
     "_Turn",
-    "place heads | pointer cosines sines | int query_heads kv_heads head_dim dim interleaved in_float32 |pointer pages",
+    "place heads | pointer cosines sines | int length query_heads kv_heads head_dim dim interleaved in_float32 |"
+    "pointer pages",
 )
 _Attend = _structure(
     "_Attend",
@@ -114,6 +121,7 @@ class Pages:
         for name, tensor in zip(("keys", "values", "key_scales", "value_scales", "centre"), every, strict=True):
             setattr(self._structure, name, None if tensor is None else tensor.data_ptr())
         self._structure.format = _PAGES[tensors.keys.dtype]
+        self._structure.slots = tensors.keys.shape[0] * tensors.keys.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +166,7 @@ class Program:
         """A row of `width` features for each token."""
         self._widths.append(width)
         self._buffers.append(None)
+        self._list = None
         return Rows(len(self._widths) - 1, 0, width, width)
 
     def give(self, rows: Rows) -> None:
@@ -243,8 +252,9 @@ class Program:
             _TURN,
             _Turn(
                 heads=_place(heads), cosines=None if cosines is None else cosines.data_ptr(),
-                sines=None if sines is None else sines.data_ptr(), query_heads=query_heads, kv_heads=kv_heads,
-                head_dim=head_dim, dim=0 if sines is None else 2 * sines.shape[1], interleaved=interleaved,
+                sines=None if sines is None else sines.data_ptr(), length=0 if cosines is None else len(cosines),
+                query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim,
+                dim=0 if sines is None else 2 * sines.shape[1], interleaved=interleaved,
                 in_float32=cosines is not None and cosines.dtype == torch.float32, pages=pages.address,
             ),
             cosines, sines, pages,
@@ -307,8 +317,8 @@ class Program:
         positions: Tensor,
         slots: Tensor,
         calls: Sequence[int],
-    ) -> bool:
-        """Run all operations; False if a page lay outside those that there are.
+    ) -> None:
+        """Run all operations.
 
         Args:
             given: memory [T, width] of the buffers that are handed in.
@@ -316,6 +326,10 @@ class Program:
             positions: [T] int64.
             slots: [stored] int64.
             calls: addresses of what `attend` names, in order.
+
+        Raises:
+            IndexError: a position has no angles, or a slot or a row's page is none of those that there are. Nothing
+                was written for the first two.
         """
         tokens = len(positions)
         self._reserve(tokens)
@@ -325,6 +339,8 @@ class Program:
             assert memory.dtype == self.dtype
             self._pointers[rows.buffer] = memory.data_ptr()
         assert positions.dtype == slots.dtype == torch.int64
+        assert positions.is_contiguous()
+        assert slots.is_contiguous()
         assert len(slots) >= stored
         step = self._step
         addresses = (ctypes.c_void_p * len(calls))(*calls)
@@ -338,10 +354,11 @@ class Program:
         times = (ctypes.c_int64 * (2 * count))() if self.watch is not None else None
         step.times = None if times is None else ctypes.addressof(times)
         _RUN[self.dtype].call(ctypes.addressof(step), ctypes.addressof(self._list), count)
+        if step.outside:
+            raise IndexError(_OUTSIDE[step.outside])
         if self.watch is not None and times is not None:
             names = (_named(kind, what) for kind, what, _ in self._operations)
             self.watch([(name, times[2 * i], times[2 * i + 1]) for i, name in enumerate(names)])
-        return not step.outside
 
     def _reserve(self, tokens: int) -> None:
         """Makes the list, and room for so many tokens."""
@@ -349,16 +366,17 @@ class Program:
             self._list = (_Operation * len(self._operations))(
                 *(_Operation(kind, ctypes.addressof(what), meet) for kind, what, meet in self._operations)
             )
+            self._pointers = (ctypes.c_void_p * len(self._widths))()
+            self._step.buffers = ctypes.addressof(self._pointers)
             self._capacity = 0
-        if tokens <= self._capacity:
+        if self._capacity and tokens <= self._capacity:
             return
-        self._capacity = max(tokens, self.CAPACITY)
-        self._pointers = (ctypes.c_void_p * len(self._widths))()
+        self._capacity, wanted = 0, max(tokens, self.CAPACITY)  # 0 while there may not be enough memory
         for number, width in enumerate(self._widths):
             if number not in self._given:
-                memory = self._buffers[number] = torch.empty(self._capacity * width, dtype=self.dtype)
+                memory = self._buffers[number] = torch.empty(wanted * width, dtype=self.dtype)
                 self._pointers[number] = memory.data_ptr()
-        self._step.buffers = ctypes.addressof(self._pointers)
+        self._capacity = wanted
 
     def _workspace(self, tokens: int) -> int:
         """Bytes that the products of a step need."""

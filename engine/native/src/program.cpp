@@ -102,7 +102,7 @@ struct Runner {
     a.scale = o.scale, a.softcap = o.softcap;
     a.outside = 0;
     attention_part(a, thread, threads);
-    if (a.outside) __atomic_store_n(&step.outside, 1, __ATOMIC_RELAXED);
+    if (a.outside) __atomic_store_n(&step.outside, PAGE, __ATOMIC_RELAXED);
   }
 
   void run(const ActivateWhat& o) const {
@@ -110,7 +110,7 @@ struct Runner {
     activate_part(a, o.function, thread, threads);
   }
 
-  // Calls body(first row, number of rows) for a thread's share.
+  // Calls body(row) for each row of a thread's share.
   template <class Body>
   void each_row(const Body& body) const {
     const Share own = share(step.tokens, thread, threads);
@@ -155,8 +155,26 @@ int64_t now() {
   return time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
+// Whether there are angles and pages for all tokens.
+int64_t find_outside(const Step& step, const Operation* operations, int64_t count) {
+  uint64_t positions = UINT64_MAX, slots = UINT64_MAX;
+  for (int64_t i = 0; i < count; ++i) {
+    if (operations[i].kind != TURN) continue;
+    const TurnWhat& o = *static_cast<const TurnWhat*>(operations[i].what);
+    if (o.dim) positions = smaller(positions, static_cast<uint64_t>(o.length));
+    slots = smaller(slots, static_cast<uint64_t>(o.pages->slots));
+  }
+  // What is negative is large without a sign.
+  for (int64_t i = 0; i < step.tokens; ++i)
+    if (static_cast<uint64_t>(step.positions[i]) >= positions && positions != UINT64_MAX) return POSITION;
+  for (int64_t i = 0; i < step.stored; ++i)
+    if (static_cast<uint64_t>(step.slots[i]) >= slots) return SLOT;
+  return 0;
+}
+
 template <class T>
 void run_program(Step& step, const Operation* operations, int64_t count) {
+  if ((step.outside = find_outside(step, operations, count))) return;
   Meeting meeting;
   parallel(true, [&](int thread, int threads) {
     const Runner<T> runner{step, thread, threads};

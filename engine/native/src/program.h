@@ -22,6 +22,9 @@ struct Operation {
   int64_t meet;      // the next operation begins when all threads have done this one
 };
 
+// What lies outside: of a row a page, of a token its slot or its position, for which there are no angles.
+enum Outside : int64_t { PAGE = 1, SLOT = 2, POSITION = 3 };
+
 struct Step {
   void* const* buffers;
   int64_t tokens;            // rows of all buffers
@@ -32,7 +35,7 @@ struct Step {
   void* workspace;           // for products: room for the tiles of all tokens, and for `spare` more
   int64_t spare;
   int64_t* times;            // [operations, 2] nanoseconds of the first thread: at work, waiting; null: not wanted
-  int64_t outside;           // result: 1 where a page lies outside those that there are
+  int64_t outside;           // result: 0, or an `Outside`
 };
 
 // out = norm(sum = x + residual), each of `inner` pieces of a row for itself.
@@ -55,13 +58,13 @@ struct Pages {
   void *keys, *values;
   bfloat16 *key_scales, *value_scales;
   const float* centre;
-  int64_t format;
+  int64_t format, slots;  // slots: of all pages together
 };
 
 struct TurnWhat {
   Place heads;  // queries, keys, values
-  const void *cosines, *sines;
-  int64_t query_heads, kv_heads, head_dim, dim, interleaved, in_float32;
+  const void *cosines, *sines;  // of `length` positions
+  int64_t length, query_heads, kv_heads, head_dim, dim, interleaved, in_float32;
   const Pages* pages;
 };
 
