@@ -81,6 +81,7 @@ class Run:
         self.notes: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
+        self.interrupted = False
 
     # ------------------------------------------------------------ files
 
@@ -245,6 +246,7 @@ class Run:
             "peers": self.facts,
             "not_installed": self.missing,
             "failures": self.failures,
+            "interrupted": self.interrupted,
         }
 
 
@@ -258,8 +260,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         folder = options.work_dir or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(options, folder.resolve())
-        for work in options.work:
-            getattr(run, work.replace("-", "_"))()
+        try:
+            for work in options.work:
+                getattr(run, work.replace("-", "_"))()
+        except (KeyboardInterrupt, SystemExit):
+            run.interrupted = True
+            print("interrupted: what was measured so far is the result", flush=True)
         result = run.result()
     print(goals.table(result["goals"]))
     if options.output is not None:
