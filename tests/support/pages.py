@@ -95,7 +95,7 @@ class Pages:
                 torch.tensor(ids + [0] * padding, dtype=torch.int32),
                 torch.tensor(positions + [0] * padding, dtype=torch.int32),
                 self.caches,
-                torch.tensor(slots),
+                torch.tensor(slots, dtype=torch.int64),
                 metadata,
                 cross=cross,
             )
