@@ -64,8 +64,9 @@ class _Logits:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         count = len(hidden)
-        if count < self._min_rows:
-            hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
+        if count >= self._min_rows:
+            return self._model.logits(hidden)
+        hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
         return self._model.logits(hidden)[:count]
 
 
@@ -198,7 +199,9 @@ def _placed(plan: StepPlan, unplaced: int) -> Int32:
 
 def _rows(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:
     """Some tokens' hidden states, in their order; no copy where that is all of them."""
-    return hidden[:num_tokens] if len(rows) == num_tokens else hidden[_index(rows, hidden)]
+    if len(rows) < num_tokens:
+        return hidden[_index(rows, hidden)]
+    return hidden if hidden.shape[0] == num_tokens else hidden[:num_tokens]
 
 
 def _index(rows: Int32, like: Tensor) -> Tensor:

@@ -161,8 +161,7 @@ def take_prompt_logprobs(rows: Seq[Row], result: StepResult) -> set[SequenceGrou
     complete: set[SequenceGroup] = set()
     position = 0
     for row in rows:
-        number = row.group.request.decoding.prompt_logprobs
-        if number is None or row.group.started:
+        if row.group.started or (number := row.group.request.decoding.prompt_logprobs) is None:
             continue
         known = row.group.prompt_logprobs
         end = min(row.start + row.count + 1, row.sequence.num_prompt)

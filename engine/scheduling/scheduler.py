@@ -151,8 +151,7 @@ class Scheduler:
         self.stats.num_steps += 1
         self.stats.computed_tokens += plan.num_tokens
         self._memories.publish()
-        for row in rows:
-            self._tables.advance(row)
+        self._tables.advance(rows)
         with_prompt_logprobs = take_prompt_logprobs(rows, result)
         sampled: list[tuple[SequenceGroup, int]] = []
         position = 0

@@ -115,7 +115,7 @@ class Sequence:
 
     def __init__(self, index: int, prompt: Iterable[int], *, with_logprobs: bool):
         self.index = index
-        self.tokens = IntBuffer(prompt)
+        self.tokens = prompt if isinstance(prompt, IntBuffer) else IntBuffer(prompt)
         self.num_prompt = len(self.tokens)
         self.num_computed = 0
         self.table = IntBuffer()
@@ -152,8 +152,7 @@ class Sequence:
 
     def fork(self, index: int) -> Sequence:
         """A copy that goes its own way; without pages."""
-        child = Sequence(index, (), with_logprobs=False)
-        child.tokens = self.tokens.copy()
+        child = Sequence(index, self.tokens.copy(), with_logprobs=False)
         child.num_prompt = self.num_prompt
         child.num_computed = self.num_computed
         child.hashes = list(self.hashes)

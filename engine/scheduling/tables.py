@@ -50,22 +50,18 @@ class Tables:
             sequence.num_published = first.num_published
         group.fork_point = None
 
-    def advance(self, row: Row) -> None:
-        """A row's tokens are computed: publish what is full, give up what no later query sees."""
-        sequence = row.sequence
-        sequence.num_computed += row.count
-        if self._config.whole_inputs:
-            return
-        if sequence.num_computed >= (sequence.num_published + 1) * self._config.block_size:
-            self._publish(row.group, sequence)
-        if self._config.window is None:
-            return
-        # Page 0 takes the places of what is given up, so that positions stay.
-        start, end = self._config.first_page(row.start), self._config.first_page(sequence.num_computed)
-        if start < end:
-            pages = sequence.table.view(start, end)
-            self._pool.free(pages.tolist())
-            pages[:] = 0
+    def advance(self, rows: Iterable[Row]) -> None:
+        """The rows' tokens are computed: publish what is full, give up what no later query sees."""
+        size, has_pages = self._config.block_size, not self._config.whole_inputs
+        publishes = has_pages and self._config.enable_prefix_caching
+        has_window = has_pages and self._config.window is not None
+        for row in rows:
+            sequence = row.sequence
+            sequence.num_computed += row.count
+            if publishes and sequence.num_computed >= (sequence.num_published + 1) * size:
+                self._publish(row.group, sequence)
+            if has_window:
+                self._leave_window(sequence, row.start)
 
     def release(self, sequence: Sequence) -> None:
         """A sequence gives its pages up."""
@@ -95,9 +91,16 @@ class Tables:
         hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, num_pages)
         return self._pool.match(hashes, self._config.seen_pages)
 
+    def _leave_window(self, sequence: Sequence, position: int) -> None:
+        """Give up what a query at `position` saw and the next one does not see."""
+        # Page 0 takes the places of what is given up, so that positions stay.
+        start, end = self._config.first_page(position), self._config.first_page(sequence.num_computed)
+        if start < end:
+            pages = sequence.table.view(start, end)
+            self._pool.free(pages.tolist())
+            pages[:] = 0
+
     def _publish(self, group: SequenceGroup, sequence: Sequence) -> None:
-        if not self._config.enable_prefix_caching:
-            return
         full = sequence.num_computed // self._config.block_size
         hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, full)
         for page in range(sequence.num_published, full):
