@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from dataclasses import replace
@@ -268,6 +269,54 @@ def test_chunks_crowds_and_threads_change_no_bit(
                 got = NativeAttention().attend(q, kv, metadata, **how)
             assert torch.equal(got[35:], whole[begin:end])
         begin = end
+
+
+@each_isa
+@each_format
+@settings(max_examples=12, deadline=None)
+@given(
+    group=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.one_of(st.integers(1, 70), st.sampled_from([80, 96, 128, 160, 256])),
+    contexts=st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    queries=st.integers(1, 9),
+    block_size=st.sampled_from([1, 5, 13, 16, 32]),
+    threads=st.integers(1, 4),
+    centred=st.booleans(),
+    how=st.sampled_from(
+        [{}, {"window": Window(70)}, {"softcap": 4.0}, {"bias": "distance"}, {"bias": "position", "window": Window(9)}]
+    ),
+)
+def test_few_queries_get_the_bits_of_many(
+    isa: str,
+    dtype: torch.dtype,
+    pages: torch.dtype,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    contexts: list[int],
+    queries: int,
+    block_size: int,
+    threads: int,
+    centred: bool,
+    how: dict[str, Any],
+) -> None:
+    """Few queries meet keys where they lie, many meet packed ones; which of them it is changes no bit."""
+    how = dict(how, scale=head_dim**-0.5)
+    heads = kv_heads * group
+    if "bias" in how:
+        how["bias"] = {"distance": table(heads, 65, 60), "position": by_position(heads, 280)}[how["bias"]]
+    rows = [make_row(i, n, heads, kv_heads, head_dim, torch.float32) for i, n in enumerate(contexts)]
+    kv = stored(paged(rows, block_size), pages, centred)
+    q, metadata = batch(rows, contexts, True, dtype)
+    with kernels_of(isa):
+        whole = NativeAttention().attend(q, kv, metadata, **how)
+    query_lens = [min(queries, n) for n in contexts]
+    q, metadata = batch(rows, query_lens, True, dtype)
+    with kernels_of(isa, threads):
+        got = assert_close(q, kv, metadata, **how)
+    ends = itertools.accumulate(contexts)
+    assert torch.equal(got, torch.cat([whole[end - n : end] for n, end in zip(query_lens, ends, strict=True)]))
 
 
 @each_isa

@@ -17,8 +17,6 @@ constexpr int64_t AHEAD_BYTES = 1 << 18;
 // The most memory for shared work, in float32.
 constexpr int64_t SHARED_LIMIT = 1 << 24;
 
-OCTAVO_INLINE int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
-
 // Some queries of one row.
 struct Tile {
   int64_t row, token, count;  // first token, number of queries

@@ -15,6 +15,7 @@ constexpr int COLUMNS = 4;
 constexpr int COLUMNS = 2;
 #endif
 
+// A number of queries, as a type.
 template <int R>
 struct Rows {};
 
@@ -49,6 +50,8 @@ struct Scores {
   int64_t bias_columns;
 };
 
+OCTAVO_INLINE int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
 // acc[r][c] = sum over k of a[r][k] b[k][c], in the order of k.
 template <class Form, int R, int C>
 OCTAVO_INLINE void multiply(const Unit* a, int64_t a_row, const Unit* b, int64_t b_row, int64_t depth,
@@ -81,8 +84,8 @@ OCTAVO_INLINE Vector biases(const float* line, int64_t column, int64_t columns) 
 
 // Turns products [CHUNK] of one query into weights; returns the largest score and the sum of weights.
 template <class Form>
-__attribute__((noinline)) void weigh(const Query& query, const Chunk& chunk, const Scores& how, float* scores, Unit* weights,
-                         float* best, float* sum_of) {
+__attribute__((noinline)) void weigh(const Query& query, const Chunk& chunk, const Scores& how, float* scores,
+                                     Unit* weights, float* best, float* sum_of) {
   const int64_t first = query.low / WIDTH, last = (query.high + WIDTH - 1) / WIDTH;
   Vector largest_so_far = all(LOWEST);
   for (int64_t at = first; at < last; ++at) {

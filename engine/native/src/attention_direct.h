@@ -1,8 +1,8 @@
 // Few queries over a chunk of keys and values that stay where they are.
 //
-// Packing pays where many queries meet what was packed. Few meet each vector of keys as soon as it is turned, while it
-// lies in registers, and values as pages hold them. What is added to what, and in which order, is the same as over
-// packed keys, so results are the same to the bit.
+// Packing pays where many queries meet what was packed. Few meet some vectors of keys as soon as those are turned, and
+// values as pages hold them. What is added to what, and in which order, is the same as over packed keys, so results are
+// the same to the bit.
 #pragma once
 
 #include "attention_chunk.h"
@@ -20,19 +20,13 @@ constexpr int KEPT = 24;
 constexpr int KEPT = 12;
 #endif
 
-template <int R>
-constexpr int columns_of() {
-  return 4 * R <= KEPT ? 4 : 2;
-}
-
-// Vectors of keys that are met together at most.
-constexpr int TOGETHER = 4;
+// Vectors of keys that are met together at most, and keys of whose values the next lines are found at once.
+constexpr int TOGETHER = 4, STEP = 8;
 
 // Adds values of the keys [low, high), features from `column` on. `WHOLE`: values have so many.
 template <int R, int C, bool WHOLE, class T, class Ahead>
 OCTAVO_INLINE void add_values(Single, const Lines<T>& values, const Unit (&weights)[R][CHUNK], int64_t low,
-                              int64_t high, int64_t column, int64_t size, Ahead& ahead,
-                              Vector (&acc)[R][C]) {
+                              int64_t high, int64_t column, int64_t size, Ahead& ahead, Vector (&acc)[R][C]) {
   for (int64_t key = low; key < high; ++key) {
     const T* from = values[key] + column;
     ahead.template take<C>();
@@ -47,8 +41,7 @@ OCTAVO_INLINE void add_values(Single, const Lines<T>& values, const Unit (&weigh
 
 template <int R, int C, bool WHOLE, class T, class Ahead>
 OCTAVO_INLINE void add_values(Pair, const Lines<T>& values, const Unit (&weights)[R][CHUNK / 2], int64_t low,
-                              int64_t high, int64_t column, int64_t size, Ahead& ahead,
-                              Vector (&acc)[R][C]) {
+                              int64_t high, int64_t column, int64_t size, Ahead& ahead, Vector (&acc)[R][C]) {
   const Zip zip;
   const int64_t end = WHOLE ? column + (C + 1) / 2 * 2 * WIDTH : size;
   for (int64_t key = low & ~int64_t{1}; key < high; key += 2) {
@@ -69,6 +62,7 @@ OCTAVO_INLINE void add_values(Pair, const Lines<T>& values, const Unit (&weights
 
 #endif
 
+// Keys and values where they lie, as a source for attend_rows.
 template <class Form, class T, class Ahead>
 struct Direct {
   Lines<T> keys, values;
@@ -77,8 +71,8 @@ struct Direct {
 
   template <int R>
   OCTAVO_INLINE_MEMBER void products(const Unit* queries, int64_t first, int64_t last, float (&to)[R][CHUNK]) const {
-    // Where one sum waits for the one before it, others go on.
-    constexpr int G = R * TOGETHER <= KEPT ? TOGETHER : TOGETHER / 2;
+    // While one sum waits for the one before it, others go on.
+    constexpr int G = R <= 2 ? TOGETHER : 2;
     int64_t group = first;
     for (; group + G <= last; group += G) meet_keys<R, G>(queries, group, to);
     if constexpr (G > 2)
@@ -89,7 +83,7 @@ struct Direct {
   template <int R, class Done>
   OCTAVO_INLINE_MEMBER void sums(const Unit (&weights)[R][CHUNK / Form::HELD], int64_t, int64_t,
                                  const Done& done) const {
-    constexpr int C = columns_of<R>();
+    constexpr int C = 4 * R <= KEPT ? 4 : 2;
     int64_t column = 0;
     for (; column + C * WIDTH <= size; column += C * WIDTH) add_column<C, true>(weights, column, done);
     for (; column < size; column += WIDTH) add_column<1, false>(weights, column, done);
@@ -138,9 +132,9 @@ struct Direct {
     Vector acc[R][C];
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) acc[r][c] = Vector{};
-    for (int64_t key = values.low; key < values.high; key = key / WIDTH * WIDTH + WIDTH) {
-      ahead.prepare(WIDTH / Form::HELD * C);
-      const int64_t high = smaller(key / WIDTH * WIDTH + WIDTH, values.high);
+    for (int64_t key = values.low, high; key < values.high; key = high) {
+      high = smaller(rounded_up(key + 1, STEP), values.high);
+      ahead.prepare(STEP / Form::HELD * C);
       add_values<R, C, WHOLE>(Form{}, values, weights, key, high, column, size, ahead, acc);
     }
     done(column, acc);

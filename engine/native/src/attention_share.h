@@ -1,4 +1,4 @@
-// Which part of a batch a thread computes, and what it reads next.
+// Which part of a batch a thread computes, and what it will read.
 //
 // Work lies on a line of costs, of which each thread has a piece. Key heads of a tile that are computed together are
 // taken apart where pieces meet; there, a head with many chunks is shared, and one with few is whose piece has more of
@@ -101,18 +101,14 @@ struct Ahead {
   // `count` vectors of units are made next of what pages hold. Loops that have their sums in registers call nothing, so
   // the lines that they take are found here; what does not lie in one piece is fetched at once.
   __attribute__((noinline)) void prepare(int64_t count) {
-    lead -= count * BYTES;
-    stop = at;
+    read(count);
     if (lead >= FAR) return;
-    const int64_t lines = larger(count * smaller(BYTES, LINE) / LINE, int64_t{1});
-    int64_t now = lead < NEAR ? (FASTER - 1) * lines : 0;
-    if (end - at < lines * LINE) now += (end - at) / LINE + 1;
-    for (; now > 0; --now, at += LINE, lead += LINE) {
-      if (at >= end && !piece()) break;
-      __builtin_prefetch(at, 0, 2);
-    }
-    stop = smaller(end, at + lines * LINE);
-    if (stop > at) lead += stop - at;
+    const int64_t wanted = lines(count);
+    int64_t now = lead < NEAR ? (FASTER - 1) * wanted : 0;
+    if (end - at < wanted * LINE) now += larger(end - at, int64_t{0}) / LINE + 1;
+    fetch_lines(now);
+    stop = smaller(end, at + wanted * LINE);
+    lead += larger(stop - at, int64_t{0});
   }
 
   // Of the lines that were found, N or none; what is left comes with the next.
@@ -126,13 +122,9 @@ struct Ahead {
 
   // As many lines at once.
   __attribute__((noinline)) void fetch(int64_t count) {
-    lead -= count * BYTES;
+    read(count);
     if (lead >= FAR) return;
-    int64_t now = larger(count * smaller(BYTES, LINE) / LINE, int64_t{1}) * (lead < NEAR ? FASTER : 1);
-    for (; now > 0; --now, at += LINE, lead += LINE) {
-      if (at >= end && !piece()) break;
-      __builtin_prefetch(at, 0, 2);
-    }
+    fetch_lines(lead < NEAR ? FASTER * lines(count) : lines(count));
   }
 
  private:
@@ -148,6 +140,24 @@ struct Ahead {
   int64_t chunk, key, last;   // keys [key, last) of a chunk
   int64_t slot, left;         // of the key, as many follow it
   bool values;                // keys have come, values do
+
+  // Counts what is read; lines that no loop has taken come later.
+  void read(int64_t count) {
+    lead -= count * BYTES + larger(stop - at, int64_t{0});
+    stop = at;
+  }
+
+  // How many lines go with so many vectors.
+  static int64_t lines(int64_t count) { return larger(count * smaller(BYTES, LINE) / LINE, int64_t{1}); }
+
+  void fetch_lines(int64_t count) {
+    while (count > 0 && (at < end || piece())) {
+      const char* from = at;
+      const int64_t some = smaller(count, (end - from + LINE - 1) / LINE);
+      for (int64_t i = 0; i < some; ++i) __builtin_prefetch(from + i * LINE, 0, 2);
+      at = from + some * LINE, lead += some * LINE, count -= some;
+    }
+  }
 
   // Begins the next piece; false after the last one.
   bool piece() {

@@ -123,7 +123,8 @@ struct Worker {
   }
 
   // The nth head's queries over the chunk at a position.
-  void attend(const Item& item, int64_t nth, int64_t position, const Running& to, bool kept, Ahead<Form, T>& ahead) const {
+  void attend(const Item& item, int64_t nth, int64_t position, const Running& to, bool kept,
+              Ahead<Form, T>& ahead) const {
     const Tile& tile = item.tile;
     const int64_t head = item.head + nth, queries = count(tile);
     const int64_t low = larger(tile.low - position, int64_t{0}), high = smaller(tile.high - position, CHUNK);
