@@ -56,10 +56,13 @@ class Wanted:
             with self._drain.interruption() as interruption:
                 ends: set[asyncio.Future[Any]] = {task, watch, interruption}
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if is_stalled(scope):  # the work may be over all the same: what it sent after that went nowhere
+                reason = "stall"
+                raise ClientGoneError
             if task.done():
                 return task.result()
             if watch.done():
-                reason = "stall" if is_stalled(scope) else "disconnect"
+                reason = "disconnect"
                 raise ClientGoneError
             reason = "shutdown"
             raise shutting_down()
