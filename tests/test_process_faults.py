@@ -39,10 +39,14 @@ sys.meta_path.insert(0, Hook())
 """
 POISON = "~"  # a prompt that begins with it breaks the step that computes it
 LATE = 400  # so does this position in any sequence
+# A step takes a few milliseconds, however fast the machine: requests that are sent together are in the same steps.
 BROKEN_STEPS = f"""
+import time
+
 def patch(module):
     execute = module.ModelRunner.execute
     def broken(self, plan):
+        time.sleep(0.004)
         if ((plan.positions == 0) & (plan.token_ids == {ord(POISON)}) | (plan.positions == {LATE})).any():
             raise RuntimeError("made by the test")
         return execute(self, plan)
