@@ -175,6 +175,10 @@ struct Ahead {
     const T* from = static_cast<const T*>(values ? a.values : a.keys) + slot * token + item.head * head;
     int64_t elements = (item.heads - 1) * head + a.head_dim, some = 1;
     if (elements == token) some = smaller(left, last - key), elements *= some;
+    if (sizeof(T) == 1) {  // scales, of which many tokens share a line
+      const bfloat16* scales = (values ? a.value_scales : a.key_scales) + slot * a.kv_heads;
+      for (int64_t i = 0; i <= some * a.kv_heads; i += LINE / 2) __builtin_prefetch(scales + i, 0, 2);
+    }
     key += some, slot += some, left -= some;
     at = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(from) & ~uintptr_t{LINE - 1});
     end = reinterpret_cast<const char*>(from + elements);
