@@ -19,13 +19,13 @@ constexpr int COLUMNS = 2;
 template <int R>
 struct Rows {};
 
-constexpr float LOWEST = -3.402823466e38f;
+constexpr float LOWEST = -3.402823466e38f, LOG2_E = 1.44269504f;
 
 // What has been added up for some queries: softmax with a running maximum (arXiv:1805.02867).
 struct Running {
-  float* best;   // [queries] largest score so far
-  float* total;  // [queries] sum of exp(score - best)
-  float* sums;   // [queries, width] sum of exp(score - best) * value
+  float* best;   // [queries] largest score so far, times log2(e)
+  float* total;  // [queries] sum of 2^(score - best)
+  float* sums;   // [queries, width] sum of 2^(score - best) * value
 };
 
 // One query of a head.
@@ -48,6 +48,8 @@ struct Scores {
   int64_t units, width;  // of a key; of a value, in whole vectors
   float scale, softcap;  // softcap 0 for none
   int64_t bias_columns;
+  bool plain;  // a score is nothing but a product times `rest`
+  float rest;  // what scores are still multiplied with before 2 is taken to their power
 };
 
 OCTAVO_INLINE int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
@@ -82,40 +84,58 @@ OCTAVO_INLINE Vector biases(const float* line, int64_t column, int64_t columns) 
   return load(found);
 }
 
-// Turns products [CHUNK] of one query into weights; returns the largest score and the sum of weights.
-template <class Form>
-__attribute__((noinline)) void weigh(const Query& query, const Chunk& chunk, const Scores& how, float* scores,
-                                     Unit* weights, float* best, float* sum_of) {
+// Scores of one query, from products: to the power of 2 they are weights. Returns the largest.
+OCTAVO_INLINE float score(const Query& query, const Chunk& chunk, const Scores& how, float* scores) {
   const int64_t first = query.low / WIDTH, last = (query.high + WIDTH - 1) / WIDTH;
   Vector largest_so_far = all(LOWEST);
   for (int64_t at = first; at < last; ++at) {
-    Vector score = load(scores + at * WIDTH) * how.scale;
-    if (chunk.key_scales) score = score * load(chunk.key_scales + at * WIDTH);
-    if (how.softcap != 0.0f) score = hyperbolic_tangent((score + query.centre) / how.softcap) * how.softcap;
-    if (query.bias) score = score + biases(query.bias, query.bias_shift + at * WIDTH, how.bias_columns);
+    Vector score = load(scores + at * WIDTH);
+    if (!how.plain) {
+      score = score * how.scale;
+      if (chunk.key_scales) score = score * load(chunk.key_scales + at * WIDTH);
+      if (how.softcap != 0.0f) score = hyperbolic_tangent((score + query.centre) / how.softcap) * how.softcap;
+      if (query.bias) score = score + biases(query.bias, query.bias_shift + at * WIDTH, how.bias_columns);
+      score = score * LOG2_E;
+    }
     if (at * WIDTH < query.low || (at + 1) * WIDTH > query.high) {
       const Integers place = places(at * WIDTH);
       const Vector hidden = all(-__builtin_inff());
       score = place >= static_cast<int32_t>(query.low) ? score : hidden;
       score = place < static_cast<int32_t>(query.high) ? score : hidden;
+      store(scores + at * WIDTH, score);
+    } else if (!how.plain) {
+      store(scores + at * WIDTH, score);
     }
-    store(scores + at * WIDTH, score);
     largest_so_far = maximum(score, largest_so_far);
   }
-  const float top = largest(largest_so_far);
+  return largest(largest_so_far);
+}
+
+// Turns products [CHUNK] of one query into weights of the chunk's keys; returns the largest score and the sum of weights.
+// Vectors are taken in pairs that begin at even ones, so that a sum depends on nothing but the keys that a query sees.
+template <class Form>
+__attribute__((noinline)) void weigh(const Query& query, const Chunk& chunk, const Scores& how, float* scores,
+                                     Unit* weights, float* best, float* sum_of) {
+  const int64_t first = query.low / WIDTH, last = (query.high + WIDTH - 1) / WIDTH;
+  const float rest = how.rest, largest_score = score(query, chunk, how, scores) * rest;
+  const float top = largest_score < LOWEST ? LOWEST : largest_score;  // where no key is seen
   Vector sums{};
-  for (int64_t at = chunk.first; at < chunk.last; ++at) {
+  const auto weight = [&](int64_t at) {
+    if (at < first || at >= last) return Vector{};
+    return power_of_two<Form::HELD == 1>(fma(load(scores + at * WIDTH), all(rest), all(-top)));
+  };
+  const auto scaled = [&](Vector weight, int64_t at) {
+    return at < chunk.first || at >= chunk.last ? weight : weight * load(chunk.value_scales + at * WIDTH);
+  };
+  for (int64_t at = chunk.first & ~int64_t{1}; at < chunk.last; at += 2) {
+    const Vector one = weight(at), other = weight(at + 1);
     Unit* to = weights + at * WIDTH / Form::HELD;
-    if (at < first || at >= last) {
-      Form::put(to, Vector{});
-      continue;
-    }
-    const Vector weight = falling(load(scores + at * WIDTH) - top);
     if (chunk.value_scales) {
-      Form::put(to, weight * load(chunk.value_scales + at * WIDTH));
-      sums = sums + weight;
+      Form::put(to, scaled(one, at), scaled(other, at + 1));
+      sums = sums + (one + other);
     } else {
-      sums = sums + Form::put(to, weight);
+      Form::put(to, one, other);
+      sums = Form::add_all(sums, one, other);
     }
   }
   *best = top;
@@ -131,7 +151,7 @@ struct Merge {
                                   int64_t count) {
     const Vector was = read(to_best, count), is = read(best, count);
     const Vector now = is > was ? is : was;
-    const Vector keep = falling(was - now), take = falling(is - now);
+    const Vector keep = power_of_two<true>(was - now), take = power_of_two<true>(is - now);
     write(to_total, fma(read(sum_of, count), take, read(to_total, count) * keep), count);
     write(to_best, now, count);
     store(before, keep);
@@ -149,6 +169,15 @@ struct Packed {
   const Unit* keys;    // [units, CHUNK]
   const Unit* values;  // [CHUNK / held, width]
   int64_t units, width;
+
+  // The vectors of keys that some of the queries see.
+  static OCTAVO_INLINE_MEMBER Chunk narrowed(Chunk chunk, const Query* of, int64_t queries) {
+    int64_t low = CHUNK, high = 0;
+    for (int64_t i = 0; i < queries; ++i)
+      if (of[i].high > of[i].low) low = smaller(low, of[i].low), high = larger(high, of[i].high);
+    chunk.first = smaller(low, high) / WIDTH, chunk.last = (high + WIDTH - 1) / WIDTH;
+    return chunk;
+  }
 
   // Products of R queries and the keys of the vectors [first, last).
   template <int R>
@@ -200,8 +229,9 @@ OCTAVO_INLINE void attend_rows(const Unit* queries, const Query* of, const Sourc
   alignas(64) float scores[R][CHUNK];
   alignas(64) Unit weights[R][CHUNK / Form::HELD];
   float best[WIDTH < R ? R : WIDTH], sums[WIDTH < R ? R : WIDTH];
-  source.template products<R>(queries, chunk.first, chunk.last, scores);
-  for (int r = 0; r < R; ++r) weigh<Form>(of[r], chunk, how, scores[r], weights[r], best + r, sums + r);
+  const Chunk seen = Source::narrowed(chunk, of, R);
+  source.template products<R>(queries, seen.first, seen.last, scores);
+  for (int r = 0; r < R; ++r) weigh<Form>(of[r], seen, how, scores[r], weights[r], best + r, sums + r);
 
   Merge merge[(R + WIDTH - 1) / WIDTH];
   if (kept) {
@@ -210,7 +240,7 @@ OCTAVO_INLINE void attend_rows(const Unit* queries, const Query* of, const Sourc
     for (int64_t r = 0; r < R; r += WIDTH)
       merge[r / WIDTH].begin(to.best + r, to.total + r, best + r, sums + r, smaller(R - r, WIDTH));
   }
-  source.template sums<R>(weights, chunk.first, chunk.last, [&]<int C>(int64_t column, const Vector(&acc)[R][C]) {
+  source.template sums<R>(weights, seen.first, seen.last, [&]<int C>(int64_t column, const Vector(&acc)[R][C]) {
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) {
         float* place = to.sums + r * how.width + column + c * WIDTH;

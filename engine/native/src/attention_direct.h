@@ -69,6 +69,9 @@ struct Direct {
   int64_t units, size;  // of a key
   Ahead& ahead;
 
+  // Values are walked as they lie, whoever sees them.
+  static OCTAVO_INLINE_MEMBER const Chunk& narrowed(const Chunk& chunk, const Query*, int64_t) { return chunk; }
+
   template <int R>
   OCTAVO_INLINE_MEMBER void products(const Unit* queries, int64_t first, int64_t last, float (&to)[R][CHUNK]) const {
     // While one sum waits for the one before it, others go on.

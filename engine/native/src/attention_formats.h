@@ -109,11 +109,14 @@ struct Single {
     return fma(all(value), b, acc);
   }
 
-  // Writes weights; gives them back as they were written.
-  OCTAVO_INLINE Vector put(Unit* to, Vector weights) {
-    store(reinterpret_cast<float*>(to), weights);
-    return weights;
+  // Weights of two vectors of keys to memory.
+  OCTAVO_INLINE void put(Unit* to, Vector first, Vector second) {
+    store(reinterpret_cast<float*>(to), first);
+    store(reinterpret_cast<float*>(to) + WIDTH, second);
   }
+
+  // What was put, added to acc.
+  OCTAVO_INLINE Vector add_all(Vector acc, Vector first, Vector second) { return acc + (first + second); }
 };
 
 #if defined(__AVX512BF16__)
@@ -140,10 +143,14 @@ struct Pair {
     return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(unit)), (__m512bh)b);
   }
 
-  OCTAVO_INLINE Vector put(Unit* to, Vector weights) {
-    const __m256i halves = (__m256i)_mm512_cvtneps_pbh(weights);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
-    return widen((Halves)halves);
+  OCTAVO_INLINE void put(Unit* to, Vector first, Vector second) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+  }
+
+  // The sum of what they are as bfloat16.
+  OCTAVO_INLINE Vector add_all(Vector acc, Vector first, Vector second) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    return _mm512_dpbf16_ps(acc, _mm512_cvtne2ps_pbh(second, first), ones);
   }
 };
 

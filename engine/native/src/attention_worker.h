@@ -18,9 +18,14 @@ struct Worker {
       : a(a),
         own(a, memory),
         how{(a.head_dim + Form::HELD - 1) / Form::HELD, rounded_up(a.head_dim, WIDTH), static_cast<float>(a.scale),
-            static_cast<float>(a.softcap), a.bias_columns},
+            static_cast<float>(a.softcap), a.bias_columns, is_plain(a),
+            is_plain(a) ? static_cast<float>(a.scale) * LOG2_E : 1.0f},
         fold(a.heads / a.kv_heads) {
     __builtin_memset(own.nothing, 0, static_cast<size_t>(4 * how.width));
+  }
+
+  static bool is_plain(const Attention& a) {
+    return a.kv_format != PAGE_INT8 && a.softcap == 0.0 && !a.bias_kind && a.scale > 0.0;
   }
 
   int64_t count(const Tile& tile) const { return tile.count * fold; }

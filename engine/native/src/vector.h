@@ -39,8 +39,14 @@ OCTAVO_INLINE Vector fma(Vector a, Vector b, Vector c) {
 #endif
 }
 
+// The second one where either is NaN.
+#if defined(__AVX512F__)
+OCTAVO_INLINE Vector maximum(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+OCTAVO_INLINE Vector minimum(Vector a, Vector b) { return _mm512_min_ps(a, b); }
+#else
 OCTAVO_INLINE Vector maximum(Vector a, Vector b) { return a > b ? a : b; }
 OCTAVO_INLINE Vector minimum(Vector a, Vector b) { return a < b ? a : b; }
+#endif
 OCTAVO_INLINE Vector magnitude(Vector a) { return (Vector)((Integers)a & 0x7fffffff); }
 
 // ---- memory
