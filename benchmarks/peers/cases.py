@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from peers.checkpoints import EOS
 from peers.engines import Engine
 from peers.servers import Server, first_token_ms
-from peers.turns import Figures
+from peers.turns import PAUSE, Figures
 
 Measure = Callable[[Any], Figures]
 Answers = dict[str, list[list[int]]]
@@ -199,7 +200,9 @@ def first_token(sizes: Sizes, vocab_size: int) -> Measure:
         for _ in range(sizes.singles):
             prompt = tokens(rng, sizes.first_prompt, vocab_size)
             engine.append(pair.engine.ask(op="first_token", prompt=prompt)["seconds"] * 1e3)
+            time.sleep(PAUSE)
             server.append(first_token_ms(pair.server.send([(prompt, 2)], 1)[1]))
+            time.sleep(PAUSE)
         added = statistics.median(server) - statistics.median(engine)
         return {
             "added_ms": added,
