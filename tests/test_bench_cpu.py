@@ -199,6 +199,10 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     assert worker.ask(op="double", value=1) == {"value": 2}
     with pytest.raises(process.PeerError, match=r"some_worker has ended:\n(.|\n)*last words"):
         worker.ask(op="end")
+    worker.process.wait(30)
+    for _ in range(2):
+        with pytest.raises(process.PeerError, match="some_worker has ended"):
+            worker.ask(op="double", value=1)
     worker.close()
 
 

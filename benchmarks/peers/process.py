@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -65,7 +66,7 @@ def find(name: str, peers_dir: Path) -> Install | None:
     libraries = folder / "lib"
     environment = {}
     if name == "llama.cpp" and any(libraries.glob("libllama.*")):
-        environment["LLAMA_CPP_LIB_PATH"] = str(libraries)
+        environment["LLAMA_CPP_LIB_PATH"] = environment["LD_LIBRARY_PATH"] = str(libraries)
     if python.exists():
         found = Install(name, folder, str(python), (), environment)
         return found if _imports(found, module) else None
@@ -138,7 +139,8 @@ class Worker:
     def close(self) -> None:
         """End the process."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and what was sent last lies there still
+            self.process.stdin.close()
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:

@@ -72,6 +72,13 @@ struct Bfloat16 {
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(bfloat16))
+      if (rows >= WIDE && inputs % 2 == 0) {  // units as they lie
+        uint32_t* units = reinterpret_cast<uint32_t*>(to);
+        return interleave_wide(x, 2 * stride, inputs / 2, rows, units, units + inputs / 2 * rows);
+      }
+#endif
     lay_out(rows, (inputs + 1) / 2, reinterpret_cast<uint32_t*>(to),
             [&](int64_t row, int64_t first, int64_t count, uint32_t* units) {
               const int64_t size = smaller(2 * count, inputs - 2 * first);

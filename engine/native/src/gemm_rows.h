@@ -1,7 +1,7 @@
 // How rows of activations are laid out for a tile: in units of 4 bytes, unit 0 of all rows, unit 1 of all rows ...
 #pragma once
 
-#include "vector.h"
+#include "transpose.h"
 
 namespace octavo::gemm {
 
@@ -27,8 +27,38 @@ OCTAVO_INLINE void interleave_4_by_4(const uint32_t* from, int64_t from_stride, 
 #endif
 }
 
-// Rows of CHUNK units, of which `units` count.
-OCTAVO_INLINE void interleave(const uint32_t* from, int64_t units, int64_t rows, uint32_t* to) {
+#if defined(__AVX512F__)
+constexpr int64_t WIDE = 5;  // rows that are worth turning WIDTH units of at a time
+
+// Units of rows that lie `stride` bytes apart. Stores are whole vectors, as far as `end`; what they write beyond a
+// unit's rows is written again by those that follow.
+OCTAVO_INLINE void interleave_wide(const void* from, int64_t stride, int64_t units, int64_t rows, uint32_t* to,
+                                   const uint32_t* end) {
+  for (int64_t i = 0; i < units; i += WIDTH) {
+    const int64_t some = smaller(WIDTH, units - i);
+    const auto read = static_cast<__mmask16>((1u << some) - 1);
+    Vector v[WIDTH];
+    for (int64_t row = 0; row < WIDTH; ++row)
+      v[row] = row < rows ? (Vector)_mm512_maskz_loadu_epi32(read, static_cast<const char*>(from) + row * stride + 4 * i)
+                          : Vector{};
+    transpose(v);
+    for (int64_t j = 0; j < some; ++j) {
+      float* place = reinterpret_cast<float*>(to + (i + j) * rows);
+      if (to + (i + j) * rows + WIDTH <= end)
+        store(place, v[j]);
+      else
+        store_part(place, v[j], rows);
+    }
+  }
+}
+#endif
+
+// Rows of CHUNK units, of which `units` count; `end` is that of all that is laid out.
+OCTAVO_INLINE void interleave(const uint32_t* from, int64_t units, int64_t rows, uint32_t* to,
+                              [[maybe_unused]] const uint32_t* end) {
+#if defined(__AVX512F__)
+  if (rows >= WIDE) return interleave_wide(from, 4 * CHUNK, units, rows, to, end);
+#endif
   int64_t row = 0;
   for (; row + 4 <= rows; row += 4) {
     int64_t i = 0;
@@ -49,7 +79,7 @@ OCTAVO_INLINE void lay_out(int64_t rows, int64_t units, uint32_t* to, const Make
   for (int64_t first = 0; first < units; first += CHUNK) {
     const int64_t count = smaller(CHUNK, units - first);
     for (int64_t row = 0; row < rows; ++row) make(row, first, count, plain + row * CHUNK);
-    interleave(plain, count, rows, to + first * rows);
+    interleave(plain, count, rows, to + first * rows, to + units * rows);
   }
 }
 
