@@ -58,7 +58,7 @@ class EngineConfig:
             models that read inputs whole, which hold nothing from step to step, no limit but their tokens).
         max_num_batched_tokens: most tokens in one step.
         max_step_time: seconds that a step should stay under: prompts come in smaller chunks where a step would
-            take longer (default: 0.25 on a CPU, no limit on a GPU; 0: no limit).
+            take longer (default: 0.25 on a CPU, no limit on a GPU and in `LLM`; 0: no limit).
         block_size: tokens a page holds.
         kv_cache_memory: bytes for the pages, such as "4GiB" (CPU: a quarter of the free memory, at
             most 4 GiB; GPU: what gpu_memory_utilization leaves).

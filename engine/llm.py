@@ -25,14 +25,15 @@ class LLM(PoolingMethods):
 
     Args:
         model: local folder or hub id.
-        **settings: the other fields of `EngineConfig`.
+        **settings: the other fields of `EngineConfig`. Steps may take as long as they like unless max_step_time is
+            given: nobody waits for the end of one here, and a prompt is computed fastest in one piece.
 
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
     """
 
     def __init__(self, model: str, **settings: Any):
-        config = EngineConfig(model=str(model), **settings)
+        config = EngineConfig(model=str(model), **({"max_step_time": 0.0} | settings))
         engine, tokenizer = Engine(config), None
         if not config.skip_tokenizer_init:
             tokenizer = load_tokenizer(
