@@ -41,6 +41,12 @@ def test_the_readme_has_the_current_table() -> None:
     assert tool.replaced(README, tool.table()) == README, f"README's table of families is not current: {tool.COMMAND}"
 
 
+def test_the_list_of_octavo_models_is_current() -> None:
+    assert tool.LISTED.read_text(encoding="utf-8") == tool.listed(), (
+        f"{tool.LISTED.name} is not current: {tool.COMMAND}"
+    )
+
+
 DECODING = "greedy, top-k, top-p, min-p, beams"
 
 
@@ -94,12 +100,14 @@ def test_a_name_of_older_checkpoints_stands_beside_the_newer_one() -> None:
 
 
 def test_only_what_is_between_the_markers_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = tmp_path / "README.md"
+    readme, listed = tmp_path / "README.md", tmp_path / "families.json"
     monkeypatch.setattr(tool, "README", readme)
+    monkeypatch.setattr(tool, "LISTED", listed)
     readme.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n", encoding="utf-8")
     for _ in range(2):
         assert tool.main() == 0
         assert readme.read_text(encoding="utf-8") == f"before\n{tool.BEGIN}\n{tool.table()}{tool.END}\nafter\n"
+        assert listed.read_text(encoding="utf-8") == tool.listed()
     for damaged in (tool.BEGIN, f"{tool.BEGIN}{tool.END}{tool.END}"):
         with pytest.raises(ValueError, match="each of these lines once"):
             tool.replaced(damaged, "")

@@ -20,7 +20,7 @@ import torch
 from support.service import Service
 from support.text_seq2seq import MAX_LENGTH, TEXTS, WORDS, TextCheckpoint, make_text_checkpoint
 
-from server.bench.cli import main as bench
+from server.commands.bench import run as bench
 from server.config.settings import ServerSettings
 
 BLOCK, PAGES = 4, 72

@@ -18,10 +18,11 @@ import yaml
 from engine import ConfigError, EngineConfig
 from octavo import shadowed
 from server.cli import main
+from server.config.groups import GROUPS, OTHER
 from server.config.loading import Loaded, SettingsParser
 from server.config.settings import SECRETS, ServerSettings, Settings, flag, variable
-from server.config.sources import did_you_mean
 from server.run import DEMO_MODEL, DEMO_MODEL_ID, served_model_id
+from server.terminal.nearest import did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 # A valid value for every setting, unlike its default.
@@ -357,7 +358,7 @@ def test_keywords_alone_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "a command is missing: serve, config, doctor"),
+        ([], "a command is missing: serve, chat, complete"),
         (["srve"], "unknown command 'srve'; did you mean serve?"),
         (["dance"], "unknown command 'dance'; there are serve"),
         (["--port", "3", "serve"], "--port must come after the command"),
@@ -381,13 +382,26 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["serve", "--help"])
     assert stopped.value.code == 0
-    parts = capsys.readouterr().out.partition("\nengine:\n")
-    service, text, engine = (" ".join(part.split()) for part in (parts[0], "".join(parts), parts[2]))
+    text = capsys.readouterr().out
     for name in Settings.model_fields:
-        assert f"({variable(name)})" in text
-    assert {flag(name) for name in SERVICE} <= set(service.replace(",", "").split())
-    assert {flag(name) for name in ENGINE if name != "model"} <= set(engine.replace(",", "").split())
-    assert "tokens a page holds. [16] (OCTAVO_BLOCK_SIZE)" in engine
+        assert f"({variable(name)})" in " ".join(text.split())
+    assert {flag(name) for name in (*SERVICE, *ENGINE) if name != "model"} <= set(text.replace(",", "").split())
+    assert "tokens a page holds. [16] (OCTAVO_BLOCK_SIZE)" in " ".join(text.split())
+
+
+def test_the_help_groups_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped)), "a setting is in two groups"
+    assert not set(Settings.model_fields) - set(grouped), "a setting is in no group of server.config.groups"
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    places = [text.index(f"\n{title}:\n") for title in GROUPS]
+    assert places == sorted(places)
+    assert OTHER not in text
+    pages = text[places[list(GROUPS).index("the pages")] : places[list(GROUPS).index("where it listens")]]
+    assert "--kv-cache-memory" in pages
+    assert "--max-num-seqs" not in pages
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes README's table of families from the registry that the engine loads models by.
+"""Writes README's table of families, and what `octavo models` lists, from the registry that the engine loads models by.
 
     make docs               or: python3 tools/setup.py docs
 
@@ -8,6 +8,7 @@ What a family can be asked for follows from the parts of its architectures' defa
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from dataclasses import fields
@@ -36,6 +37,7 @@ from engine.outputs import Task
 from engine.request import SamplingParams
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+LISTED = README.parent / "server" / "commands" / "families.json"  # read without the engine, which takes seconds
 COMMAND = "python3 tools/setup.py docs"
 BEGIN = "<!-- families: written by `make docs` from the registry; do not edit by hand -->"
 END = "<!-- end of families -->"
@@ -75,7 +77,15 @@ def table(families: Iterable[Family] = FAMILIES) -> str:
 
 
 def line(family: Family) -> str:
-    """A family's line: of one that generates without the names of headless models, which are asked for the same."""
+    """A family's line."""
+    shown = row(family)
+    names = ", ".join(f"`{name}`" for name in shown["architectures"])
+    cells = (shown["family"], shown["brings"], names, ", ".join(shown["serves"]))
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |\n"
+
+
+def row(family: Family) -> dict[str, Any]:
+    """What a family is: of one that generates without the names of headless models, which are asked for the same."""
     tasks = {name: tasks_of(family, name) for name in family.architectures}
     names = [name for name in family.architectures if name not in family.headless]
     generating = {name for name in names if "generate" in tasks[name]}
@@ -86,8 +96,13 @@ def line(family: Family) -> str:
         names = list(family.architectures)
     served = {task for name in names for task in tasks[name]}
     serves = [*(decoding() if generating else ()), *(word for task, word in TASKS.items() if task in served)]
-    shown = (family.name, family.brings, ", ".join(f"`{name}`" for name in names), ", ".join(serves))
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in shown)} |\n"
+    return {"family": family.name, "brings": family.brings, "architectures": names, "serves": serves}
+
+
+def listed(families: Iterable[Family] = FAMILIES) -> str:
+    """The same as JSON, an object per family that is served."""
+    rows = [row(family) for family in families if family.weights is not None]
+    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
 
 
 def decoding() -> tuple[str, ...]:
@@ -132,11 +147,14 @@ def replaced(text: str, content: str) -> str:
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    wanted = replaced(text, table())
-    if wanted != text:
-        README.write_text(wanted, encoding="utf-8")
-    print(f"{README.name}: {'was current' if wanted == text else 'written'}")
+    for path, wanted in (
+        (README, replaced(README.read_text(encoding="utf-8"), table())),
+        (LISTED, listed()),
+    ):
+        current = path.exists() and path.read_text(encoding="utf-8") == wanted
+        if not current:
+            path.write_text(wanted, encoding="utf-8")
+        print(f"{path.name}: {'was current' if current else 'written'}")
     return 0
 
 

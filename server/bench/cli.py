@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ lognormal:MEDIAN:SIGMA.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.description = DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument_group("server").add_argument
     add("--url", default="http://127.0.0.1:8000", help="with or without /v1 [%(default)s]")
     add("--model", help="its id (default: the first that the server lists)")
@@ -191,20 +189,3 @@ def _at_least(args: argparse.Namespace, name: str, low: int) -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """`octavo bench` with these arguments; returns the exit status."""
-    from server.config.loading import OneLineParser
-
-    if arguments[:1] == ["serve"]:
-        parser = OneLineParser(prog="octavo bench serve", allow_abbrev=False)
-        add_arguments(parser)
-        return run(parser.parse_args(arguments[1:]))
-    parser = OneLineParser(prog="octavo bench", description="Measures servers.", allow_abbrev=False)
-    kinds = parser.add_subparsers(metavar="KIND")
-    kinds.add_parser("serve", help="load any OpenAI-compatible server and measure its answers")
-    if arguments[:1] in (["-h"], ["--help"]):
-        parser.print_help()
-        return 0
-    parser.error(f"unknown kind {arguments[0]!r}; there is serve" if arguments else "a kind is missing: serve")

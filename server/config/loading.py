@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
-import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic_settings import CliApp, CliSettingsSource
 
 from engine import ConfigError, EngineConfig
-from server.config.settings import ENGINE_FIELDS, Settings, SettingsBase, description, flag, variable
-from server.config.sources import VariableSource, did_you_mean, read_file, unknown_variables
+from server.config.groups import GROUPS, OTHER, group_of
+from server.config.settings import Settings, SettingsBase, description, flag, variable
+from server.config.sources import VariableSource, read_file, unknown_variables
+from server.terminal.parser import OneLineParser
 
 _FIELDS = Settings.model_fields
 _LONG_NAME = rf"(?<![\w/-])({'|'.join(name for name in _FIELDS if '_' in name)})(?![\w/-]|\.\w)"
@@ -54,62 +56,34 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Reports what is wrong in one line instead of the whole usage, with exit status 2, and suggests a near flag."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say so and end the process."""
-        switch = re.match(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument", message)
-        if switch:
-            message = f"{switch[1]} takes no value; to switch it off, use {switch[2]}"
-        self.exit(2, f"{self.prog}: {' '.join(message.split()).rstrip('.')} (see {self.prog} --help)\n")
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; an unknown flag, or one argument too many, ends the process."""
-        given, rest = self.parse_known_args(args, namespace)
-        for argument in rest:
-            if argument.startswith("-") and argument != "-":
-                self.error(self._unknown(argument.partition("=")[0]))
-        if rest:
-            self.error(f"unexpected argument {rest[0]!r}")
-        return given
-
-    def _unknown(self, name: str) -> str:
-        if name == "--model" and name not in self._option_string_actions:
-            return "unknown flag --model: the model is named without one, after the command"
-        return f"unknown flag {name}{did_you_mean('--' + name.lstrip('-'), self._option_string_actions)}"
-
-
-class _WholeFlags(argparse.HelpFormatter):
-    """Breaks no line within a flag's name."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)
-
-
 class SettingsParser(OneLineParser):
-    """A command that takes all settings as flags; `load` makes settings of what it parsed."""
+    """A command that takes settings as flags; `load` makes settings of what it parsed.
 
-    def __init__(self, prog: str, about: str):
-        super().__init__(
-            prog=prog, usage=f"{prog} [MODEL] [flags]", description=about, epilog=_EPILOG, allow_abbrev=False,
-            formatter_class=_WholeFlags,
-        )  # fmt: skip
-        groups = {title: self.add_argument_group(title) for title in ("service", "engine")}
+    Args:
+        names: of the settings that are flags; all by default. The others come from variables and the file alone.
+    """
 
-        def add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
-            name = options.get("dest", names[0])
+    def __init__(self, prog: str, about: str, names: Collection[str] = _FIELDS):
+        super().__init__(prog=prog, usage=f"{prog} [MODEL] [flags]", description=about, epilog=_EPILOG)
+        groups = {title: self.add_argument_group(title) for title in (*GROUPS, OTHER)}
+        elsewhere = argparse.ArgumentParser(add_help=False)
+
+        def add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:
+            name = options.get("dest", flags[0])
             options["help"] = _help(name).replace("%", "%%")
             if "metavar" in options:
                 options["metavar"] = _metavar(name)
             if get_origin(_FIELDS[name].annotation) is tuple:
                 options["action"] = "append"  # before 2.16, pydantic-settings kept the last alone
-            group = parser if name == "model" else groups["engine" if name in ENGINE_FIELDS else "service"]
-            return group.add_argument(*names, **options)
+            group = groups[group_of(name)] if name in names else elsewhere
+            return (parser if name == "model" else group).add_argument(*flags, **options)
 
         self._source = CliSettingsSource[argparse.ArgumentParser](
             Settings, root_parser=self, add_argument_method=add_argument
         )
+        for title, names_of_group in GROUPS.items():  # in the help they stand as they do there
+            places = dict(zip(names_of_group, range(len(names_of_group)), strict=True))
+            groups[title]._group_actions.sort(key=functools.partial(_place, places))
         # Unlike a variable, a flag that was given counts even if it is empty: an empty key must not pass for none.
         self._source.env_ignore_empty = False
 
@@ -140,6 +114,10 @@ class SettingsParser(OneLineParser):
             origins={name: origins.get(name, Origin("default")) for name in _FIELDS},
             notes=tuple(unknown_variables(os.environ, known)),
         )
+
+
+def _place(places: Mapping[str, int], action: argparse.Action) -> int:
+    return places[action.dest]
 
 
 def _as_given(name: str, value: Any) -> str:

@@ -9,14 +9,12 @@ from server.config.loading import Loaded
 from server.config.settings import shown
 
 
-def as_table(loaded: Loaded) -> str:
-    """One line per setting: name, value, origin."""
-    rows = [("setting", "value", "from")]
-    for name, origin in loaded.origins.items():
-        source = f"{origin.kind} {origin.name}".rstrip()
-        rows.append((name, _text(shown(name, getattr(loaded.settings, name))), source))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}" for name, value, source in rows)
+def rows(loaded: Loaded) -> list[tuple[str, str, str]]:
+    """Name, value and origin of each setting."""
+    return [
+        (name, _text(shown(name, getattr(loaded.settings, name))), f"{origin.kind} {origin.name}".rstrip())
+        for name, origin in loaded.origins.items()
+    ]
 
 
 def as_json(loaded: Loaded) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from engine import ConfigError
+from server.terminal.nearest import did_you_mean
 
 PREFIX = "OCTAVO_"
 # No settings of the service, but read by the engine where it loads its kernels (engine.native.loading).
@@ -19,24 +19,6 @@ _ELSEWHERE = frozenset({"OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"})
 # What Kubernetes puts into every container for a Service whose name begins with "octavo".
 _SERVICE_LINK = re.compile(r"OCTAVO_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean NEAR?" if something known is near, else nothing.
-
-    Nearest is what has the same words and perhaps more (max-length: max-model-len), else the most similar text.
-    """
-    plain = {re.sub(r"^(octavo_|-+)", "", other.lower().replace("-", "_")).strip("_"): other for other in known}
-    name = re.sub(r"^(octavo_|-+)", "", name.lower().replace("-", "_")).strip("_")
-    pool = [other for other in plain if _has_words(other, name)] or list(plain)
-    near = difflib.get_close_matches(name, pool, n=1, cutoff=0.6 if len(pool) == len(plain) else 0.0)
-    return f"; did you mean {plain[near[0]]}?" if near else ""
-
-
-def _has_words(name: str, wanted: str) -> bool:
-    """Whether every word wanted begins a word of the name, or the other way round."""
-    words = name.split("_")
-    return all(any(word.startswith(part) or part.startswith(word) for word in words) for part in wanted.split("_"))
 
 
 def is_service_link(name: str, value: str) -> bool:

@@ -1,0 +1,56 @@
+"""`octavo chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+from engine import InvalidRequestError
+from server.talking.conversation import Conversation
+from server.talking.errors import TalkError
+from server.talking.loop import Chat
+from server.talking.model import CHAT, open_model
+from server.talking.options import add_decoding, add_place, decoding, default_key, default_url, loading
+from server.terminal.parser import OneLineParser
+from server.terminal.style import note, say
+
+PROG = "octavo chat"
+DESCRIPTION = """\
+Talks with a model, token by token. In the chat, /help tells what can be done; Ctrl-C stops an answer, Ctrl-D leaves.
+Lines that are piped in are messages, one after the other, and stdout gets the answers.
+
+  octavo chat                                    what serves on this machine, else the bundled model
+  octavo chat path/to/model --dtype bfloat16     a model that is loaded for this chat
+  octavo chat --url http://gpu-box:8000          another machine's
+  echo "Who sings?" | octavo chat --seed 7
+"""
+
+
+def parser() -> OneLineParser:
+    """Model, place and decoding."""
+    made = OneLineParser(prog=PROG, usage=f"{PROG} [MODEL] [flags]", description=DESCRIPTION)
+    made.add_argument("model", metavar="MODEL", nargs="?", help="folder or hub id, loaded here; with --url an id there")
+    made.add_argument("--system", metavar="TEXT", help="who the model is to be: the first message")
+    add_place(made)
+    add_decoding(made, beams=True)
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    """Talk; 0 done, 1 it could not, 2 wrong flags, 130 stopped by Ctrl-C."""
+    made = parser()
+    given = made.parse_args(arguments)
+    try:
+        settings = decoding(given)
+    except InvalidRequestError as problem:
+        made.error(str(problem))
+    try:
+        with open_model(
+            given.model, given.url, api_key=given.api_key or default_key(), default_url=default_url(),
+            timeout=given.timeout, loading=loading(given),
+        ) as model:  # fmt: skip
+            model.require(CHAT)
+            return Chat(model, Conversation(given.system), settings, PROG).run()
+    except TalkError as problem:
+        say(PROG, str(problem))
+        return 1
+    except KeyboardInterrupt:
+        note("stopped")
+        return 130

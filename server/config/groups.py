@@ -1,0 +1,36 @@
+"""The settings by what they are about: the groups of the help."""
+
+from __future__ import annotations
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "the model": (
+        "model", "demo", "served_model_name", "revision", "hf_token", "tokenizer", "skip_tokenizer_init",
+        "generation_config", "show_progress",
+    ),
+    "where it computes, and in which numbers": (
+        "device", "dtype", "quantization", "quantization_cache", "threads", "seed",
+    ),
+    "the batch": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time"),
+    "the pages": (
+        "kv_cache_memory", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "num_gpu_blocks_override",
+        "enable_prefix_caching",
+    ),
+    "where it listens": ("host", "port", "uds", "root_path", "forwarded_allow_ips"),
+    "who may ask": (
+        "api_key", "api_key_file", "public_metrics", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password",
+    ),
+    "limits of requests and streams": (
+        "max_num_queued_reqs", "max_num_queued_tokens", "max_n", "max_num_beams", "max_body_size", "max_header_size",
+        "stream_keepalive", "stream_stall_timeout",
+    ),
+    "logs": ("log_level", "log_format", "log_prompts"),
+    "stopping and failing": ("shutdown_timeout", "liveness_timeout", "max_engine_failures"),
+    "settings": ("config",),
+}  # fmt: skip
+OTHER = "other settings"
+_GROUP_OF = {name: title for title, names in GROUPS.items() for name in names}
+
+
+def group_of(name: str) -> str:
+    """The title of the group that a setting belongs to."""
+    return _GROUP_OF.get(name, OTHER)

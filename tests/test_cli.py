@@ -1,0 +1,213 @@
+"""The command line as a user meets it: the overview, wrong turns, colours and plain text, how soon it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.service import ROOT, environment
+
+from server.commands import COMMANDS, SYNONYMS
+from server.commands.models import families
+
+DEMO = ROOT / "server" / "demo_model"
+ESCAPE = "\x1b["
+
+
+def octavo(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command in a pipe."""
+    return subprocess.run(
+        [sys.executable, "-m", "octavo", *arguments],
+        cwd=ROOT, env=environment() | variables, input=stdin, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def in_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
+    """The command in a terminal of its own: exit status, and what it shows."""
+    ours, theirs = pty.openpty()
+    environ = {**environment(), "TERM": "xterm-256color", "COLUMNS": "120", **variables}
+    environ = {name: value for name, value in environ.items() if value}
+    command = [sys.executable, "-m", "octavo", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # what Linux says where the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(ours)
+    return process.wait(60), shown.decode()
+
+
+# ---------------------------------------------------------------- the overview
+
+
+def test_the_overview_shows_the_commands_in_their_groups() -> None:
+    run = octavo("--help")
+    assert (run.returncode, run.stderr) == (0, "")
+    places = [run.stdout.index(f"\n{group}:\n") for group in dict.fromkeys(c.group for c in COMMANDS.values())]
+    assert places == sorted(places)
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(command.about)}$", run.stdout, re.MULTILINE)
+    assert octavo("help").stdout == octavo("-h").stdout == run.stdout
+    assert ESCAPE not in run.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    for kind in ("", *dict(COMMANDS[name].kinds)):
+        run = octavo(*filter(None, [name, kind]), "--help")
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.startswith(f"usage: octavo {name}")
+        assert "--no-color" in run.stdout
+    assert octavo("help", name).stdout == octavo(name, "--help").stdout
+
+
+def test_the_overview_and_the_families_are_there_at_once() -> None:
+    """Neither torch nor anything of the server is imported for what needs none."""
+    code = (
+        "import sys; from server import cli; cli.main(sys.argv[1:]); "
+        "sys.exit(','.join(name for name in ('torch', 'numpy', 'pydantic', 'fastapi') if name in sys.modules))"
+    )
+    for arguments in (["--help"], ["--version"], ["models"], ["models", "--json"]):
+        command = [sys.executable, "-c", code, *arguments]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert run.stderr.strip() == "", arguments
+    times = []
+    for _ in range(5):  # the least of them: the machine may be busy with something else
+        begun = time.perf_counter()
+        octavo("--help")
+        times.append(time.perf_counter() - begun)
+    assert min(times) < 0.5
+
+
+# ---------------------------------------------------------------- colours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sign"),
+    [(["--help"], "complete"), (["chat", "--help"], "--temperature"), (["models", "llama"], "LlamaForCausalLM"),
+     (["config"], "max_num_seqs")],
+    ids=["overview", "help", "models", "config"],
+)  # fmt: skip
+def test_a_terminal_gets_colours_unless_they_are_not_wanted(arguments: list[str], sign: str) -> None:
+    status, shown = in_terminal(*arguments)
+    assert status == 0
+    assert ESCAPE in shown
+    assert sign in shown
+    for plain in ({"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": ""}):
+        status, shown = in_terminal(*arguments, **plain)
+        assert status == 0
+        assert ESCAPE not in shown, plain
+        assert sign in shown
+    for place in ([*arguments, "--no-color"], ["--no-color", *arguments]):
+        status, shown = in_terminal(*place)
+        assert status == 0
+        assert ESCAPE not in shown
+
+
+def test_an_error_is_coloured_in_a_terminal_only() -> None:
+    status, shown = in_terminal("srve")
+    assert status == 2
+    assert ESCAPE in shown
+    assert "did you mean serve?" in shown
+    assert ESCAPE not in octavo("srve").stderr
+
+
+# ---------------------------------------------------------------- wrong turns
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["chta"], "unknown command 'chta'; did you mean chat?"),
+        (["generate"], "unknown command 'generate'; did you mean complete?"),
+        (["server/demo_model"], "to serve that model: octavo serve server/demo_model"),
+        (["serve", "--prot", "80"], "unknown flag --prot; did you mean --port?"),
+        (["serve", "a", "b"], "unexpected argument 'b'"),
+        (["complete", "A", "cat"], "unexpected argument 'cat'; a text of several words belongs in quotation marks"),
+        (["complete", "x", "--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
+        (["complete", "x", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
+        (["complete", "x", "--temperature", "-1"], "--temperature must be at least 0.0, got -1.0"),
+        (["complete", "x", "--top-k"], "--top-k: expected one argument"),
+        (["complete", "x", "--min-tokens=9", "--max-tokens=3"], "--min-tokens (9) must not exceed --max-tokens (3)"),
+        (["complete", "x", "--early-stopping", "nver"], "must be one of true, false, never, got 'nver'; did you mean"),
+        (["chat", "--model", "x"], "unknown flag --model: the model is named without one, after the command"),
+        (["bench"], "a kind is missing: serve"),
+        (["bench", "srve"], "unknown kind 'srve'; did you mean serve?"),
+        (["bench", "--url", "x"], "--url must come after the kind"),
+        (["bench", "serve", "--endpoint", "chats"], "one of completions, chat, got 'chats'; did you mean chat?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_turn_names_the_right_one(arguments: list[str], said: str) -> None:
+    run = octavo(*arguments)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert said in run.stderr
+    assert run.stderr.startswith("octavo")
+    assert run.stderr.count("\n") == 1
+
+
+def test_synonyms_lead_to_commands() -> None:
+    assert set(SYNONYMS.values()) <= set(COMMANDS)
+    assert not set(SYNONYMS) & set(COMMANDS)
+
+
+# ---------------------------------------------------------------- octavo models
+
+
+def test_models_lists_the_families() -> None:
+    run = octavo("models")
+    assert (run.returncode, run.stderr) == (0, "")
+    lines = run.stdout.splitlines()
+    assert lines[0].split() == ["family", "serves", "architectures"]
+    assert [line.partition("  ")[0] for line in lines[1:]] == [row["family"] for row in families()]
+    assert json.loads(octavo("models", "--json").stdout) == families()
+
+
+def test_models_finds_what_is_called_so() -> None:
+    def found(name: str) -> list[str]:
+        rows: list[dict[str, Any]] = json.loads(octavo("models", name, "--json").stdout)
+        return [row["family"] for row in rows]
+
+    assert found("qwen") == ["Qwen2", "Qwen3", "Qwen3-MoE"]
+    assert found("LlamaForCausalLM") == ["LLaMA"]
+    assert found("gpt neox") == ["GPT-NeoX"]
+    run = octavo("models", "lama2")
+    assert run.returncode == 1
+    assert run.stdout == ""
+    assert "no supported family or architecture is called 'lama2'; did you mean LLaMA?" in run.stderr
+
+
+def test_models_looks_at_a_checkpoint(tmp_path: Path) -> None:
+    run = octavo("models", str(DEMO))
+    assert run.returncode == 0, run.stderr
+    assert "LlamaForCausalLM (LLaMA)" in run.stdout
+    assert f"Serve it: octavo serve {DEMO}; talk with it: octavo chat {DEMO}" in run.stdout
+    facts = json.loads(octavo("models", str(DEMO), "--json").stdout)
+    assert facts["supported"] is True
+    assert facts["chat_template"] is True
+    assert "generate" in facts["tasks"]
+
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    run = octavo("models", str(tmp_path))
+    assert run.returncode == 1
+    assert run.stdout == ""
+    assert "MambaForCausalLM" in run.stderr
+    assert "not supported" in run.stderr
+    run = octavo("models", str(tmp_path), "--json")
+    assert run.returncode == 1
+    assert json.loads(run.stdout)["supported"] is False
+    assert "does not exist" in octavo("models", str(tmp_path / "nothing")).stderr

@@ -1,0 +1,421 @@
+"""`octavo chat` and `octavo complete` as processes: in a pipe and in a terminal, against a server and without one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.service import ROOT, Service, environment
+from test_bench_serve import FakeServer
+from test_cli import ESCAPE, in_terminal, octavo
+
+PATIENCE = 120  # seconds
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of the bundled model's server."""
+    service = Service("--kv-cache-memory", "64MiB", log=tmp_path_factory.mktemp("log") / "service.log")
+    try:
+        yield service.wait_ready()
+        assert service.stop() == 0
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+class Terminal:
+    """A command in a terminal, which a person types into."""
+
+    def __init__(self, *arguments: str, **variables: str):
+        self._ours, theirs = pty.openpty()
+        environ = {**environment(), "TERM": "xterm-256color", "COLUMNS": "120", **variables}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "octavo", *arguments],
+            cwd=ROOT, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C is a signal then
+        )  # fmt: skip
+        os.close(theirs)
+        self.shown = ""
+
+    def wait_for(self, text: str) -> str:
+        """What was shown since the last call, up to and with this text."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.shown:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.shown!r}"
+            if select.select([self._ours], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):
+                    self.shown += os.read(self._ours, 65536).decode(errors="replace")
+        seen, _, self.shown = self.shown.partition(text)
+        return seen + text
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def end(self) -> int:
+        """The exit status."""
+        deadline = time.monotonic() + PATIENCE
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline
+            if select.select([self._ours], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):
+                    self.shown += os.read(self._ours, 65536).decode(errors="replace")
+        os.close(self._ours)
+        return self.process.wait()
+
+
+def unused_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port
+
+
+def context(url: str) -> int:
+    """Tokens that prompt and answer may have."""
+    return int(httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"])
+
+
+def sentences(url: str, tokens: int) -> str:
+    """A text of at most that many tokens, and nearly so many."""
+    sentence = "The sailor sings. "
+    count = httpx.post(f"{url}/tokenize", json={"prompt": sentence * 10}).json()["count"]
+    return sentence * (tokens * 10 // count - 1)
+
+
+# ---------------------------------------------------------------- complete
+
+
+def test_complete_writes_the_answer_alone_to_stdout(url: str) -> None:
+    greedy = ("--temperature", "0", "--max-tokens", "8", "--min-tokens", "8")
+    given = octavo("complete", "The sailor", "--url", url, *greedy)
+    assert (given.returncode, given.stderr) == (0, "")
+    assert given.stdout.strip()
+    assert given.stdout.endswith("\n")
+    assert ESCAPE not in given.stdout
+    piped = octavo("complete", "--url", f"{url}/v1", *greedy, stdin="The sailor\n")
+    assert piped.stdout == given.stdout
+    assert octavo("complete", "-", "--url", url, *greedy, stdin="The sailor").stdout == given.stdout
+    whole = octavo("complete", "The sailor", "--url", url, "--no-stream", *greedy)
+    assert whole.stdout == given.stdout
+    echoed = octavo("complete", "The sailor", "--url", url, "--echo", "--stats", *greedy)
+    assert echoed.stdout == "The sailor" + given.stdout
+    assert "8 tokens, " in echoed.stderr
+    assert "tokens/s" in echoed.stderr
+
+
+def test_complete_prints_the_answer_as_json(url: str) -> None:
+    flags = ("--max-tokens", "4", "--min-tokens", "4", "--num-beams", "3", "--n", "2", "--logprobs", "1", "--json")
+    run = octavo("complete", "The sailor", "--url", url, *flags)
+    answer = json.loads(run.stdout)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 4
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_complete_shows_each_of_several_answers(url: str) -> None:
+    run = octavo("complete", "The sailor", "--url", url, "--max-tokens", "4", "--num-beams", "3", "--n", "3")
+    assert [line.split()[0] for line in run.stdout.splitlines()] == ["1:", "2:", "3:"]
+
+
+def test_a_seed_gives_the_same_answer(url: str) -> None:
+    first, again, other = (
+        octavo(
+            "complete", "The sailor", "--url", url, "--temperature", "1", "--max-tokens", "24", "--seed", seed
+        ).stdout
+        for seed in ("7", "7", "8")
+    )
+    assert first == again != other
+
+
+def test_an_answer_has_room_in_a_small_context(url: str) -> None:
+    """Without --max-tokens an answer has 128 tokens, or what the prompt leaves."""
+    prompt = sentences(url, context(url) - 40)
+    run = octavo("complete", prompt, "--url", url, "--temperature", "0", "--ignore-eos", "--json")
+    assert run.returncode == 0, run.stderr
+    usage = json.loads(run.stdout)["usage"]
+    assert usage["total_tokens"] == context(url)
+    run = octavo("complete", "The sailor", "--url", url, "--ignore-eos", "--json")
+    assert json.loads(run.stdout)["usage"]["completion_tokens"] == 128
+
+
+def test_complete_leaves_with_its_reader(url: str) -> None:
+    command = f"{sys.executable} -m octavo complete 'The sailor' --url {url} --ignore-eos | head -c 3"
+    run = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert len(run.stdout) == 3
+    assert run.stderr == ""
+
+
+def test_a_model_is_loaded_where_nothing_serves(short_folder: Path) -> None:
+    """Nothing of it is left behind."""
+    free = {"OCTAVO_PORT": str(unused_port()), "OCTAVO_KV_CACHE_MEMORY": "64MiB", "TMPDIR": str(short_folder)}
+    run = octavo("complete", "The sailor", "--temperature", "0", "--max-tokens", "8", "--min-tokens", "8", **free)
+    assert run.returncode == 0, run.stderr
+    assert "No server answers at http://127.0.0.1:" in run.stderr
+    assert "so the bundled model is loaded here" in run.stderr
+    assert len(run.stdout.split()) > 3
+    named = octavo(
+        "complete", "The sailor", "--model", "server/demo_model", "--dtype", "float32", "--temperature", "0",
+        "--max-tokens", "8", **free,
+    )  # fmt: skip
+    assert named.stdout == run.stdout
+    assert named.stderr == ""
+    assert list(short_folder.glob("octavo*")) == []
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for sockets, whose paths must be short."""
+    with tempfile.TemporaryDirectory(prefix="o-") as folder:
+        yield Path(folder)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_a_server_that_is_not_there(command: str) -> None:
+    port = unused_port()
+    words = ["x"] if command == "complete" else []
+    run = octavo(command, *words, "--url", f"http://127.0.0.1:{port}")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert f"no server answers at http://127.0.0.1:{port}" in run.stderr
+    assert f"Start one: octavo serve --port {port}" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_models_that_are_not_there(url: str, tmp_path: Path) -> None:
+    for arguments, said in (
+        (("x", "--model", "./nope"), "there is no folder ./nope"),
+        (("x", "--model", str(tmp_path)), "config.json"),
+        (("x", "--model", "no/such-model"), "no/such-model"),
+        (("x", "--model", "octavo-dem", "--url", url), "has no model 'octavo-dem'; did you mean octavo-demo?"),
+        (("x", "--url", "ftp://x"), "--url must look like http://HOST:PORT"),
+        (("x", "--url", url, "--dtype", "float32"), "--dtype is for a model that is loaded here"),
+        (("x", "--model", "server/demo_model", "--dtype", "float3"), "must be one of auto, float32"),
+        (("x", "--url", url, "--max-tokens", "99999"), str(context(url))),
+    ):
+        run = octavo("complete", *arguments)
+        assert (run.returncode, run.stdout.strip()) == (1, ""), arguments
+        assert said in run.stderr
+        assert run.stderr.count("\n") == 1, run.stderr
+
+
+def test_an_encoder_decoder_model_completes(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-t5"
+    command = [sys.executable, "tools/make_tiny_t5.py", str(folder)]
+    subprocess.run(command, cwd=ROOT, env=environment() | {"PYTHONPATH": "."}, check=True, timeout=120)
+    flags = ("--model", str(folder), "--num-beams", "4", "--n", "2", "--decoder-prompt", "The old")
+    run = octavo("complete", "translate English to German: The choir sings.", *flags)
+    assert run.returncode == 0, run.stderr
+    assert [line.split()[0] for line in run.stdout.splitlines()] == ["1:", "2:"]
+
+
+@pytest.mark.parametrize(
+    ("card", "command", "said"),
+    [
+        (
+            {"endpoints": ["/v1/completions"], "tasks": ["generate"]}, "chat",
+            "m has no chat template, so it knows no conversations. Use: octavo complete --url",
+        ),
+        (
+            {"endpoints": ["/v1/completions"], "tasks": ["generate"], "max_encoder_len": 9}, "chat",
+            "m is an encoder-decoder model, which turns one input into one output and knows no conversations. Use:",
+        ),
+        (
+            {"endpoints": ["/v1/embeddings"], "tasks": ["embed"]}, "chat",
+            "m writes no texts: it is made for embed. Serve it (octavo serve) and ask the endpoints that it has: /v1",
+        ),
+        ({"endpoints": ["/v1/embeddings"], "tasks": ["embed"]}, "complete", "m writes no texts: it is made for embed"),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_not_made_for_it(card: dict[str, Any], command: str, said: str) -> None:
+    with FakeServer() as server:
+        server.other["/v1/models"] = (200, {"data": [{"id": "m", **card}]})
+        run = octavo(command, *(["x"] if command == "complete" else []), "--url", server.url, stdin="Hello\n")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert said in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_what_a_server_may_do_wrong() -> None:
+    async def cut(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        server.begin(writer)
+        server.event(writer, {"choices": [{"index": 0, "text": "begun", "finish_reason": None}]})
+        writer.close()
+        return True
+
+    async def silent(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(60)
+        return True
+
+    async def failing(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        server.begin(writer)
+        server.event(writer, {"error": {"message": "It broke.", "code": "internal_error"}})
+        server.end(writer)
+        return True
+
+    async def full(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        server.whole(writer, 503, {"error": {"message": "Too many requests wait.", "code": "overloaded"}})
+        return True
+
+    for play, out, said in (
+        (cut, "begun\n", "closed the connection"),
+        (silent, "\n", "was silent for 0.5 seconds (--timeout)"),
+        (failing, "\n", "It broke."),
+        (full, "\n", "Too many requests wait."),
+    ):
+        with FakeServer() as server:
+            server.play = play
+            run = octavo("complete", "x", "--url", server.url, "--timeout", "0.5")
+        assert run.returncode == 1, play
+        assert run.stdout == out
+        assert said in run.stderr
+        assert run.stderr.count("\n") == 1
+    with FakeServer() as server:
+        server.other["/v1/models"] = (401, {"error": {"message": "no"}})
+        run = octavo("complete", "x", "--url", server.url)
+        assert "wants an API key: give --api-key, or set OCTAVO_API_KEY" in run.stderr
+        server.other["/v1/models"] = (200, "a page")
+        run = octavo("complete", "x", "--url", server.url)
+        assert "lists no model: is that an OpenAI-compatible server? (--url)" in run.stderr
+
+
+def test_a_key_is_sent() -> None:
+    with FakeServer() as server:
+        octavo("complete", "x", "--url", server.url, "--api-key", "secret")
+        assert all("Authorization: Bearer secret" in head for head in server.heads)
+        server.heads.clear()
+        octavo("complete", "x", "--url", server.url, OCTAVO_API_KEY="first,second")
+        assert server.heads
+        assert all("Authorization: Bearer first" in head for head in server.heads)
+
+
+def test_what_a_model_writes_does_not_command_the_terminal() -> None:
+    async def colourful(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        server.begin(writer)
+        server.event(writer, {"choices": [{"index": 0, "text": "\x1b]0;owned\x07fine", "finish_reason": "stop"}]})
+        server.end(writer)
+        return True
+
+    with FakeServer() as server:
+        server.play = colourful
+        assert "\x1b]0;owned" in octavo("complete", "x", "--url", server.url).stdout
+        status, shown = in_terminal("complete", "x", "--url", server.url, NO_COLOR="1")
+    assert status == 0
+    assert "\x1b" not in shown
+    assert "fine" in shown
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_a_chat_in_a_pipe(url: str, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    lines = f"Who sings?\n\n/save {saved}\n//slashed\n/reset\nWho sings?\n"
+    run = octavo("chat", "--url", url, "--temperature", "0", "--max-tokens", "8", "--min-tokens", "8", stdin=lines)
+    assert run.returncode == 0, run.stderr
+    first, second, third = run.stdout.splitlines()
+    assert first == third
+    assert first
+    assert second
+    talk = json.loads(saved.read_text())
+    assert [message["role"] for message in talk["messages"]] == ["user", "assistant"]
+    assert talk["messages"][1]["content"] == first
+    assert ESCAPE not in run.stdout + run.stderr
+
+    run = octavo(
+        "chat", "--url", url, "--temperature", "0", stdin=f"/load {saved}\n/save {saved}\n/nope\n/set top_q 3\n"
+    )
+    assert run.returncode == 1
+    for said in ("2 messages are loaded", "exists: choose another name", "unknown command /nope", "did you mean top_"):
+        assert said in run.stderr
+    assert run.stdout == ""
+
+
+def test_a_long_chat_forgets_its_oldest_turns(url: str) -> None:
+    lines = f"{sentences(url, context(url) // 3)}\n" * 4
+    run = octavo("chat", "--url", url, "--temperature", "0", "--max-tokens", "16", stdin=lines)
+    assert run.returncode == 0, run.stderr
+    assert f"no longer fit into the context of {context(url)} tokens" in run.stderr
+    assert len(run.stdout.splitlines()) >= 4
+
+
+def test_a_chat_in_a_terminal(url: str) -> None:
+    terminal = Terminal(
+        "chat", "--url", url, "--temperature", "0", "--max-tokens", "8", "--min-tokens", "8", NO_COLOR="1"
+    )
+    terminal.wait_for("octavo-demo, at http")
+    terminal.wait_for("> ")
+    terminal.type("Who sings?\n")
+    answer = terminal.wait_for("tokens/s")
+    assert "8 tokens, " in answer
+    terminal.wait_for("> ")
+    terminal.type("/help\n")
+    assert "/reset" in terminal.wait_for("Ctrl-D leaves.")
+    terminal.wait_for("> ")
+    terminal.type("/set temperature 0.5\n")
+    terminal.wait_for("temperature = 0.5")
+    terminal.wait_for("> ")
+    terminal.type("\x03")  # Ctrl-C at the prompt does not leave
+    terminal.wait_for("(Ctrl-D or /exit leaves)")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+
+
+def test_ctrl_c_stops_an_answer(url: str) -> None:
+    terminal = Terminal("chat", "--url", url, "--temperature", "0", TERM="dumb")
+    terminal.wait_for("> ")
+    terminal.type(f"/set min_tokens {context(url) - 60}\n")
+    terminal.wait_for("> ")
+    for _ in range(5):  # the answer may be complete before the signal arrives
+        terminal.type("Who sings?\n")
+        terminal.wait_for("Who sings?")
+        terminal.wait_for(" ")
+        terminal.wait_for(" ")
+        terminal.type("\x03")
+        if "(stopped)" in terminal.wait_for("> "):
+            break
+    else:
+        raise AssertionError("no answer was stopped")
+    terminal.type("/exit\n")
+    assert terminal.end() == 0
+
+
+def test_colours_in_a_terminal(url: str) -> None:
+    terminal = Terminal("chat", "--url", url, "--temperature", "0", "--max-tokens", "8", "--min-tokens", "8")
+    terminal.wait_for(ESCAPE)
+    terminal.wait_for("> ")
+    terminal.type("/exit\n")
+    assert terminal.end() == 0
+
+
+def test_a_chat_loads_the_bundled_model(tmp_path: Path) -> None:
+    terminal = Terminal("chat", "--max-tokens", "4", OCTAVO_PORT=str(unused_port()), NO_COLOR="1")
+    terminal.wait_for("so the bundled model is loaded here")
+    terminal.wait_for("loaded here. /help")
+    terminal.wait_for("> ")
+    terminal.type("Who sings?\n")
+    terminal.wait_for("tokens/s")
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == 128 + signal.SIGTERM
