@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.service import ROOT, environment
 
+from server.cli import main
 from server.commands import COMMANDS, SYNONYMS
 from server.commands.models import families
 
@@ -191,23 +192,23 @@ def test_models_finds_what_is_called_so() -> None:
     assert "no supported family or architecture is called 'lama2'; did you mean LLaMA?" in run.stderr
 
 
-def test_models_looks_at_a_checkpoint(tmp_path: Path) -> None:
-    run = octavo("models", str(DEMO))
-    assert run.returncode == 0, run.stderr
-    assert "LlamaForCausalLM (LLaMA)" in run.stdout
-    assert f"Serve it: octavo serve {DEMO}; talk with it: octavo chat {DEMO}" in run.stdout
-    facts = json.loads(octavo("models", str(DEMO), "--json").stdout)
+def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", str(DEMO)]) == 0
+    shown = capsys.readouterr().out
+    assert "LlamaForCausalLM (LLaMA)" in shown
+    assert f"Serve it: octavo serve {DEMO}; talk with it: octavo chat {DEMO}" in shown
+    assert main(["models", str(DEMO), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
     assert facts["supported"] is True
     assert facts["chat_template"] is True
     assert "generate" in facts["tasks"]
 
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
-    run = octavo("models", str(tmp_path))
-    assert run.returncode == 1
-    assert run.stdout == ""
-    assert "MambaForCausalLM" in run.stderr
-    assert "not supported" in run.stderr
-    run = octavo("models", str(tmp_path), "--json")
-    assert run.returncode == 1
-    assert json.loads(run.stdout)["supported"] is False
-    assert "does not exist" in octavo("models", str(tmp_path / "nothing")).stderr
+    assert main(["models", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "The architecture 'MambaForCausalLM' is not supported" in told.err
+    assert main(["models", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["supported"] is False
+    assert main(["models", str(tmp_path / "nothing")]) == 1
+    assert "does not exist" in capsys.readouterr().err

@@ -65,11 +65,14 @@ COMMANDS: dict[str, Command] = {
     "config": Command(
         "looking", "show every setting, its value and where it came from", "server.commands.config"
     ),
+    "completion": Command(
+        "the shell", "print what makes bash, zsh or fish complete commands and flags", "server.commands.completion"
+    ),
 }  # fmt: skip
 
 # What people call commands elsewhere.
 SYNONYMS: dict[str, str] = {
-    "ask": "complete", "api": "serve", "benchmark": "bench", "check": "doctor",
+    "ask": "complete", "api": "serve", "bash": "completion", "benchmark": "bench", "check": "doctor",
     "completions": "complete", "diagnose": "doctor", "env": "config", "families": "models", "generate": "complete",
     "infer": "complete", "launch": "serve", "list": "models", "ls": "models", "measure": "bench", "predict": "complete",
     "repl": "chat", "run": "chat", "server": "serve", "settings": "config", "start": "serve", "status": "doctor",
