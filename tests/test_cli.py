@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ def octavo(*arguments: str, stdin: str = "", **variables: str) -> subprocess.Com
 def in_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
     """The command in a terminal of its own: exit status, and what it shows."""
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # lines and columns
     environ = {**environment(), "TERM": "xterm-256color", "COLUMNS": "120", **variables}
     environ = {name: value for name, value in environ.items() if value}
     command = [sys.executable, "-m", "octavo", *arguments]
@@ -146,7 +150,8 @@ def test_an_error_is_coloured_in_a_terminal_only() -> None:
         (["complete", "x", "--min-tokens=9", "--max-tokens=3"], "--min-tokens (9) must not exceed --max-tokens (3)"),
         (["complete", "x", "--early-stopping", "nver"], "must be one of true, false, never, got 'nver'; did you mean"),
         (["chat", "--model", "x"], "unknown flag --model: the model is named without one, after the command"),
-        (["bench"], "a kind is missing: serve"),
+        (["bench"], "a kind is missing: serve and offline"),
+        (["bench", "ofline"], "unknown kind 'ofline'; did you mean offline?"),
         (["bench", "srve"], "unknown kind 'srve'; did you mean serve?"),
         (["bench", "--url", "x"], "--url must come after the kind"),
         (["bench", "serve", "--endpoint", "chats"], "one of completions, chat, got 'chats'; did you mean chat?"),

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add("--num-requests", type=int, metavar="N", help="requests to measure [100; with --duration: no limit]")
     add("--duration", type=float, metavar="SECONDS", help="send no more after that time; running requests finish")
-    add("--concurrency", type=int, metavar="N", help="closed load: requests at a time [8]")
+    add_concurrency(add, "closed load: requests at a time [8]; several, as 1,2,4,8, are measured one after the other")
     add("--request-rate", metavar="R", help="open load: requests per second on average; inf: all at once")
     add("--burstiness", type=float, metavar="X", help="shape of the gaps: 1 Poisson, less burstier, more steadier [1]")
     add("--warmup", type=int, default=1, metavar="N", help="requests before, which are not measured [%(default)s]")
@@ -69,7 +70,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slo-tpot", type=float, metavar="MS", help="goodput: time per output token that a good request keeps")
     add("--json", type=Path, metavar="FILE", help="write all figures and settings there")
     add("--save-requests", action="store_true", help="with --json: also a row per request")
+    add_plot(add)
     add("--quiet", action="store_true", help="no progress bar")
+
+
+def add_concurrency(add: Callable[..., Any], about: str) -> None:
+    """Add --concurrency, which takes one level or several."""
+    add("--concurrency", type=_levels, metavar="N,N", help=about)
+
+
+def add_plot(add: Callable[..., Any]) -> None:
+    """Add --plot."""
+    add("--plot", type=Path, metavar="FOLDER", help="write PNG plots there: distributions of the latencies, and, of "
+        "several levels of concurrency, throughput against them; needs matplotlib")  # fmt: skip
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    try:
+        levels = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        levels = ()
+    if not levels or min(levels) < 1 or len(set(levels)) < len(levels):
+        rule = "must be an integer of at least 1, or several different ones as 1,2,4,8"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+    return levels
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +124,7 @@ def check(args: argparse.Namespace) -> None:
         OptionError: names the option, its value and what is allowed.
     """
     _contradictions(args)
-    for name in ("num_requests", "concurrency", "vocab_size", "num_prefixes", "max_input_len", "max_output_len"):
+    for name in ("num_requests", "vocab_size", "num_prefixes", "max_input_len", "max_output_len"):
         _at_least(args, name, 1)
     for name in ("warmup", "prefix_len"):
         _at_least(args, name, 0)
@@ -120,8 +144,21 @@ def check(args: argparse.Namespace) -> None:
     args.prompts = args.prompts or ("text" if args.endpoint == "chat" else "ids")
     args.input_len = parse_lengths(args.input_len or "128", "--input-len")
     args.output_len = parse_lengths(args.output_len or "128", "--output-len")
+    check_files(args)
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """What is written at the end can be written.
+
+    Raises:
+        OptionError: it cannot.
+    """
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise OptionError(f"--json {args.json}: the folder does not exist.")
+    if args.plot is not None:
+        from server.bench.plots import check_plots
+
+        check_plots(args.plot)
 
 
 def _contradictions(args: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ class Facts:
         client_cpu_seconds: that this process took during the run.
         loop: the event loop's kind.
         notes: what a reader must know.
+        benchmark: "serve" or "offline".
     """
 
     settings: Mapping[str, Any]
@@ -39,6 +40,22 @@ class Facts:
     client_cpu_seconds: float
     loop: str
     notes: list[str] = field(default_factory=list)
+    benchmark: str = "serve"
+
+    @property
+    def title(self) -> str:
+        """Model and place in a line; names and messages are the server's: they must not command the terminal."""
+        joint = " at " if self.benchmark == "serve" else ", "
+        return printable(f"{self.server['model']}{joint}{self.server['url']}")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One load. `level` says how many requests ran at a time; None: the load was open, or has no levels."""
+
+    level: int | None
+    records: list[Record]
+    facts: Facts
 
 
 def machine() -> dict[str, Any]:
@@ -66,7 +83,7 @@ def notes(summary: Summary, facts: Facts) -> list[str]:
             f"Events hold {summary.tokens_per_event:.2f} tokens on average, and the server does not say how many each: "
             "inter-token latency is per event (see --return-token-ids)."
         )
-    if summary.seconds > 1 and facts.client_cpu_seconds > 0.8 * summary.seconds:
+    if facts.benchmark == "serve" and summary.seconds > 1 and facts.client_cpu_seconds > 0.8 * summary.seconds:
         found.append(
             f"The load generator was busy for {facts.client_cpu_seconds / summary.seconds:.0%} of the time, "
             "so latencies may be its own: spread the load over several."
@@ -77,8 +94,8 @@ def notes(summary: Summary, facts: Facts) -> list[str]:
 def table(summary: Summary, facts: Facts) -> str:
     """For people."""
     server = facts.server
-    title = f"{server['model']} at {server['url']}" + (f", version {server['version']}" if server["version"] else "")
-    lines = [printable(title), ""]  # names and messages are the server's: it must not command the terminal
+    title = facts.title + (f", version {server['version']}" if server["version"] else "")
+    lines = [printable(title), ""]
     failed = f"{summary.completed} completed, {summary.failed} failed"
     if summary.interrupted:
         failed += f", {summary.interrupted} interrupted"
@@ -99,7 +116,8 @@ def table(summary: Summary, facts: Facts) -> str:
         rows.append(("goodput", f"{summary.goodput:.2f} requests/s ({summary.good} of {summary.completed})"))
     tokens = summary.output_tokens
     each = f", {facts.client_cpu_seconds / tokens * 1e6:.0f} us per output token" if tokens else ""
-    rows.append(("load generator", f"{facts.client_cpu_seconds:.2f} s of CPU{each}"))
+    label = "load generator" if facts.benchmark == "serve" else "this process"
+    rows.append((label, f"{facts.client_cpu_seconds:.2f} s of CPU{each}"))
     lines += [f"{label:24}{value}" for label, value in rows]
     heads = ["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
     lines += ["", f"{'latency in ms':24}" + "".join(f"{head:>11}" for head in heads)]
@@ -118,7 +136,7 @@ def document(summary: Summary, facts: Facts, records: Sequence[Record] | None = 
     """For programs: latencies in milliseconds; with `records` a row per request, whose times are seconds after
     the first request was due."""
     result: dict[str, Any] = {
-        "benchmark": "serve",
+        "benchmark": facts.benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "server": dict(facts.server),
         "machine": machine(),

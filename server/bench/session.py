@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import signal
 import sys
 import time
@@ -14,17 +13,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from tqdm import tqdm
-
 from server.bench.arrivals import arrivals
 from server.bench.client import Client, Target, TransportError, error_message
 from server.bench.errors import BenchError, OptionError
 from server.bench.lengths import Lengths
 from server.bench.load import Load
-from server.bench.measure import Goals, summarise
+from server.bench.outcome import progress, report
 from server.bench.prompts import PromptMaker, find_text_prompts, find_token_prompts
-from server.bench.record import Record
-from server.bench.report import Facts, document, table
+from server.bench.report import Facts, Run
 from server.bench.trace import TraceRow, read_trace
 from server.bench.workload import Job, Workload
 
@@ -84,19 +80,34 @@ async def _measure(args: argparse.Namespace, target: Target, trace: list[TraceRo
     count = _count(args, trace)
     _check_context(args, workload, server, count)
     path = _PATHS[args.endpoint]
-    await _warm_up(client, path, args, workload)
-
-    total = count if args.duration is None else None
-    bar = tqdm(total=total, unit=" requests", disable=args.quiet or not sys.stderr.isatty(), leave=False)
-    load = Load(client, path, args.timeout, on_end=lambda record: bar.update())
-    cpu = time.process_time()
-    stopped = await _until_interrupted(_send(load, args, workload, count))
-    cpu = time.process_time() - cpu
-    bar.close()
+    levels = args.concurrency or (None,)
+    runs: list[Run] = []
+    stopped = False
+    for number, level in enumerate(levels):
+        part = argparse.Namespace(**vars(args) | {"concurrency": level})
+        if not number:
+            await _warm_up(client, path, part, workload)
+        total = count if args.duration is None else None
+        with progress(total, level if len(levels) > 1 else None, quiet=args.quiet) as on_end:
+            load = Load(client, path, args.timeout, on_end)
+            cpu = time.process_time()
+            # Each level has prompts of its own: what one has left in the cache must not help another.
+            jobs = workload.jobs(count, name=f"run {level}" if len(levels) > 1 else "run")
+            stopped = await _until_interrupted(_send(load, part, workload, jobs))
+            cpu = time.process_time() - cpu
+        runs.append(Run(level, load.records, _facts(part, workload, count, server, notes, cpu)))
+        if stopped:
+            print("Stopped; this is what was measured until then.", file=sys.stderr)
+            break
     client.close()
-    if stopped:
-        print("Stopped; this is what was measured until then.", file=sys.stderr)
-    facts = Facts(
+    status = report(args, runs)
+    return 130 if stopped else status
+
+
+def _facts(
+    args: argparse.Namespace, workload: Workload, count: int | None, server: _Server, notes: list[str], cpu: float
+) -> Facts:
+    return Facts(
         settings=_settings(args, workload, count),
         server={
             "url": args.url,
@@ -108,25 +119,6 @@ async def _measure(args: argparse.Namespace, target: Target, trace: list[TraceRo
         loop=type(asyncio.get_running_loop()).__module__.partition(".")[0],
         notes=notes,
     )
-    status = report(args, load.records, facts)
-    return 130 if stopped else status
-
-
-def report(args: argparse.Namespace, records: list[Record], facts: Facts) -> int:
-    """Print the table, write the JSON file; 1 if no request succeeded."""
-    goals = None
-    if args.slo_ttft is not None or args.slo_tpot is not None:
-        goals = Goals(*(None if limit is None else limit / 1e3 for limit in (args.slo_ttft, args.slo_tpot)))
-    summary = summarise(records, goals)
-    print(table(summary, facts))
-    if args.json is not None:
-        rows = records if args.save_requests else None
-        try:
-            args.json.write_text(json.dumps(document(summary, facts, rows), indent=2) + "\n", encoding="utf-8")
-        except OSError as problem:
-            raise BenchError(f"--json {args.json}: {problem.strerror or problem}.") from None
-        print(f"\nWritten to {args.json}.")
-    return 0 if summary.completed else 1
 
 
 async def _ask(client: Client, args: argparse.Namespace) -> _Server:
@@ -242,17 +234,17 @@ async def _warm_up(client: Client, path: str, args: argparse.Namespace, workload
         raise BenchError(f"the warm-up failed ({failures[0].kind}): {failures[0].message}")
 
 
-async def _send(load: Load, args: argparse.Namespace, workload: Workload, count: int | None) -> None:
+async def _send(load: Load, args: argparse.Namespace, workload: Workload, jobs: Iterator[Job]) -> None:
     replay = args.trace is not None and workload.trace is not None and workload.trace[0].arrival is not None
     if args.request_rate is not None:
         dues = arrivals(args.request_rate, args.burstiness or 1.0, args.seed)
-        await load.open(_in_time(zip(dues, workload.jobs(count), strict=False), args.duration))
+        await load.open(_in_time(zip(dues, jobs, strict=False), args.duration))
     elif replay and args.concurrency is None:
         speed = args.trace_speed or 1.0
-        due = (((job.arrival or 0.0) / speed, job) for job in workload.jobs(count))
+        due = (((job.arrival or 0.0) / speed, job) for job in jobs)
         await load.open(_in_time(due, args.duration))
     else:
-        await load.closed(workload.jobs(count), args.concurrency or _DEFAULT_CONCURRENCY, args.duration)
+        await load.closed(jobs, args.concurrency or _DEFAULT_CONCURRENCY, args.duration)
 
 
 def _in_time(jobs: Iterator[tuple[float, Job]], seconds: float | None) -> Iterator[tuple[float, Job]]:
@@ -288,7 +280,7 @@ def _settings(args: argparse.Namespace, workload: Workload, count: int | None) -
     """The options as they were used; the key is not written down."""
     settings: dict[str, Any] = {}
     for name, value in sorted(vars(args).items()):
-        if name in ("api_key", "json", "command", "kind"):
+        if name in ("api_key", "json", "plot", "no_color"):
             continue
         if isinstance(value, Lengths):
             value = value.text

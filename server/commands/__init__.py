@@ -50,10 +50,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "measuring",
-        "measure latencies and throughput",
+        "measure latencies and throughput, with plots",
         "server.commands.bench",
         kinds=(
             ("serve", "load any OpenAI-compatible server and measure its answers"),
+            ("offline", "measure the engine alone, in this process, without a server"),
         ),
     ),
     "models": Command(

@@ -17,6 +17,10 @@ def parser(kind: str = "") -> OneLineParser:
         made = OneLineParser(prog="octavo bench serve")
         add_arguments(made)
         return made
+    if kind == "offline":
+        from server.bench.offline import offline_parser
+
+        return offline_parser()
     made = OneLineParser(prog="octavo bench", description="Measures latencies and throughput.")
     kinds = made.add_subparsers(metavar="KIND")
     for name, about in KINDS.items():
@@ -31,6 +35,10 @@ def run(arguments: list[str]) -> int:
         from server.bench.cli import run as run_serve
 
         return run_serve(parser("serve").parse_args(arguments[1:]))
+    if kind == "offline":
+        from server.bench.offline import run as run_offline
+
+        return run_offline(arguments[1:])
     overview = parser()
     if kind in ("-h", "--help"):
         overview.print_help()

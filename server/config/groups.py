@@ -19,6 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "who may ask": (
         "api_key", "api_key_file", "public_metrics", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password",
     ),
+    "the page": ("enable_playground", "enable_cache_map"),
     "limits of requests and streams": (
         "max_num_queued_reqs", "max_num_queued_tokens", "max_n", "max_num_beams", "max_body_size", "max_header_size",
         "stream_keepalive", "stream_stall_timeout",

@@ -16,6 +16,7 @@ _KINDS = {"int": "an integer", "float": "a number", "Path": "a path"}
 _WRONG_KIND = re.compile(r"argument (?P<name>[^:]+): invalid (?P<kind>\w+) value: (?P<value>.+)")
 _WRONG_CHOICE = re.compile(r"argument (?P<name>[^:]+): invalid choice: (?P<value>.+?) \(choose from (?P<known>.+)\)")
 _NO_VALUE = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument")
+_RULE = re.compile(r"^argument (--[\w-]+): must\b")
 _FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 
@@ -100,4 +101,4 @@ def _better(message: str) -> str:
         known = [item.strip().strip("'") for item in wrong["known"].split(",")]
         near = did_you_mean(wrong["value"].strip("'"), known)
         return f"{wrong['name']} must be one of {', '.join(known)}, got {wrong['value']}{near}"
-    return message
+    return _RULE.sub(r"\1 must", message)

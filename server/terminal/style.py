@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,8 +67,12 @@ def note(text: str) -> None:
     print(styled(text, "dim", sys.stderr), file=sys.stderr, flush=True)
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, plain_head: bool = True) -> None:
-    """Rows under their heads: ruled in a terminal; else in columns, whose last one is as long as it is."""
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
+    """Rows under their heads: ruled in a terminal; else in columns, whose last one is as long as it is.
+
+    Args:
+        numbers: columns are flush right.
+    """
     if is_rich():
         from rich import box
         from rich.console import Console
@@ -77,13 +81,14 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, plain_hea
 
         table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
         for number, name in enumerate(head):
-            table.add_column(name, style="cyan" if not number else None, overflow="fold")
+            justify: Literal["right", "left"] = "right" if numbers else "left"
+            table.add_column(name, style="cyan" if not number else None, overflow="fold", justify=justify)
         for row in rows:
             table.add_row(*map(Text, row))
         Console(highlight=False).print(table)
         return
-    lines = [tuple(head), *rows] if plain_head else list(rows)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head) - 1)]
+    lines = [tuple(head), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     for line in lines:
-        cells = [f"{cell:{width}}" for cell, width in zip(line, widths, strict=False)]
-        print("  ".join([*cells, line[-1]]).rstrip())
+        cells = [f"{cell:{'>' if numbers else '<'}{width}}" for cell, width in zip(line, widths, strict=True)]
+        print("  ".join(cells).rstrip())
