@@ -5,7 +5,7 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: serve test test-real lint docs install clean
+.PHONY: serve test test-real test-examples lint docs install clean
 
 serve:
 	@$(PYTHON) tools/setup.py serve $(ARGS)
@@ -16,6 +16,10 @@ test:
 # Downloads a real model, 84 MB, for the tests that need one.
 test-real:
 	@$(PYTHON) tools/setup.py test-real $(ARGS)
+
+# Every example, against a started server.
+test-examples:
+	@$(PYTHON) tools/setup.py test-examples $(ARGS)
 
 lint:
 	@$(PYTHON) tools/setup.py lint

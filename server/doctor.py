@@ -15,9 +15,11 @@ from engine.text import load_tokenizer
 from server.config.settings import ServerSettings
 from server.door.auth import read_api_keys
 from server.door.listening import Listener, StartupError, check_certificate, is_public, usable_files
+from server.terminal.style import styled
 
 _OLDEST = (3, 11)
 _SPARE = 2**30  # bytes: what the two processes take besides weights and pages, with room for activations
+_STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}  # in a terminal
 _OWN_FILES = 64  # file descriptors of the service itself, generously
 
 
@@ -65,7 +67,8 @@ def report(findings: list[Finding], *, json: bool = False) -> str:
     width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.verdict:<4}  {finding.check:<{width}}  {finding.found}")
+        verdict = styled(f"{finding.verdict:<4}", _STYLES[finding.verdict])
+        lines.append(f"{verdict}  {finding.check:<{width}}  {finding.found}")
         if finding.fix:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in ("FAIL", "warn")}

@@ -4,6 +4,7 @@
     python3 tools/setup.py serve [ARGS]     set up, then run `octavo serve ARGS`
     python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`; without ARGS all tests, on several cores
     python3 tools/setup.py test-real        set up with a real model (84 MB), then run the tests that need it
+    python3 tools/setup.py test-examples    set up, then run every example against a started server
     python3 tools/setup.py lint             set up, then run ruff and mypy
     python3 tools/setup.py docs             set up, then write README's table of families
     python3 tools/setup.py install          set up for all of these
@@ -58,12 +59,17 @@ CLIENTS = Path("tests") / "clients"  # other clients' versions, which the tests 
 # A file's tests stay together: they share what is costly to make.
 ALL_TESTS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 # What `pytest` is told where no ARGS are given.
-TESTS: dict[str, tuple[str, ...]] = {"test": ALL_TESTS, "test-real": ("tests/test_real_embeddings.py",)}
+TESTS: dict[str, tuple[str, ...]] = {
+    "test": ALL_TESTS,
+    "test-real": ("tests/test_real_embeddings.py",),
+    "test-examples": ("tests/test_examples.py",),
+}
 WINDOWS = os.name == "nt"
 EXTRAS: dict[str, frozenset[str]] = {
     "serve": frozenset(),
     "test": frozenset({"test"}),
     "test-real": frozenset({"test", "real-model"}),
+    "test-examples": frozenset({"test"}),
     "lint": frozenset({"lint"}),
     "docs": frozenset(),
     "install": frozenset({"test", "lint"}),

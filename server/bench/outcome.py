@@ -80,7 +80,7 @@ def _print_levels(runs: Sequence[Run], summaries: Sequence[Summary]) -> None:
         latencies = [_ms(found, place) for found in (summary.ttft, summary.itl, summary.e2e) for place in (0, -1)]
         rows.append((str(run.level), str(summary.completed), str(summary.failed), *rates, *latencies))
     print_table(_HEAD, rows, numbers=True)
-    told = {note: None for run, summary in zip(runs, summaries, strict=True) for note in notes(summary, run.facts)}
+    told = notes(summaries[-1], runs[-1].facts)
     errors = {f"{kind}: {printable(text)}": None for summary in summaries for kind, text in summary.examples.items()}
     for line in (*told, *errors):
         print(f"\nNote: {line}")

@@ -1,0 +1,147 @@
+"""The examples, each run as its docstring says, against a server of this checkout; `make test-examples` runs these.
+
+What they print is looked at by its structure: the words are the model's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.service import ROOT, Service, environment
+
+from server.config.settings import Settings
+
+EXAMPLES = ROOT / "examples"
+LANGCHAIN = Path(sys.prefix) / "clients" / "langchain"  # tools/setup.py puts it there
+TESTED = {
+    "openai_client.py", "langchain_chat.py", "curl.sh", "stream.mjs", "offline_batch.py", "translate_with_beams.py",
+}  # fmt: skip
+
+Start = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Gives the URL of a server with these arguments, started once."""
+    services: dict[tuple[str, ...], Service] = {}
+
+    def get(*arguments: str) -> str:
+        if arguments not in services:
+            log = tmp_path_factory.mktemp("log") / "service.log"
+            services[arguments] = Service("--kv-cache-memory", "64MiB", *arguments, log=log)
+            services[arguments].wait_ready()
+        return services[arguments].url
+
+    yield get
+    for service in services.values():
+        service.process.kill()
+        service.process.wait()
+
+
+def run(program: str, example: str, *arguments: str, path: str = "") -> dict[str, list[str]]:
+    """Lines by the headings (--- name) that they stand under; "" has those before the first."""
+    environ = environment() | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}
+    command = [program, str(EXAMPLES / example), *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    sections: dict[str, list[str]] = {"": []}
+    for line in done.stdout.splitlines():
+        if line.startswith("--- "):
+            sections[line[4:]] = []
+        else:
+            sections[list(sections)[-1]].append(line)
+    return sections
+
+
+def test_every_example_is_run_and_explained() -> None:
+    found = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".mjs")}
+    assert found == TESTED
+    readme = (EXAMPLES / "README.md").read_text()
+    for name in found:
+        assert f"[{name}]({name})" in readme
+        head = (EXAMPLES / name).read_text()[:900]
+        assert f"examples/{name}" in head, "it does not say how it is run"
+
+
+def test_openai_client(start: Start) -> None:
+    shown = run(sys.executable, "openai_client.py", start())
+    *answer, ended = shown["chat"]
+    assert "".join(answer).strip()
+    assert re.fullmatch(r"\(\d+ tokens, ended by (stop|length)\)", ended)
+    assert shown["stream"] == answer, "the stream is another answer"
+    assert [line[:14] for line in shown["samples"] if line[:1].isdigit()] == [f"{i}. One morning" for i in (1, 2, 3)]
+    best = [line for line in shown["beams"] if line[:1].isdigit()]
+    assert len(best) == 4
+    assert len({line[2:] for line in best}) == 4, "two beams are the same"
+
+
+def test_langchain(start: Start) -> None:
+    path = ""
+    if importlib.util.find_spec("langchain_openai") is None:
+        if not (LANGCHAIN / "octavo-pins.txt").exists():
+            pytest.skip(f"no LangChain in {LANGCHAIN}: python3 tools/setup.py test-examples installs it")
+        path = str(LANGCHAIN)
+    shown = run(sys.executable, "langchain_chat.py", start(), path=path)
+    assert all("".join(shown[name]).strip() for name in ("invoke", "stream", "batch"))
+    assert len(shown["batch"]) >= 2
+
+
+def test_curl(start: Start) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    shown = run("sh", "curl.sh", start())
+    assert json.loads("".join(shown["chat"]))["choices"][0]["message"]["content"]
+    events = [line.removeprefix("data: ") for line in shown["stream"] if line]
+    assert events[-1] == "[DONE]"
+    assert all(json.loads(event)["choices"] for event in events[:-1])
+    beams = json.loads("".join(shown["beams"]))["choices"]
+    assert [choice["index"] for choice in beams] == [0, 1]
+    assert '"object":"list"' in "".join(shown["vector"])
+    assert '"embedding":[' in "".join(shown["vector"])
+    assert "temperature" in json.loads("".join(shown["mistake"]))["error"]["message"]
+
+
+def test_javascript(start: Start) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    version = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    if int(version.lstrip("v").partition(".")[0]) < 18:
+        pytest.skip(f"node {version} has no fetch")
+    lines = run(node, "stream.mjs", start())[""]
+    assert lines[0]
+    told = next(line for line in lines if re.fullmatch(r"\(\d+ pieces, the first after \d+ ms\)", line))
+    assert int(re.findall(r"\d+", told)[0]) > 1, "the answer came whole"
+    assert lines[-1].startswith("A mistake is told: temperature")
+
+
+def test_a_batch_without_a_server() -> None:
+    lines = run(sys.executable, "offline_batch.py")[""]
+    text = "\n".join(lines)
+    names = re.findall(r"^One morning (\w+)", text, re.MULTILINE)
+    assert names[:8] == ["Ada", "Bruno", "Clara", "Dario", "Elif", "Farid", "Greta", "Hana"]
+    assert re.search(r"^\(\d+ tokens of 8 answers in [\d.]+ s\)$", text, re.MULTILINE)
+    scores = [float(score) for score in re.findall(r"^ *(-\d+\.\d{3})  One morning", text, re.MULTILINE)]
+    assert len(scores) == 2
+
+
+@pytest.mark.skipif("demo" not in Settings.model_fields, reason="no encoder-decoder model is bundled")
+def test_beams_of_an_encoder_decoder(start: Start) -> None:
+    shown = run(sys.executable, "translate_with_beams.py", start("--demo", "seq2seq"))
+    (greedy,) = shown["greedy"]
+    beams = shown["4 beams"]
+    assert len({line.split(maxsplit=2)[2] for line in beams}) == 4
+    scores = [float(line.split()[1]) for line in (greedy, *beams)]
+    assert scores[1:] == sorted(scores[1:], reverse=True)
+    assert scores[1] >= scores[0], "beam search has found less than greedy search"
+    pieces = re.findall(r"\[([^\]]*)\]", "".join(shown["4 beams, as they agree"]))
+    assert len(pieces) > 1
