@@ -37,7 +37,11 @@ def stream(num_beams: int) -> None:
     """What all live beams agree on is certain, and is sent at once."""
     print(f"--- {num_beams} beams, as they agree")
     events = client.completions.create(
-        model=MODEL, prompt=TEXT, max_tokens=32, stream=True, extra_body={"num_beams": num_beams}
+        model=MODEL,
+        prompt=TEXT,
+        max_tokens=32,
+        stream=True,
+        extra_body={"num_beams": num_beams, "length_penalty": 0.0},
     )
     print("".join(f"[{event.choices[0].text}]" for event in events if event.choices and event.choices[0].text))
 

@@ -1,4 +1,5 @@
 """`octavo bench serve`: measures any OpenAI-compatible server from the outside.
 
-Nothing here knows the engine; all that is known about the server comes over HTTP.
+But for `offline`, which measures the engine in its own process, nothing here knows the engine: all that is known about
+a server comes over HTTP.
 """
