@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from engine.cache_map import CacheMap, LiveRequest
 from engine.config import DEFAULT_NUM_SEQS, EngineConfig, parse_bytes
 from engine.cpus import compute_in_one_thread
 from engine.errors import (
@@ -72,6 +73,7 @@ __all__ = [
     "MAX_TOP_K",
     "NUMBER_RANGES",
     "CacheFacts",
+    "CacheMap",
     "ChoiceDelta",
     "ClassificationOutput",
     "CompletionOutput",
@@ -85,6 +87,7 @@ __all__ = [
     "FillMaskOutput",
     "InvalidRequestError",
     "LabelScore",
+    "LiveRequest",
     "Logprob",
     "MaskedToken",
     "ModelFacts",

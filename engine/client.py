@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from engine.cache_map import CacheMap
 from engine.client_interface import Deliver, EngineClient, Progress
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
+from engine.errors import EngineDeadError, InvalidRequestError, OctavoError, RequestFailedError
 from engine.launch import EngineProcess, make_folder, remove_folder
 from engine.logs import LogFormat
-from engine.messages import Abort, News, Ready, decode_news, encode, encode_add
+from engine.messages import Abort, Look, News, Ready, decode_news, encode, encode_add
 from engine.outputs import EngineStats, RequestDelta
 from engine.request import EngineInput, PoolingParams, SamplingParams
 
@@ -70,6 +71,7 @@ class ProcessEngineClient(EngineClient):
         self._context = zmq.Context()
         self._streams: dict[str, _Stream] = {}
         self._settling: list[tuple[int, asyncio.Future[None]]] = []  # by number of the awaited command
+        self._looking: list[tuple[int, asyncio.Future[CacheMap]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -133,6 +135,14 @@ class ProcessEngineClient(EngineClient):
     def stats(self) -> EngineStats:
         self._check_alive()
         return self._stats
+
+    async def cache_map(self) -> CacheMap:
+        self._attach()
+        self._check_alive()
+        self._send(encode(Look()))
+        future: asyncio.Future[CacheMap] = asyncio.get_running_loop().create_future()
+        self._looking.append((self._num_sent, future))
+        return await future
 
     @property
     def is_alive(self) -> bool:
@@ -219,6 +229,8 @@ class ProcessEngineClient(EngineClient):
             self._hand_over(delta.request_id, delta, news.num_commands)
         if self._settling:
             self._settle(self._num_obeyed)
+        if self._looking:
+            self._show(news.cache_map)
 
     def _hand_over(self, request_id: str, item: RequestDelta | OctavoError, num_commands: int) -> None:
         stream = self._streams.get(request_id)
@@ -235,11 +247,25 @@ class ProcessEngineClient(EngineClient):
             if number <= num_obeyed and not future.done():
                 future.set_result(None)
 
+    def _show(self, cache_map: CacheMap | None) -> None:
+        waiting = self._looking
+        self._looking = [entry for entry in waiting if entry[0] > self._num_obeyed]
+        for number, future in waiting:
+            if number <= self._num_obeyed and not future.done():
+                if cache_map is not None:
+                    future.set_result(cache_map)
+                else:
+                    future.set_exception(RequestFailedError("the map could not be drawn; the engine's log says why"))
+
     def _end_streams(self, reason: str) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.deliver(EngineDeadError(reason))
         self._settle(math.inf)
+        looking, self._looking = self._looking, []
+        for _, future in looking:
+            if not future.done():
+                future.set_exception(EngineDeadError(reason))
 
     # ------------------------------------------------------------ the process and its successors
 

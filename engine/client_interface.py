@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.cache_map import CacheMap
 from engine.errors import OctavoError
 from engine.outputs import EngineInfo, EngineStats, RequestDelta
 from engine.request import EngineInput, PoolingParams, SamplingParams
@@ -105,6 +106,15 @@ class EngineClient(ABC):
     @abstractmethod
     def stats(self) -> EngineStats:
         """The latest counters and gauges."""
+
+    @abstractmethod
+    async def cache_map(self) -> CacheMap:
+        """What the pages hold, and for whom, at a moment between steps after the call.
+
+        Raises:
+            EngineDeadError: the engine is dead, or died before it answered.
+            RequestFailedError: by a fault of ours it cannot be told.
+        """
 
     @property
     @abstractmethod

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.attention import select
+from engine.cache_map import CacheMap
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.calibration import mean_keys
@@ -35,6 +36,7 @@ from engine.request import Decoding, EngineInput, PoolingParams, Request, Sampli
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import UNLIMITED, StepBudget, StepWork
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.mapping import draw_map
 from engine.scheduling.plan import StepResult
 from engine.scheduling.scheduler import Scheduler
 
@@ -280,6 +282,10 @@ class Engine:
         """Counters and gauges, as a copy."""
         return dataclasses.replace(self.scheduler.snapshot())
 
+    def cache_map(self) -> CacheMap:
+        """What the pages hold at this moment, and for whom."""
+        return draw_map(self.scheduler.pool, self.scheduler.groups())
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a page leaked or is counted wrongly."""
         self.scheduler.check_integrity()
@@ -345,14 +351,9 @@ class Engine:
         logger.debug(  # the server says it with more
             "KV cache: %d pages of %d tokens = %d tokens in %s; %.1f requests of the full %d tokens fit, "
             "and at most %d sequences run in one step",
-            info.num_blocks,
-            info.block_size,
-            tokens,
-            info.kv_cache_dtype,
-            info.full_requests,
-            info.max_model_len,
+            info.num_blocks, info.block_size, tokens, info.kv_cache_dtype, info.full_requests, info.max_model_len,
             info.max_num_seqs,
-        )
+        )  # fmt: skip
 
 
 def choose_device(setting: str) -> torch.device:

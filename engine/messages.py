@@ -5,7 +5,7 @@ wrap them. Nothing is ever unpickled.
 
 Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` to the engine,
 and back one `Ready` or `Failed`, later a `Failed` if the engine ends; its closing says that the other side
-is gone. The ZeroMQ socket carries `Add` and `Abort` to the engine, and back one `News` per step.
+is gone. The ZeroMQ socket carries `Add`, `Abort` and `Look` to the engine, and back one `News` per step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from engine import errors
+from engine.cache_map import CacheMap
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
 from engine.logs import LogFormat
@@ -125,7 +126,11 @@ class Abort(msgspec.Struct, tag=True):
     choice: int | None = None
 
 
-class News(msgspec.Struct):
+class Look(msgspec.Struct, tag=True):
+    """Ask for a map of the cache, once."""
+
+
+class News(msgspec.Struct, omit_defaults=True):
     """What a step, or a batch of commands, brought.
 
     Attributes:
@@ -133,12 +138,14 @@ class News(msgspec.Struct):
         failed: requests that were refused or could not be added.
         stats: the counters after it.
         num_commands: how many commands the engine has carried out so far.
+        cache_map: of this moment, where a `Look` was among the commands.
     """
 
     deltas: list[RequestDelta]
     failed: dict[str, Failed]
     stats: EngineStats
     num_commands: int
+    cache_map: CacheMap | None = None
 
 
 def _plain(value: Any) -> Any:
@@ -153,14 +160,14 @@ def _plain(value: Any) -> Any:
 # Fields of inputs, as the engine calls them.
 _PARAMS = {"token_ids": "prompt", "encoder_token_ids": "prompt", "decoder_token_ids": "decoder_prompt"}
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_commands: msgspec.msgpack.Decoder[Add | Abort] = msgspec.msgpack.Decoder(Add | Abort)
+_commands: msgspec.msgpack.Decoder[Add | Abort | Look] = msgspec.msgpack.Decoder(Add | Abort | Look)
 _any = msgspec.msgpack.Decoder()
 _news = msgspec.msgpack.Decoder(News)
 _replies: msgspec.msgpack.Decoder[Ready | Failed] = msgspec.msgpack.Decoder(Ready | Failed)
 _start = msgspec.msgpack.Decoder(Start)
 
 
-def encode(message: Abort | News) -> bytes:
+def encode(message: Abort | Look | News) -> bytes:
     """The bytes of a message."""
     return _encoder.encode(message)
 
@@ -194,7 +201,7 @@ def encode_add(request_id: str, input: EngineInput, params: SamplingParams | Poo
         ) from error
 
 
-def decode_command(data: bytes) -> Add | Abort | tuple[str, InvalidRequestError]:
+def decode_command(data: bytes) -> Add | Abort | Look | tuple[str, InvalidRequestError]:
     """A command, or the id of a request whose `Add` is malformed, with what is wrong."""
     try:
         return _commands.decode(data)

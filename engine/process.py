@@ -28,6 +28,7 @@ from engine.messages import (
     Abort,
     Add,
     Failed,
+    Look,
     News,
     Ready,
     Start,
@@ -39,6 +40,7 @@ from engine.messages import (
 from engine.outputs import EngineStats, RequestDelta
 
 if TYPE_CHECKING:
+    from engine.cache_map import CacheMap
     from engine.engine import Engine
 
 logger = logging.getLogger("octavo.process")
@@ -142,12 +144,14 @@ class Loop:
     def _obey(self) -> None:
         accepted: list[RequestDelta] = []
         failed: dict[str, Failed] = {}
-        before = self._num_commands
+        before, looked = self._num_commands, False
         for data in self._commands():
             self._num_commands += 1
             command = decode_command(data)
             if isinstance(command, Abort):
                 self._engine.abort_request(command.request_id, command.choice)
+            elif isinstance(command, Look):
+                looked = True
             elif isinstance(command, Add):
                 error = self._add(command)
                 if error is None:
@@ -157,7 +161,8 @@ class Loop:
             else:
                 failed[command[0]] = Failed.of(command[1])
         if self._num_commands != before:
-            self._tell(accepted, failed, self._engine.stats())  # at once: the step may take a while
+            # At once: the step may take a while.
+            self._tell(accepted, failed, self._engine.stats(), self._look() if looked else None)
 
     def _commands(self) -> Iterator[bytes]:
         if not self._engine.has_unfinished_requests():
@@ -185,9 +190,22 @@ class Loop:
             return RequestFailedError(f"{type(error).__name__}: {error}")
         return None
 
-    def _tell(self, deltas: list[RequestDelta], failed: dict[str, Failed], stats: EngineStats) -> None:
+    def _look(self) -> CacheMap | None:
+        try:
+            return self._engine.cache_map()
+        except Exception:  # who only looks on must not stop the work
+            logger.exception("the map of the cache could not be drawn")
+            return None
+
+    def _tell(
+        self,
+        deltas: list[RequestDelta],
+        failed: dict[str, Failed],
+        stats: EngineStats,
+        cache_map: CacheMap | None = None,
+    ) -> None:
         self._num_steps = stats.num_steps
-        self._channel.send(encode(News(deltas, failed, stats, self._num_commands)))
+        self._channel.send(encode(News(deltas, failed, stats, self._num_commands, cache_map)))
 
 
 if __name__ == "__main__":

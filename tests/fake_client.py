@@ -12,9 +12,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine import (
+    CacheMap,
     ChoiceDelta,
     EngineDeadError,
     EngineStats,
+    LiveRequest,
     Logprob,
     Pooled,
     PoolingParams,
@@ -22,6 +24,7 @@ from engine import (
     SamplingParams,
     TokenInput,
 )
+from engine.cache_map import CellKinds
 from engine.client import Deliver, EngineClient, Progress
 from engine.outputs import EngineInfo
 from engine.text import Tokenizer
@@ -162,6 +165,21 @@ class FakeClient(EngineClient):
             step_seconds=0.5, prompt_tokens=11, generation_tokens=12, num_preemptions=1, prefix_queries=9,
             prefix_hits=4, num_page_copies=6,
         )  # fmt: skip
+
+    async def cache_map(self) -> CacheMap:
+        if self.dead:
+            raise EngineDeadError("dead")
+        free, held = ([0], [0], [0], [0], [[]], [0]), ([0, 1], [0, 0], [0, 1], [0, 0], [[], [0]], [0, 0])
+        lists = dict(
+            zip(("held", "cached", "tables", "found", "holders", "others"), held if self.running else free, strict=True)
+        )
+        return CacheMap(
+            pages_per_cell=1,
+            runs=[8, 0, 2, 1] if self.running else [10, 0],
+            kinds=CellKinds(**lists),
+            running=[LiveRequest(request_id=name, num_prompt=3) for name in sorted(self.running)],
+            waiting=[],
+        )
 
     @property
     def progress(self) -> Progress:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from paged_simulator import is_published
 
-from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.block_pool import CACHED, FREE, HELD, BlockPool, PageHasher
 
 KEY = b"k" * 32
 
@@ -232,6 +232,8 @@ class PoolMachine(RuleBasedStateMachine):
         refs = self.refs()
         for page in range(1, pool.total + 1):
             assert pool.references(page) == refs[page]
+            held, cached = page in self.in_use(), page in self.cached
+            assert pool.snapshot()[page - 1] == (HELD if held else CACHED if cached else FREE)
             assert is_published(pool, page) == (page in self.hash_of)
         if not self.pinned:
             pool.check_integrity([table.pages for table in self.tables])

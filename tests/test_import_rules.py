@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "engine.errors": 0,
+    "engine.cache_map": 1,
     "engine.config": 1,
     "engine.folders": 1,
     "engine.cgroups": 1,

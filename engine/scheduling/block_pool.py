@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 
 PageHash = bytes
 
+# What a page is, in `BlockPool.snapshot`.
+FREE, CACHED, HELD = 0, 1, 2
+
 
 class PageHasher:
     """Chained 128-bit keyed hashes of full pages (BLAKE2b, RFC 7693).
@@ -51,6 +54,7 @@ class BlockPool:
         self.peak_held = 0
         self._refs = [0] * (num_blocks + 1)
         self._pins = [0] * (num_blocks + 1)
+        self._states = bytearray(num_blocks + 1)
         self._hash_of: list[PageHash | None] = [None] * (num_blocks + 1)
         self._page_of: dict[PageHash, int] = {}
         self._free = list(range(num_blocks, 0, -1))
@@ -89,6 +93,7 @@ class BlockPool:
                 page, _ = self._cached.popitem(last=False)
                 self._forget(page)
             self._refs[page] = 1
+            self._states[page] = HELD
             pages.append(page)
         self.peak_held = max(self.peak_held, self.num_held)
         return pages
@@ -144,6 +149,7 @@ class BlockPool:
             if page in self._cached:
                 del self._cached[page]
                 self._free.append(page)
+                self._states[page] = FREE
 
     def match(self, hashes: Sequence[PageHash], seen: int | None = None) -> list[int]:
         """The longest beginning whose pages are known; takes no reference (see `adopt`).
@@ -167,6 +173,7 @@ class BlockPool:
         for page in filter(None, pages):
             if self._refs[page] == 0 and self._pins[page] == 0:
                 del self._cached[page]
+                self._states[page] = HELD
             self._refs[page] += 1
         self.peak_held = max(self.peak_held, self.num_held)
         return list(pages)
@@ -174,6 +181,10 @@ class BlockPool:
     def count_cached(self, pages: Iterable[int]) -> int:
         """How many of these pages nobody holds, so that adopting them uses up available ones."""
         return sum(1 for page in pages if page in self._cached)
+
+    def snapshot(self) -> NDArray[np.uint8]:
+        """[total] FREE, CACHED or HELD for each page, the first being page 1; a copy, at the price of one."""
+        return np.frombuffer(self._states, dtype=np.uint8)[1:].copy()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare all state with the tables that exist.
@@ -193,6 +204,9 @@ class BlockPool:
         states = sorted([*self._free, *self._cached, *(p for p in range(1, self.total + 1) if self._refs[p] > 0)])
         if states != list(range(1, self.total + 1)):
             raise AssertionError("free, held and cached pages do not add up to the pool")
+        for state, pages in ((FREE, self._free), (CACHED, list(self._cached))):
+            if sorted(pages) != [page for page in range(1, self.total + 1) if self._states[page] == state]:
+                raise AssertionError("the snapshot differs from the lists of free and cached pages")
         for page_hash, page in self._page_of.items():
             if self._hash_of[page] != page_hash:
                 raise AssertionError(f"page {page} is found under a hash it does not have")
@@ -204,8 +218,10 @@ class BlockPool:
             return
         if self._hash_of[page] is None:
             self._free.append(page)
+            self._states[page] = FREE
         else:
             self._cached[page] = None
+            self._states[page] = CACHED
 
     def _forget(self, page: int) -> None:
         page_hash = self._hash_of[page]

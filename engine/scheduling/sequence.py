@@ -191,6 +191,7 @@ class SequenceGroup:
         prompt_logprobs: as far as known; the first entry is None.
         num_cached_tokens: prompt tokens found in the cache at first admission, and the encoder's input if it was
             encoded already.
+        num_found: pages at the beginning of its table that were found in the cache when it was last admitted.
         admitted: it has run before.
         scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
         whole: its input is read whole, and leaves nothing in pages.
@@ -235,7 +236,7 @@ class SequenceGroup:
         self.kept: list[Hypothesis] = []
         self.settled = [0] * decoding.n
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_found = 0
         self.admitted = False
         self.scheduled_time: float | None = None
         # One row of the sampler's parameters; they do not change from step to step.

@@ -35,7 +35,7 @@ class Tables:
         """Give a group that begins the pages of the longest beginning that is known."""
         sequence, hits = group.sequences[0], self._match(group)
         sequence.table.extend(self._pool.adopt(hits))
-        sequence.num_published = len(hits)
+        sequence.num_published = group.num_found = len(hits)
         sequence.num_computed = len(hits) * self._config.block_size
         self.fork_from_first(group)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from engine import Engine, EngineConfig, EngineDeadError, EngineStats, OctavoError
+from engine import CacheMap, Engine, EngineConfig, EngineDeadError, EngineStats, OctavoError
 from engine.client_interface import Deliver, EngineClient, Progress
 from engine.request import EngineInput, PoolingParams, SamplingParams
 
@@ -80,6 +80,11 @@ class LocalClient(EngineClient):
 
     def give_up(self, cause: str) -> None:
         raise AssertionError(f"nobody gives this engine up: {cause}")
+
+    async def cache_map(self) -> CacheMap:
+        if self.dead:
+            raise EngineDeadError("dead")
+        return self.engine.cache_map()
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
