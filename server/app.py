@@ -24,6 +24,7 @@ from server.door.drain import Drain, DrainGate
 from server.door.head import HeadMiddleware
 from server.door.limits import BodyLimitMiddleware
 from server.door.request_id import RequestIdMiddleware
+from server.live import LiveFeed
 from server.metrics.loop_lag import watch_event_loop
 from server.metrics.registry import Metrics
 from server.routes import (
@@ -32,8 +33,10 @@ from server.routes import (
     completions,
     embeddings,
     fill_mask,
+    live,
     models,
     operations,
+    playground,
     scoring,
     tokenize,
 )
@@ -109,7 +112,12 @@ def create_app(
         middleware=[
             Middleware(HeadMiddleware),
             Middleware(DrainGate, drain=drain, rejected=metrics.rejected),
-            Middleware(AuthMiddleware, keys=keys, public_metrics=settings.public_metrics),
+            Middleware(
+                AuthMiddleware,
+                keys=keys,
+                public_metrics=settings.public_metrics,
+                also_open=playground.open_paths() if settings.enable_playground else (),
+            ),
             Middleware(BodyLimitMiddleware, max_body_size=parse_bytes(settings.max_body_size, "max_body_size")),
         ],
     )
@@ -121,14 +129,17 @@ def create_app(
         admission=admission,
         pooling=pooling,
         turns=turns,
+        live=LiveFeed(client, drain, settings.stream_keepalive),
         tokenizing=make_admission(client.info, settings, metrics),
         drain=drain,
         settings=settings,
     )
     errors.install(app)
     documentation.install(app)
-    for module in (completions, chat, embeddings, scoring, classify, fill_mask, models, operations, tokenize):
+    for module in (completions, chat, embeddings, scoring, classify, fill_mask, models, operations, live, tokenize):
         app.include_router(module.router)
+    if settings.enable_playground:
+        app.include_router(playground.make_router())
     return app
 
 

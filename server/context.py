@@ -19,6 +19,7 @@ from server.answering.turns import Turns
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.errors import ApiError, shown
+from server.live import LiveFeed
 from server.metrics.registry import Metrics
 
 
@@ -34,6 +35,7 @@ class Service:
         admission: bounds what generates.
         pooling: bounds requests for vectors, classes and masked tokens; each counts as one, whatever it holds.
         turns: hands their inputs to the engine.
+        live: what those who watch the engine are shown.
         tokenizing: bounds calls of /tokenize and /detokenize.
         drain: whether the service stops.
         renderer: renders chat messages.
@@ -48,6 +50,7 @@ class Service:
     admission: Admission
     pooling: Admission
     turns: Turns
+    live: LiveFeed
     tokenizing: Admission
     drain: Drain = field(default_factory=Drain)
     renderer: ChatRenderer = field(default_factory=ChatRenderer)

@@ -128,8 +128,9 @@ def _prepare(
     _log_facts(client, tokenizer, model_id)
     drain = Drain()
     app = create_app(client, tokenizer, model_id, version=version, settings=settings, drain=drain, api_keys=api_keys)
-    documentation = "" if settings.uds else f" (API documentation: {listener.url}/docs)"
-    announce = f"Serving {model_id} on {listener.url}{documentation}"
+    page = "in a browser: a playground; " if settings.enable_playground else ""
+    hints = "" if settings.uds else f" ({page}API documentation: {listener.url}/docs)"
+    announce = f"Serving {model_id} on {listener.url}{hints}"
     stuck_after = _STUCK * settings.liveness_timeout
     return _Server(client, drain, uvicorn_config(app, settings), listener, announce, stuck_after)
 

@@ -272,7 +272,8 @@ def test_health_needs_no_key(path: str) -> None:
     [
         ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
         ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/docs"),
-        ("GET", "/redoc"), ("GET", "/openapi.json"), ("GET", "/docs/oauth2-redirect"), ("GET", "/"), ("GET", "/nope"),
+        ("GET", "/redoc"), ("GET", "/openapi.json"), ("GET", "/docs/oauth2-redirect"), ("GET", "/nope"),
+        ("GET", "/playground"), ("GET", "/playground/"), ("POST", "/v1/embeddings"),
         ("OPTIONS", "/v1/completions"), ("DELETE", "/v1/models/m"), ("HEAD", "/v1/models"),
     ],
 )  # fmt: skip
@@ -303,7 +304,7 @@ def test_no_spelling_of_a_path_goes_round_the_key(path: str) -> None:
     ("root", "path", "status"),
     [
         ("/api", "/api/health", 200), ("/api", "/health", 200), ("/api/", "/api/health", 401),
-        ("/api", "/apihealth", 401), ("/api", "/api", 401), ("/api", "/api/", 401), ("/api", "/api/v1/models", 401),
+        ("/api", "/apihealth", 401), ("/api", "/api", 401), ("/api", "/api/", 200), ("/api", "/api/v1/models", 401),
         ("/api", "/api/api/health", 401),
         ("/health", "/health", 401), ("/health", "/health/v1/models", 401), ("/health", "/health/health/live", 200),
     ],

@@ -374,7 +374,7 @@ def test_head_is_get_without_a_body() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "unknown_route"),
+        ("GET", "/playground/none.js", 404, "unknown_route"),
         ("GET", "//v1/models", 404, "unknown_route"),
         ("POST", "/v1/completions/", 404, "unknown_route"),
         ("GET", "/health/", 404, "unknown_route"),

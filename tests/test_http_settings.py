@@ -42,6 +42,7 @@ SERVICE = {
     "liveness_timeout": 1.5, "api_key": ("one", "two"), "api_key_file": "keys", "public_metrics": True,
     "max_body_size": "1MiB", "max_header_size": "8KiB", "max_num_queued_reqs": 11, "max_num_queued_tokens": 12,
     "stream_keepalive": 2.5, "stream_stall_timeout": 3.5, "max_n": 13,
+    "enable_playground": False, "enable_cache_map": False,
 }  # fmt: skip
 VALUES: dict[str, Any] = ENGINE | SERVICE
 

@@ -61,6 +61,9 @@ class ServerSettings(BaseModel):
         stream_stall_timeout: seconds after which a client that takes nothing of its answer loses its
             connection.
         max_n: most answers per prompt that a request may ask for.
+        enable_playground: serve a page to try the model with at /; it needs no key, what it asks for does.
+        enable_cache_map: tell whoever may read /metrics what each page of the KV cache holds, a few times a second
+            while somebody looks (/playground/live), without contents and ids of requests.
     """
 
     # A message must not show the input: it may be a secret.
@@ -91,6 +94,8 @@ class ServerSettings(BaseModel):
     stream_keepalive: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     max_n: int = Field(default=128, ge=1)
+    enable_playground: bool = True
+    enable_cache_map: bool = True
 
     def __init__(self, **values: Any) -> None:
         """Raises ConfigError: a value of the wrong type or out of range; its message begins with the name."""

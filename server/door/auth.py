@@ -19,6 +19,8 @@ logger = logging.getLogger("octavo.server")
 
 HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 METRICS_PATH = "/metrics"
+LIVE_PATH = "/playground/live"
+METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
 
 
 def read_api_keys(settings: ServerSettings) -> tuple[str, ...]:
@@ -66,13 +68,16 @@ class AuthMiddleware:
 
     Args:
         keys: each of them opens the service.
-        public_metrics: /metrics needs no key.
+        public_metrics: `METRICS_PATHS` need no key.
+        also_open: further paths that need none.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Iterable[str], public_metrics: bool = False):
+    def __init__(
+        self, app: ASGIApp, *, keys: Iterable[str], public_metrics: bool = False, also_open: Iterable[str] = ()
+    ):
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
-        self._open = HEALTH_PATHS | ({METRICS_PATH} if public_metrics else set())
+        self._open = HEALTH_PATHS | (METRICS_PATHS if public_metrics else frozenset()) | frozenset(also_open)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._digests or scope["type"] == "lifespan" or self._is_open(scope) or self._has_key(scope):

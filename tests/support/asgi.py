@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 
 
 class Call:
-    """One POST request on its way; start it inside an event loop.
+    """One request on its way; start it inside an event loop.
 
     Attributes:
         sent: the ASGI messages that the client has taken.
@@ -18,17 +19,25 @@ class Call:
         task: the app's.
     """
 
-    def __init__(self, app: FastAPI, path: str, body: dict[str, Any]):
+    def __init__(
+        self,
+        app: FastAPI,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        method: str = "POST",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ):
         self.sent: list[dict[str, Any]] = []
         self.reading = asyncio.Event()
         self.reading.set()
         self._left = asyncio.Event()
         self._news = asyncio.Event()
-        self._body: bytes | None = json.dumps(body).encode()
+        self._body: bytes | None = b"" if body is None else json.dumps(body).encode()
         scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method,
             "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-            "headers": [(b"content-type", b"application/json")], "client": ("c", 1), "server": ("s", 1),
+            "headers": [(b"content-type", b"application/json"), *headers], "client": ("c", 1), "server": ("s", 1),
         }  # fmt: skip
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 

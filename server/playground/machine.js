@@ -1,0 +1,86 @@
+// The machine at work: gauges, the cache, the running batch and the queue.
+
+import { CacheMap } from "./cache_map.js";
+import { Colours } from "./colours.js";
+import { byId, h } from "./dom.js";
+import { Feed } from "./feed.js";
+import { labelOf } from "./labels.js";
+
+const LISTED = 24;
+
+const LEGEND = [
+  ["held", "held by a request"], ["shared", "shared"], ["found", "found in the cache"], ["cached", "cached"], ["free", "free"],
+];
+
+export class Machine {
+  constructor() {
+    this.own = new Set();
+    this.colours = new Colours();
+    this.map = new CacheMap(this.colours);
+    this.lists = { running: h("ul", { class: "list" }), waiting: h("ul", { class: "list" }) };
+    this.titles = { running: h("h3", {}, "Running"), waiting: h("h3", {}, "Queue") };
+    byId("map").append(this.map.element, makeLegend());
+    for (const name of ["running", "waiting"]) byId("requests").append(h("section", {}, this.titles[name], this.lists[name]));
+    this.feed = new Feed((frame) => this.show(frame), (message) => this.say(message));
+  }
+
+  watch() {
+    this.feed.open();
+  }
+
+  // This page's own request, by the id in its answer: the engine numbers its prompts.
+  mine(id) {
+    this.own.add(labelOf(`${id}-0`));
+  }
+
+  say(message) {
+    byId("feed-state").textContent = message;
+    byId("feed-state").hidden = !message;
+    byId("machine-view").hidden = Boolean(message);
+  }
+
+  show(frame) {
+    if (frame.engine !== "up") return this.say("The engine is being started again …");
+    if (!frame.pages.total) this.say("This model reads its inputs whole: it has no paged cache.");
+    else this.say("");
+    this.colours.see([...frame.running, ...frame.waiting].map((item) => item.request));
+    this.showGauges(frame);
+    this.map.show(frame);
+    this.showList("running", "Running", frame.running, frame.num_running);
+    this.showList("waiting", "Queue", frame.waiting, frame.num_waiting);
+    byId("machine").dataset.held = frame.pages.held;
+    byId("machine").dataset.cached = frame.pages.cached;
+    byId("machine").dataset.frames = Number(byId("machine").dataset.frames ?? 0) + 1;
+  }
+
+  showGauges({ pages, steps }) {
+    const gauge = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value.toLocaleString("en")));
+    const numbers = [["held", pages.held], ["cached", pages.cached], ["free", pages.free], ["tokens a page", pages.tokens], ["steps", steps]];
+    byId("gauges").replaceChildren(...numbers.map(([name, value]) => gauge(name, value)));
+  }
+
+  showList(name, title, items, count) {
+    this.titles[name].textContent = `${title} (${count})`;
+    const lines = items.slice(0, LISTED).map((item) => this.line(item, name === "waiting"));
+    if (count > lines.length) lines.push(h("li", { class: "hint" }, `and ${count - lines.length} more`));
+    this.lists[name].replaceChildren(...(lines.length ? lines : [h("li", { class: "hint" }, name === "running" ? "nothing" : "empty")]));
+  }
+
+  line(item, waits) {
+    const swatch = h("span", { class: `swatch request-${this.colours.of(item.request)}`, "aria-hidden": "true" });
+    const facts = [`${item.prompt} + ${item.answer} tokens`];
+    if (item.sequences > 1) facts.push(`${item.sequences} ${item.beams ? "beams" : "answers"}`);
+    if (!waits) facts.push(`${item.pages} page${item.pages === 1 ? "" : "s"}${item.found ? `, ${item.found} found` : ""}`);
+    if (waits && item.answer) facts.push("gave way");
+    const own = this.own.has(item.request) ? h("span", { class: "own" }, "yours") : null;
+    const share = item.prompt + item.answer ? item.computed / (item.prompt + item.answer) : 0;
+    const bar = h("span", { class: "bar", "aria-hidden": "true" });
+    bar.style.setProperty("--share", waits ? 0 : Math.min(1, share));
+    return h("li", {}, swatch, h("code", {}, item.request), own, h("span", { class: "facts" }, facts.join(" · ")), bar);
+  }
+}
+
+function makeLegend() {
+  const items = LEGEND.map(([name, words]) => h("li", {}, h("span", { class: `key key-${name}`, "aria-hidden": "true" }), words));
+  return h("ul", { class: "legend", "aria-label": "Legend" }, items);
+}

@@ -1,0 +1,79 @@
+// Puts the page together: what the server serves decides what it shows.
+
+import { ApiError, askJson } from "./api.js";
+import { BeamTree } from "./beams.js";
+import { ChatPane } from "./chat_pane.js";
+import { Code } from "./code.js";
+import { byId, h } from "./dom.js";
+import { setUpKey } from "./key.js";
+import { Machine } from "./machine.js";
+import { Modes } from "./modes.js";
+import { NumbersPane, numberPaths } from "./numbers_pane.js";
+import { Parameters } from "./parameters.js";
+import { PromptPane } from "./prompt_pane.js";
+import { loadSchemas } from "./schema.js";
+
+const ALTERNATIVES = 5; // of each token
+
+const context = {
+  examples: { prompt: "Once upon a time", chat: "What is a KV cache?" },
+  beams: new BeamTree(byId("beams"), byId("beam-tree")),
+  changed: () => showCode(),
+  mine: (id) => machine.mine(id),
+  // What the page asks for to show more than the text; the listings leave it out.
+  extras: (path) => ({
+    ...(path.includes("chat") ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES }),
+  }),
+};
+const machine = new Machine();
+const code = new Code(byId("code"));
+const parameters = (context.parameters = new Parameters(byId("parameters"), () => showCode()));
+const modes = new Modes((pane) => {
+  byId("settings").hidden = !pane.schema;
+  if (pane.schema) parameters.show(context.schemas[pane.schema]);
+  showCode();
+});
+
+function showCode() {
+  const pane = modes.current;
+  if (pane) code.show(pane.path, () => pane.body(), Boolean(pane.schema));
+}
+
+function makePanes(endpoints) {
+  const panes = [];
+  if (endpoints.includes("/v1/chat/completions")) panes.push(new ChatPane(context));
+  if (endpoints.includes("/v1/completions")) panes.push(new PromptPane(context));
+  for (const path of numberPaths) if (endpoints.includes(path)) panes.push(new NumbersPane(context, path));
+  return panes;
+}
+
+function describeModel(model) {
+  const kind = context.isSeq2seq ? "encoder-decoder" : model.tasks.includes("generate") ? "decoder" : "encoder";
+  byId("model").replaceChildren(h("b", {}, model.id), ` ${kind}, up to ${model.max_model_len.toLocaleString("en")} tokens`);
+}
+
+async function connect() {
+  try {
+    const [models, schemas] = await Promise.all([askJson("v1/models"), loadSchemas()]);
+    const [model] = models.data;
+    Object.assign(context, { model, schemas, isSeq2seq: model.max_encoder_len != null });
+    describeModel(model);
+    const panes = makePanes(model.endpoints);
+    modes.show(panes);
+    if (!panes.length) {
+      const words = "This model answers none of the questions that this page can ask; see the API's documentation.";
+      byId("panes").append(h("p", { class: "notice" }, words));
+    }
+    machine.watch();
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 401) byId("model").textContent = "An API key is needed.";
+    else {
+      byId("model").textContent = error instanceof ApiError ? error.message : "The server cannot be reached; trying again …";
+      setTimeout(connect, 2000);
+    }
+  }
+}
+
+if (matchMedia("(max-width: 52rem)").matches) byId("settings-box").open = false;
+setUpKey(connect);
+connect();

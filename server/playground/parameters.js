@@ -1,0 +1,110 @@
+// The form of parameters: groups, presets for the three ways to decode, and the values that were set.
+
+import { h } from "./dom.js";
+import { Field } from "./fields.js";
+
+// An order for the eye. What the server knows beyond these stands in the last group, which nothing has to name.
+const GROUPS = [
+  ["Length", ["max_tokens", "min_tokens", "stop", "ignore_eos"]],
+  ["Sampling", ["temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of"]],
+  ["Beam search", ["num_beams", "length_penalty", "early_stopping", "use_beam_search", "renormalize_logits"]],
+  ["Repetition", ["repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"]],
+  ["More", []],
+];
+const OPEN = new Set(["Length", "Sampling", "Beam search"]);
+
+// What a preset sets; it clears what belongs to the others.
+const PRESETS = [
+  ["Greedy", "always the most probable token", { temperature: 0 }],
+  ["Sampling", "tokens drawn by their probability", { temperature: 0.8, top_p: 0.95 }],
+  ["Beams", "several continuations, kept while they are the best", { num_beams: 4 }],
+];
+const DECIDING = ["temperature", "top_p", "top_k", "min_p", "num_beams", "use_beam_search", "best_of"];
+
+export class Parameters {
+  constructor(form, onChange) {
+    this.form = form;
+    this.onChange = onChange;
+    this.fields = new Map();
+    form.addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  // Show these fields; values of those that stay are kept.
+  show(descriptions) {
+    const old = this.fields;
+    const changed = () => {
+      this.markPreset();
+      this.onChange();
+    };
+    this.fields = new Map(descriptions.map((item) => [item.name, new Field(item, changed)]));
+    for (const [name, field] of this.fields) if (old.has(name)) field.set(old.get(name).control.value || undefined);
+    const rest = new Set(this.fields.keys());
+    for (const [, names] of GROUPS) for (const name of names) rest.delete(name);
+    const groups = GROUPS.map(([title, names]) => [title, names.length ? names : [...rest]]);
+    this.buttons = PRESETS.map(([name, meaning, values]) => this.makePreset(name, meaning, values));
+    this.form.replaceChildren(
+      h("div", { class: "presets", role: "group", "aria-label": "Ways to decode" }, this.buttons),
+      ...groups.map(([title, names]) => this.makeGroup(title, names)),
+      h("button", { type: "button", class: "quiet", onclick: () => this.reset() }, "Back to the defaults"),
+    );
+    this.markPreset();
+  }
+
+  makePreset(name, meaning, values) {
+    const button = h("button", { type: "button", title: meaning, "aria-pressed": "false" }, name);
+    button.addEventListener("click", () => this.set({ ...Object.fromEntries(DECIDING.map((key) => [key])), ...values }));
+    button.values = values;
+    return button;
+  }
+
+  makeGroup(title, names) {
+    const elements = names.filter((name) => this.fields.has(name)).map((name) => this.fields.get(name).element);
+    return h("details", { class: "group", open: OPEN.has(title) }, h("summary", {}, title), elements);
+  }
+
+  set(values) {
+    for (const [name, value] of Object.entries(values)) this.fields.get(name)?.set(value);
+    this.markPreset();
+    this.onChange();
+  }
+
+  reset() {
+    this.set(Object.fromEntries([...this.fields.keys()].map((name) => [name])));
+  }
+
+  markPreset() {
+    const now = JSON.stringify(this.some(DECIDING));
+    for (const button of this.buttons) {
+      const values = Object.fromEntries(DECIDING.filter((name) => name in button.values).map((name) => [name, button.values[name]]));
+      button.setAttribute("aria-pressed", String(JSON.stringify(values) === now));
+    }
+  }
+
+  some(names) {
+    const values = {};
+    for (const name of names) {
+      try {
+        const value = this.fields.get(name)?.get();
+        if (value !== undefined) values[name] = value;
+      } catch {
+        values[name] = null; // not a value yet; whoever sends it is told
+      }
+    }
+    return values;
+  }
+
+  // What was set. Throws FieldError.
+  values() {
+    const entries = [...this.fields.values()].map((field) => [field.name, field.get()]);
+    return Object.fromEntries(entries.filter(([, value]) => value !== undefined));
+  }
+
+  // Take the reader to the field at fault; false where the page has none.
+  point(name) {
+    const field = this.fields.get(name);
+    if (!field) return false;
+    for (let box = field.element.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
+    field.control.focus();
+    return true;
+  }
+}
