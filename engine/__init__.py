@@ -19,6 +19,7 @@ from engine.errors import (
     UnsupportedModelError,
 )
 from engine.outputs import (
+    BeamMoves,
     ChoiceDelta,
     CompletionOutput,
     EngineInfo,
@@ -72,6 +73,7 @@ __all__ = [
     "LLM",
     "MAX_TOP_K",
     "NUMBER_RANGES",
+    "BeamMoves",
     "CacheFacts",
     "CacheMap",
     "ChoiceDelta",

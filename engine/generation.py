@@ -269,6 +269,7 @@ def resolve(
         renormalize=bool(pick("renormalize_logits", params.renormalize_logits, False)),
         forced_bos_token_id=pick("forced_bos_token_id", params.forced_bos_token_id, None),
         forced_eos_token_ids=tuple(sorted(_ids(pick("forced_eos_token_id", params.forced_eos_token_id, None)))),
+        stream_beams=params.stream_beams,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,33 @@ class Pooled:
         return np.frombuffer(self.ids or b"", dtype=np.int32).reshape(self.shape)
 
 
+class BeamMove(NamedTuple):
+    """A beam goes on with a token, or ends with it.
+
+    Attributes:
+        parent: its place among the live beams of the step before.
+        token_id: the token.
+        score: its accumulated log-probability; of one that ends, what it is ranked by (see `ChoiceDelta.score`).
+    """
+
+    parent: int
+    token_id: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeamMoves:
+    """What a step of a beam search decided.
+
+    Attributes:
+        live: the beams that go on, best first; empty when the search is over.
+        ended: those that ended here and are good enough to be considered.
+    """
+
+    live: Sequence[BeamMove]
+    ended: Sequence[BeamMove]
+
+
 @dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
 class RequestDelta:
     """What one step brought one request; nobody changes it.
@@ -104,6 +131,7 @@ class RequestDelta:
             input that was encoded already.
         error: why the request failed, if it did; of one with `PoolingParams`, "deadline" where that ended it.
         pooled: the whole answer to `PoolingParams`, in the last delta.
+        beams: what the step decided, with `SamplingParams.stream_beams`.
         scheduled_time: `time.monotonic()` seconds, which all processes of a machine share, at which a step
             first had room for the request; in the delta of its first sample, and where it failed.
         first_token_time: when that sample was known; for beams, before its token is certain.
@@ -116,6 +144,7 @@ class RequestDelta:
     num_cached_tokens: int = 0
     error: str | None = None
     pooled: Pooled | None = None
+    beams: BeamMoves | None = None
     scheduled_time: float | None = field(default=None, compare=False)  # the same news at another time are the same
     first_token_time: float | None = field(default=None, compare=False)
 

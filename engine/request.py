@@ -60,6 +60,7 @@ NUMBER_RANGES: Mapping[str, NumberRange] = {
     "forced_bos_token_id": NumberRange(low=0, integer=True),
     "forced_eos_token_id": NumberRange(low=0, integer=True),
 }
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stream_beams", "renormalize_logits")
 BIAS_RANGE = NumberRange(low=-100.0, high=100.0, optional=False)
 
 
@@ -139,6 +140,7 @@ class SamplingParams:
         decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
         forced_bos_token_id: the second token of a sequence whose prompt is a single token.
         forced_eos_token_id: the last token when max_tokens is reached.
+        stream_beams: tell after each step which beams go on and which end; in a stream, and of a beam search only.
     """
 
     max_tokens: int | None = None
@@ -174,6 +176,7 @@ class SamplingParams:
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
+    stream_beams: bool = False
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -189,7 +192,7 @@ class SamplingParams:
         check_ids("suppress_tokens", self.suppress_tokens)
         check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
         check_words("bad_words_ids", self.bad_words_ids)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "renormalize_logits"):
+        for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "renormalize_logits" and value is None):
                 fail(name, f"{name} must be true or false, got {brief(value)}.")
@@ -278,6 +281,7 @@ class Decoding:
     renormalize: bool = False
     forced_bos_token_id: int | None = None
     forced_eos_token_ids: tuple[int, ...] = ()
+    stream_beams: bool = False
 
     @property
     def width(self) -> int:

@@ -262,7 +262,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "early_stopping": "never", "no_repeat_ngram_size": 2, "min_length": 1, "suppress_tokens": [1],
         "begin_suppress_tokens": [2], "forced_bos_token_id": 3, "forced_eos_token_id": 6,
         "bad_words_ids": [[4, 5], [6]], "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3,
-        "renormalize_logits": True, "decoder_start_token_id": 7,
+        "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
     }  # fmt: skip
     assert {*fields, "logprobs"} == set(SamplingParams.__dataclass_fields__)
     api = Api()

@@ -45,7 +45,7 @@ from engine.messages import (
     receive_start,
     send_framed,
 )
-from engine.outputs import EngineInfo, Pooled
+from engine.outputs import BeamMove, BeamMoves, EngineInfo, Pooled
 from engine.process import Loop
 
 EVERYTHING = SamplingParams(
@@ -56,6 +56,7 @@ EVERYTHING = SamplingParams(
     early_stopping="never", no_repeat_ngram_size=3, min_length=4, suppress_tokens=[7], begin_suppress_tokens=[8],
     bad_words_ids=[[11], [12, 13]], encoder_repetition_penalty=1.2, encoder_no_repeat_ngram_size=4,
     renormalize_logits=True, decoder_start_token_id=14, forced_bos_token_id=9, forced_eos_token_id=10,
+    stream_beams=True,
 )  # fmt: skip
 
 POOLING = PoolingParams(
@@ -183,6 +184,7 @@ def test_news() -> None:
         ),
         RequestDelta(request_id="vector", choices=[], finished=True, pooled=Pooled.of(VALUES)),
         RequestDelta(request_id="masks", choices=[], finished=True, pooled=Pooled.of(VALUES, IDS)),
+        RequestDelta(request_id="beams", choices=[], beams=BeamMoves([BeamMove(1, 5, -0.5)], [BeamMove(0, 2, -1e9)])),
         RequestDelta(request_id="late", choices=[], finished=True, error="deadline"),
     ]
     failed = {"refused": Failed.of(InvalidRequestError("no", param="prompt", code="too_long"))}

@@ -13,11 +13,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engine.outputs import ChoiceDelta, FinishReason, Logprob, Pooled, RequestDelta, TokenLogprobs
+from engine.outputs import (
+    BeamMove,
+    BeamMoves,
+    ChoiceDelta,
+    FinishReason,
+    Logprob,
+    Pooled,
+    RequestDelta,
+    TokenLogprobs,
+)
 from engine.scheduling.batch import Row
 from engine.scheduling.plan import Float32, Int32, PooledRow, StepResult
 from engine.scheduling.search import (
     BeamSearch,
+    BeamStep,
     Continuation,
     Ending,
     Hypothesis,
@@ -300,8 +310,14 @@ def _apply_beams(group: SequenceGroup, beam: BeamSearch, ranking: Ranking, answe
             entry = _token_logprobs(group, answer, first + continuation.parent, continuation.column)
             sequence.logprobs += [] if entry is None else [entry]
     choices = _finished_beams(group) if step.done else _settled_beams(group, live)
-    delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=step.done)
+    beams = _moves(step) if group.request.decoding.stream_beams else None
+    delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=step.done, beams=beams)
     return Outcome(delta, live, forks, dropped, sum([len(choice.token_ids) for choice in choices]))
+
+
+def _moves(step: BeamStep) -> BeamMoves:
+    ended = [BeamMove(e.continuation.parent, e.continuation.token, e.score) for e in step.endings]
+    return BeamMoves([BeamMove(c.parent, c.token, c.score) for c in step.live], ended)
 
 
 def _hypothesis(group: SequenceGroup, answer: Answer, first: int, ending: Ending) -> Hypothesis:

@@ -166,7 +166,8 @@ class Scheduler:
         for group, first in sampled:
             outcome = apply_candidates(group, answer, first, group in with_prompt_logprobs)
             delta = outcome.delta
-            if delta.choices or delta.finished or not group.started or delta.prompt_logprobs is not None:
+            about_prompt = not group.started or delta.prompt_logprobs is not None
+            if delta.choices or delta.finished or about_prompt or delta.beams is not None:
                 deltas.append(delta)
             self._apply(group, outcome)
         for wanted, pooled in zip(plan.pooling, result.pooled, strict=True):

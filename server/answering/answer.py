@@ -7,10 +7,10 @@ import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic
 
 from fastapi import Request, Response
 from pydantic import BaseModel
@@ -30,6 +30,8 @@ from server.errors import ApiError
 
 # Stands for the text of an event; no field has it by chance.
 _MARK = uuid.uuid4().hex
+# What an event says beside its pieces: the usage, the beams.
+Extra = Mapping[str, Any]
 
 
 async def encode_prompts(
@@ -118,8 +120,8 @@ class Run(ABC, Generic[Piece, Choice]):
         """The body of an unstreamed answer."""
 
     @abstractmethod
-    def chunk(self, pieces: list[Piece], usage: dict[str, Usage | None]) -> BaseModel:
-        """The data of one event; where `usage` is empty the field is left out, as OpenAI does."""
+    def chunk(self, pieces: list[Piece], extra: Extra) -> BaseModel:
+        """The data of one event; where `extra` has no usage the field is left out, as OpenAI does."""
 
     def public_name(self, param: str | None) -> str | None:
         """The name under which the client sent what the engine calls `param`."""
@@ -185,9 +187,11 @@ class Run(ABC, Generic[Piece, Choice]):
                     while not generation.finished:
                         updates = await generation.news()
                         news = [piece for update in updates for piece in maker.news(update)]
-                        if news:
+                        beams = [live for update in updates if (live := maker.beams(update)) is not None]
+                        if news or beams:
                             usage = {"usage": maker.usage() if continuous else None} if with_usage else {}
-                            yield "".join(self._news_event(maker, piece, usage) for piece in news)
+                            moved = "".join(self._event([], {**usage, "beams": live}) for live in beams)
+                            yield moved + "".join(self._news_event(maker, piece, usage) for piece in news)
                         elif keep_alive.due:
                             yield COMMENT
                         else:
@@ -197,7 +201,7 @@ class Run(ABC, Generic[Piece, Choice]):
         last = self._event([], {"usage": maker.usage()}) if with_usage else ""
         yield last + sse("[DONE]")
 
-    def _news_event(self, maker: PieceMaker[Piece], news: Piece | PlainText, usage: dict[str, Usage | None]) -> str:
+    def _news_event(self, maker: PieceMaker[Piece], news: Piece | PlainText, usage: Extra) -> str:
         if not isinstance(news, PlainText):
             return self._event([news], usage)
         if usage.get("usage") is not None:
@@ -209,8 +213,8 @@ class Run(ABC, Generic[Piece, Choice]):
             around = self._around[news.index] = before, after
         return f"{around[0]}{to_json(news.text).decode()}{around[1]}"
 
-    def _event(self, pieces: list[Piece], usage: dict[str, Usage | None]) -> str:
-        return sse(self.chunk(pieces, usage).model_dump_json(exclude_unset=True))
+    def _event(self, pieces: list[Piece], extra: Extra) -> str:
+        return sse(self.chunk(pieces, extra).model_dump_json(exclude_unset=True))
 
     @contextmanager
     def _admitted(self) -> Iterator[Ticket]:

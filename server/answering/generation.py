@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from engine import (
+    BeamMoves,
     InvalidRequestError,
     OctavoError,
     RequestDelta,
@@ -33,12 +34,14 @@ class Update:
         choices: its answers with news, one item each.
         prompt_logprobs: as in `RequestDelta`, with texts, once they are known.
         num_cached_tokens: as in `RequestDelta`.
+        beams: what each step of a beam search decided, where a stream is to tell.
     """
 
     prompt_index: int
     choices: Sequence[ChoiceText]
     prompt_logprobs: list[TokenLogprobs | None] | None
     num_cached_tokens: int
+    beams: Sequence[BeamMoves] = ()
 
 
 class Generation:
@@ -86,6 +89,7 @@ class Generation:
         ]
         self._num_unheard = self._num_unfinished = len(prompts)
         self._pending: dict[int, dict[int, ChoiceText]] = {}  # by prompt, by choice
+        self._beams: dict[int, list[BeamMoves]] = {}  # by prompt
         self._problem: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._cut_short = False
@@ -108,7 +112,11 @@ class Generation:
     @property
     def finished(self) -> bool:
         """All answers are complete, and their news have been read."""
-        return not self._num_unfinished and not self._pending and self._problem is None
+        return not self._num_unfinished and not self._has_news and self._problem is None
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._pending or self._beams)
 
     async def accepted(self) -> None:
         """Wait until the engine has accepted every prompt."""
@@ -117,7 +125,7 @@ class Generation:
 
     async def news(self) -> list[Update]:
         """What is new since the last call; waits until there is something, or for `nudge`."""
-        if not self._pending:
+        if not self._has_news:
             await self._wait()
         return self._take()
 
@@ -148,14 +156,16 @@ class Generation:
 
     def _take(self) -> list[Update]:
         pending, self._pending = self._pending, {}
+        beams, self._beams = self._beams, {}
         return [
             Update(
                 prompt_index=index,
-                choices=list(choices.values()),
+                choices=list(pending.get(index, {}).values()),
+                beams=beams.get(index, ()),
                 prompt_logprobs=self._runs[index].processor.prompt_logprobs,
                 num_cached_tokens=self._runs[index].processor.num_cached_tokens,
             )
-            for index, choices in pending.items()
+            for index in {**pending, **beams}
         ]
 
     def _deliver(self, run: _Run, item: RequestDelta | OctavoError) -> None:
@@ -177,6 +187,8 @@ class Generation:
         run.ended = delta.finished
         if delta.error is not None:
             raise RequestFailedError(delta.error)
+        if delta.beams is not None and self._record.stream:
+            self._beams.setdefault(run.index, []).append(delta.beams)
         for choice in run.processor.process(delta):
             if choice.token_ids and not run.started:
                 run.started = True

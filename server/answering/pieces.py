@@ -17,7 +17,7 @@ from engine import SamplingParams, TokenLogprobs
 from engine.text import ChoiceText, Tokenizer
 from server.answering.generation import Update
 from server.answering.prompt import Prompt
-from server.api.schemas import PromptTokensDetails, Usage
+from server.api.schemas import BeamMove, BeamStep, LiveBeams, PromptTokensDetails, Usage
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
@@ -93,6 +93,19 @@ class PieceMaker(ABC, Generic[Piece]):
             first = index not in self._begun
             self._begun.add(index)
             yield choice, index, first
+
+    def beams(self, update: Update) -> LiveBeams | None:
+        """What the update says about beams, if anything."""
+        if not update.beams:
+            return None
+        steps = [BeamStep(live=self._moves(step.live), ended=self._moves(step.ended)) for step in update.beams]
+        return LiveBeams(prompt=update.prompt_index, steps=steps)
+
+    def _moves(self, moves: Sequence[tuple[int, int, float]]) -> list[BeamMove]:
+        return [
+            BeamMove(parent=parent, token=self.token_text(token), score=max(score, LOWEST_LOGPROB))
+            for parent, token, score in moves
+        ]
 
     def usage(self) -> Usage:
         """The tokens so far."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from engine import SamplingParams
-from server.api.schemas import GenerationBody, Usage
+from server.api.schemas import GenerationBody, LiveBeams, Usage
 
 _TEXT_PART_SCHEMA = {
     "type": "object",
@@ -139,3 +139,4 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatPiece]
     usage: Usage | None = None
+    beams: LiveBeams | None = None

@@ -223,6 +223,29 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
 
 
+class BeamMove(BaseModel):
+    """A beam goes on with a token, or ends with it. `parent` is its place among the live beams of the step before;
+    `score` its log-probability so far, of one that ends its final score."""
+
+    parent: int
+    token: str
+    score: float
+
+
+class BeamStep(BaseModel):
+    """A step of beam search: the beams that go on, best first, and those that ended."""
+
+    live: list[BeamMove]
+    ended: list[BeamMove]
+
+
+class LiveBeams(BaseModel):
+    """Steps of the beam search for a prompt, in a stream with `stream_beams`."""
+
+    prompt: int
+    steps: list[BeamStep]
+
+
 class CompletionResponse(BaseModel):
     """Answer of POST /v1/completions, and one event of its stream."""
 
@@ -232,6 +255,7 @@ class CompletionResponse(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    beams: LiveBeams | None = None
 
 
 class TokenizeRequest(Body):

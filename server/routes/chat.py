@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import EngineInfo, SamplingParams
-from server.answering.answer import Run, estimate_size
+from server.answering.answer import Extra, Run, estimate_size
 from server.answering.chat import ChatPieces, join_pieces, read_messages
 from server.answering.endpoints import require
 from server.answering.prompt import Prompt
@@ -84,14 +84,14 @@ class _ChatRun(Run[ChatPiece, ChatChoice]):
             usage=usage,
         )
 
-    def chunk(self, pieces: list[ChatPiece], usage: dict[str, Usage | None]) -> ChatCompletionChunk:
+    def chunk(self, pieces: list[ChatPiece], extra: Extra) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             id=self.request_id,
             object="chat.completion.chunk",
             created=self.created,
             model=self.service.model_id,
             choices=pieces,
-            **usage,
+            **extra,
         )
 
     def public_name(self, param: str | None) -> str | None:

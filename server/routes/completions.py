@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
-from server.answering.answer import Run, encode_prompts, estimate_size
+from server.answering.answer import Extra, Run, encode_prompts, estimate_size
 from server.answering.completion import CompletionPieces, join
 from server.answering.endpoints import require
 from server.answering.prompt import Prompt, Room
@@ -85,12 +85,12 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> CompletionResponse:
         return self.chunk(choices, {"usage": usage})
 
-    def chunk(self, pieces: list[CompletionChoice], usage: dict[str, Usage | None]) -> CompletionResponse:
+    def chunk(self, pieces: list[CompletionChoice], extra: Extra) -> CompletionResponse:
         return CompletionResponse(
             id=self.request_id,
             object="text_completion",
             created=self.created,
             model=self.service.model_id,
             choices=pieces,
-            **usage,
+            **extra,
         )
