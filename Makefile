@@ -5,7 +5,7 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: serve test test-real test-examples lint docs install clean
+.PHONY: serve test test-real test-examples test-browser lint docs install clean
 
 serve:
 	@$(PYTHON) tools/setup.py serve $(ARGS)
@@ -20,6 +20,10 @@ test-real:
 # Every example, against a started server.
 test-examples:
 	@$(PYTHON) tools/setup.py test-examples $(ARGS)
+
+# The playground in a headless Chromium; needs Node.js, npm and Chromium.
+test-browser:
+	@$(PYTHON) tools/setup.py test-browser $(ARGS)
 
 lint:
 	@$(PYTHON) tools/setup.py lint

@@ -5,6 +5,7 @@
     python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`; without ARGS all tests, on several cores
     python3 tools/setup.py test-real        set up with a real model (84 MB), then run the tests that need it
     python3 tools/setup.py test-examples    set up, then run every example against a started server
+    python3 tools/setup.py test-browser     set up, then try the playground in a browser (needs Node.js and Chromium)
     python3 tools/setup.py lint             set up, then run ruff and mypy
     python3 tools/setup.py docs             set up, then write README's table of families
     python3 tools/setup.py install          set up for all of these
@@ -63,13 +64,16 @@ TESTS: dict[str, tuple[str, ...]] = {
     "test": ALL_TESTS,
     "test-real": ("tests/test_real_embeddings.py",),
     "test-examples": ("tests/test_examples.py",),
+    "test-browser": ("tests/test_browser.py",),
 }
+BROWSER = Path("tests") / "browser"  # its package-lock.json says what Node.js imports
 WINDOWS = os.name == "nt"
 EXTRAS: dict[str, frozenset[str]] = {
     "serve": frozenset(),
     "test": frozenset({"test"}),
     "test-real": frozenset({"test", "real-model"}),
     "test-examples": frozenset({"test"}),
+    "test-browser": frozenset({"test"}),
     "lint": frozenset({"lint"}),
     "docs": frozenset(),
     "install": frozenset({"test", "lint"}),
@@ -261,6 +265,20 @@ def install_clients(root: Path, venv: Path, lock: int | None) -> None:
         shutil.copyfile(pins, done)
 
 
+def install_browser_packages(root: Path) -> None:
+    """What the playground's tests import, beside them; a stamp, written last, says that it is there."""
+    missing = [name for name in ("node", "npm") if shutil.which(name) is None]
+    if missing:
+        raise SetupError(f"{' and '.join(missing)} not found. On Debian and Ubuntu: apt-get install nodejs npm.")
+    folder = root / BROWSER
+    pins, done = folder / "package-lock.json", folder / "node_modules" / "octavo-pins.json"
+    if done.exists() and done.read_bytes() == pins.read_bytes():
+        return
+    say(f"what {BROWSER} imports: npm ci")
+    run([str(shutil.which("npm")), "ci", "--no-audit", "--no-fund", "--prefix", str(folder)], None, "npm ci failed")
+    shutil.copyfile(pins, done)
+
+
 def set_up(command: str) -> None:
     """Brings .venv to what `command` needs. Quick when it is there already."""
     pin = pinned_version((ROOT / "constraints.txt").read_text(encoding="utf-8"), "torch")
@@ -326,6 +344,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, stop_on_sigterm)
     try:
         set_up(command)
+        if command == "test-browser":
+            install_browser_packages(ROOT)
         if command == "serve":
             become([str(program("octavo")), "serve", *extra])
         if command in TESTS:

@@ -63,7 +63,6 @@ export class Answer {
   }
 
   move(event) {
-    if (event.key === "Escape") return hideCard();
     const step = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
     if (!step || !this.spans.has(event.target)) return;
     event.preventDefault();

@@ -38,8 +38,8 @@ export class BeamTree {
       const parents = this.live;
       for (const node of parents) node.state = "past";
       this.width = Math.max(this.width, live.length);
-      this.live = live.map(([parent, text, score]) => new Node(parents[parent], text, score, "live"));
-      this.ended.push(...ended.map(([parent, text, score]) => new Node(parents[parent], text, score, "ended")));
+      this.live = live.map((move) => new Node(parents[move.parent], move.token, move.score, "live"));
+      this.ended.push(...ended.map((move) => new Node(parents[move.parent], move.token, move.score, "ended")));
     }
     this.keepBest();
     this.root.prune();
@@ -59,7 +59,8 @@ export class BeamTree {
   }
 
   draw() {
-    this.place.replaceChildren(h("ul", { class: "tree" }, this.root.children.map((child) => drawRun(child, true))));
+    const settled = this.root.children.length === 1;
+    this.place.replaceChildren(h("ul", { class: "tree" }, this.root.children.map((child) => drawRun(child, settled))));
     this.place.parentElement.dataset.live = this.live.length;
     this.place.parentElement.dataset.ended = this.ended.length;
   }

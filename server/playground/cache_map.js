@@ -2,15 +2,18 @@
 
 import { Colours } from "./colours.js";
 import { h, newId, oncePerFrame } from "./dom.js";
+import { Glow } from "./glow.js";
 
 const LARGEST = 14; // pixels of a cell's side
-const HEIGHT = 360;
+const HEIGHT = 400;
+const GLOW_STEP = 120; // milliseconds
 
 export class CacheMap {
   constructor(colours) {
     this.colours = colours;
     this.cursor = null;
     this.cells = [];
+    this.glow = new Glow();
     const id = newId("map");
     this.canvas = h("canvas", {
       tabindex: "0", role: "img", "aria-describedby": id, "aria-label": "Pages of the cache",
@@ -33,6 +36,7 @@ export class CacheMap {
     for (let at = 0; at < frame.cells.length; at += 2) {
       for (let count = frame.cells[at]; count > 0; count--) this.cells.push(kinds[frame.cells[at + 1]]);
     }
+    this.glow.see(this.cells);
     const { total, free, held, cached } = frame.pages;
     this.canvas.setAttribute("aria-label", `${total} pages: ${held} held, ${cached} cached, ${free} free`);
     if (this.cursor !== null) this.tell();
@@ -69,7 +73,14 @@ export class CacheMap {
       const x = (place % this.columns) * this.size;
       const y = Math.floor(place / this.columns) * this.size;
       this.drawCell(pen, kind, x, y, side, inks, palette);
+      const glow = this.glow.of(place);
+      if (!glow) return;
+      pen.globalAlpha = 0.7 * glow.strength;
+      pen.fillStyle = palette[this.colours.of(glow.request)];
+      pen.fillRect(x, y, side, side);
+      pen.globalAlpha = 1;
     });
+    if (!this.glow.isOver) setTimeout(this.drawSoon, GLOW_STEP);
     if (this.cursor === null) return;
     pen.strokeStyle = inks.cursor;
     pen.lineWidth = 2;
@@ -87,7 +98,8 @@ export class CacheMap {
     }
     if (!kind.held) {
       pen.fillStyle = inks.cached;
-      for (let line = 0; line < side; line += 3) pen.fillRect(x, y + line, side, Math.min(side, 2) - (side > 4 ? 0.5 : 0));
+      const thick = side > 4 ? 1.5 : Math.min(side, 2);
+      for (let line = 0; line < side; line += 3) pen.fillRect(x, y + line, side, Math.min(thick, side - line));
       return;
     }
     const [first, second] = kind.requests;

@@ -40,10 +40,12 @@ export class ChatPane {
     });
   }
 
+  // With nothing typed it is the last request again.
   body(said = this.input.value) {
     const system = this.system.value.trim() ? [{ role: "system", content: this.system.value }] : [];
-    const messages = [...system, ...this.messages, { role: "user", content: said }];
-    return { model: this.context.model.id, messages, ...this.context.parameters.values() };
+    const again = !said.trim() && this.messages.length > 0;
+    const turns = again ? this.messages.slice(0, -1) : [...this.messages, { role: "user", content: said }];
+    return { model: this.context.model.id, messages: [...system, ...turns], ...this.context.parameters.values() };
   }
 
   async start() {

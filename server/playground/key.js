@@ -17,10 +17,12 @@ export function setUpKey(onKey) {
 
   document.addEventListener("octavo:key", (event) => {
     button.hidden = false;
+    for (const link of document.querySelectorAll(".top nav a")) link.hidden = true; // a link cannot send a key
     show(getKey() ? event.detail.message : "");
   });
   button.addEventListener("click", () => (form.hidden ? show("") : (form.hidden = true)));
   button.hidden = !getKey();
+  for (const link of document.querySelectorAll(".top nav a")) link.hidden = Boolean(getKey());
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     setKey(field.value.trim());

@@ -2,6 +2,7 @@
 
 import { ApiError, askJson } from "./api.js";
 import { BeamTree } from "./beams.js";
+import { hideCard } from "./card.js";
 import { ChatPane } from "./chat_pane.js";
 import { Code } from "./code.js";
 import { byId, h } from "./dom.js";
@@ -23,6 +24,7 @@ const context = {
   // What the page asks for to show more than the text; the listings leave it out.
   extras: (path) => ({
     ...(path.includes("chat") ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES }),
+    stream_beams: true,
   }),
 };
 const machine = new Machine();
@@ -75,5 +77,6 @@ async function connect() {
 }
 
 if (matchMedia("(max-width: 52rem)").matches) byId("settings-box").open = false;
+document.addEventListener("keydown", (event) => event.key === "Escape" && hideCard());
 setUpKey(connect);
 connect();

@@ -11,7 +11,6 @@ const GROUPS = [
   ["Repetition", ["repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"]],
   ["More", []],
 ];
-const OPEN = new Set(["Length", "Sampling", "Beam search"]);
 
 // What a preset sets; it clears what belongs to the others.
 const PRESETS = [
@@ -26,6 +25,7 @@ export class Parameters {
     this.form = form;
     this.onChange = onChange;
     this.fields = new Map();
+    this.open = new Set(["Length", "Sampling", "Beam search"]);
     form.addEventListener("submit", (event) => event.preventDefault());
   }
 
@@ -59,7 +59,9 @@ export class Parameters {
 
   makeGroup(title, names) {
     const elements = names.filter((name) => this.fields.has(name)).map((name) => this.fields.get(name).element);
-    return h("details", { class: "group", open: OPEN.has(title) }, h("summary", {}, title), elements);
+    const box = h("details", { class: "group", open: this.open.has(title) }, h("summary", {}, title), elements);
+    box.addEventListener("toggle", () => this.open[box.open ? "add" : "delete"](title));
+    return box;
   }
 
   set(values) {

@@ -4,7 +4,7 @@ import { askJson } from "./api.js";
 
 // Filled in by the page itself, or no way of decoding.
 const OWN = new Set([
-  "model", "prompt", "messages", "stream", "stream_options", "suffix", "logprobs", "top_logprobs",
+  "model", "prompt", "messages", "stream", "stream_options", "suffix", "stream_beams", "logprobs", "top_logprobs",
   "prompt_logprobs", "return_token_ids", "max_completion_tokens",
 ]);
 

@@ -1,0 +1,52 @@
+// A headless Chromium with one page, and all that the page complains of.
+
+import { existsSync } from "node:fs";
+import { chromium } from "playwright-core";
+
+const PLACES = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"];
+
+export async function launch() {
+  const executablePath = process.env.CHROMIUM ?? PLACES.find(existsSync);
+  // Containers run as root, for which Chromium has no sandbox.
+  return chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-dev-shm-usage"] });
+}
+
+export async function open(browser, url, options = {}) {
+  const context = await browser.newContext({ viewport: { width: 1280, height: 900 }, ...options });
+  const page = await context.newPage();
+  page.setDefaultTimeout(20000);
+  const complaints = [];
+  page.on("console", (message) => {
+    if (["error", "warning"].includes(message.type())) complaints.push(message.text());
+  });
+  page.on("pageerror", (error) => complaints.push(String(error)));
+  page.on("request", (request) => {
+    if (new URL(request.url()).origin !== new URL(url).origin) complaints.push(`outside: ${request.url()}`);
+  });
+  await page.goto(`${url}/`);
+  return { page, context, complaints };
+}
+
+// Settings by name; what is folded away is unfolded first.
+export async function set(page, values) {
+  for (const [name, value] of Object.entries(values)) {
+    const field = page.locator(`#parameters [name="${name}"]`);
+    await page.evaluate((at) => {
+      let box = document.querySelector(`#parameters [name="${at}"]`).closest("details");
+      for (; box; box = box.parentElement.closest("details")) box.open = true;
+    }, name);
+    if ((await field.evaluate((element) => element.tagName)) === "SELECT") await field.selectOption(String(value));
+    else await field.fill(String(value));
+  }
+}
+
+// A request beside the page's own, so that there is something to see.
+export async function complete(url, body) {
+  const response = await fetch(`${url}/v1/completions`, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+  });
+  if (!response.ok) throw new Error(await response.text());
+  return response.json();
+}

@@ -1,0 +1,81 @@
+// Pictures of the playground for README: node screenshots.mjs URL FOLDER, with the demo model behind the URL.
+
+import { mkdirSync } from "node:fs";
+import { complete, launch, open, set } from "./browser.mjs";
+
+const [url, folder] = process.argv.slice(2);
+const STORY = "Once upon a time there was a captain who kept a small green stone in a wooden box by the window.";
+mkdirSync(folder, { recursive: true });
+const browser = await launch();
+
+// Other clients' requests: some with a beginning in common, some with several answers.
+let on = true;
+async function visit(number) {
+  while (on) {
+    const body = { max_tokens: 120 + 60 * (number % 4), ignore_eos: true, temperature: 1, seed: number };
+    const prompt = number % 3 ? `${STORY} ${"And then".repeat(number % 2)}` : "Tell me about the river and the sea";
+    await complete(url, { prompt, ...body, n: number % 4 === 0 ? 3 : 1 }).catch(() => {});
+  }
+}
+
+async function ready(page) {
+  await page.waitForSelector("#machine-view:not([hidden])");
+  await page.waitForSelector('[role="tab"]');
+}
+
+const busy = (page) =>
+  page.waitForFunction(() => Number(document.querySelector("#machine").dataset.held) > 40 && document.querySelectorAll("#requests .swatch").length > 4);
+
+async function picture(page, name) {
+  await page.screenshot({ path: `${folder}/playground-${name}.png` });
+}
+
+async function ask(page) {
+  await page.click("#tab-chat");
+  await page.click('.presets button:has-text("Sampling")');
+  await set(page, { seed: 3 });
+  await page.fill("#message", "What is a KV cache?");
+  await page.press("#message", "Enter");
+  await page.waitForSelector("#pane-chat .end[data-finish]");
+}
+
+for (const colorScheme of ["light", "dark"]) {
+  const { page, context } = await open(browser, url, { viewport: { width: 1360, height: 880 }, colorScheme });
+  await ready(page);
+  await ask(page);
+  on = true;
+  const visitors = [...Array(9).keys()].map(visit);
+  await busy(page);
+  await page.evaluate(() => scrollTo(0, 0));
+  await page.locator("#pane-chat .token").nth(4).hover();
+  await picture(page, colorScheme);
+  on = false;
+  await Promise.all(visitors);
+  await context.close();
+}
+
+{
+  const { page, context } = await open(browser, url, { viewport: { width: 1000, height: 760 } });
+  await ready(page);
+  await page.click("#tab-prompt");
+  await page.click('.presets button:has-text("Beams")');
+  await set(page, { max_tokens: 24, num_beams: 5 });
+  await page.fill("#prompt", "Once upon a time");
+  await page.click("#pane-prompt .primary");
+  await page.waitForSelector("#pane-prompt .end[data-finish]");
+  await page.waitForTimeout(300);
+  await page.locator("#beams").scrollIntoViewIfNeeded();
+  await picture(page, "beams");
+  await context.close();
+}
+
+{
+  const phone = { viewport: { width: 375, height: 760 }, deviceScaleFactor: 2, isMobile: true, hasTouch: true, colorScheme: "dark" };
+  const { page, context } = await open(browser, url, phone);
+  await ready(page);
+  await ask(page);
+  await page.evaluate(() => scrollTo(0, 0));
+  await picture(page, "phone");
+  await context.close();
+}
+await browser.close();
