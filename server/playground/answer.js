@@ -4,7 +4,7 @@ import { describe, hideCard, showCard } from "./card.js";
 import { h } from "./dom.js";
 import { Aligner } from "./tokens.js";
 
-const ENDS = { length: "as long as it may be", stop: "complete", abort: "ended by the server", error: "failed" };
+const ENDS = { length: "max_tokens reached", stop: "complete", abort: "ended by the server", error: "failed" };
 
 export class Answer {
   constructor(label) {

@@ -92,8 +92,10 @@ export class CacheMap {
     if (!kind.held && !kind.cached) {
       pen.strokeStyle = inks.free;
       pen.lineWidth = 1;
-      if (side > 3) pen.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
-      else pen.strokeRect(x + 0.5, y + 0.5, 0.5, 0.5);
+      if (side > 7) return pen.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
+      pen.fillStyle = inks.free;
+      const dot = side > 3 ? 2 : 1;
+      pen.fillRect(x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
       return;
     }
     if (!kind.held) {

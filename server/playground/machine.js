@@ -73,11 +73,17 @@ export class Machine {
     if (!waits) facts.push(`${item.pages} page${item.pages === 1 ? "" : "s"}${item.found ? `, ${item.found} found` : ""}`);
     if (waits && item.answer) facts.push("gave way");
     const own = this.own.has(item.request) ? h("span", { class: "own" }, "yours") : null;
-    const share = item.prompt + item.answer ? item.computed / (item.prompt + item.answer) : 0;
-    const bar = h("span", { class: "bar", "aria-hidden": "true" });
-    bar.style.setProperty("--share", waits ? 0 : Math.min(1, share));
-    return h("li", {}, swatch, h("code", {}, item.request), own, h("span", { class: "facts" }, facts.join(" · ")), bar);
+    const line = h("li", {}, swatch, h("code", {}, item.request), own, h("span", { class: "facts" }, facts.join(" · ")));
+    if (!waits && item.computed < item.prompt) line.append(readingBar(item.computed / item.prompt));
+    return line;
   }
+}
+
+// How much of its prompt a request has read.
+function readingBar(share) {
+  const bar = h("span", { class: "bar", "aria-hidden": "true" });
+  bar.style.setProperty("--share", share);
+  return bar;
 }
 
 function makeLegend() {

@@ -20,8 +20,9 @@ export class Meter {
     for (const part of Object.values(this.parts)) part.textContent = "";
   }
 
-  // The time to the first token counts from the click; the rate from that token on.
-  feed(usage) {
+  // The time to the first token counts from the click; the rate from that token on, but of a search, whose tokens are
+  // known many at a time, from the click, too.
+  feed(usage, searches) {
     if (!usage?.completion_tokens) return;
     const now = performance.now();
     const tokens = usage.completion_tokens;
@@ -31,8 +32,8 @@ export class Meter {
     }
     if (tokens !== this.tokens) this.last = now;
     this.tokens = tokens;
-    const seconds = (this.last - this.first.at) / 1000;
-    const since = tokens - this.first.tokens;
+    const seconds = (this.last - (searches ? this.began : this.first.at)) / 1000;
+    const since = searches ? tokens : tokens - this.first.tokens;
     this.parts.rate.textContent = since > 0 && seconds > 0 ? `${(since / seconds).toFixed(since / seconds < 10 ? 1 : 0)} tokens/s` : "";
     this.parts.count.textContent = words(tokens, "token");
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;

@@ -31,6 +31,7 @@ export class Session {
     if (this.running) return null;
     this.problem.replaceChildren();
     const answers = new Map();
+    let searches = false;
     const answer = (index, many) => {
       if (!answers.has(index)) {
         const made = new Answer(many ? `Answer ${index + 1}` : "Answer");
@@ -48,9 +49,12 @@ export class Session {
       answer(0, many);
       for await (const news of generate(path, body, this.abort.signal)) {
         if (news.id) this.context.mine(news.id);
-        if (news.beams) this.context.beams.feed(news.beams);
+        if (news.beams) {
+          searches = true;
+          this.context.beams.feed(news.beams);
+        }
         for (const piece of news.pieces) answer(piece.index, many).feed(piece);
-        this.meter.feed(news.usage);
+        this.meter.feed(news.usage, searches);
       }
       this.said.textContent = `The answer is complete: ${this.meter.tokens ?? 0} tokens.`;
       return [...answers.values()].map((item) => item.text);

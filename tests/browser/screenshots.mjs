@@ -32,15 +32,17 @@ async function picture(page, name) {
 
 async function ask(page) {
   await page.click("#tab-chat");
-  await page.click('.presets button:has-text("Sampling")');
-  await set(page, { seed: 3 });
+  if (await page.locator(".presets").isVisible()) {
+    await page.click('.presets button:has-text("Sampling")');
+    await set(page, { seed: 3 });
+  }
   await page.fill("#message", "What is a KV cache?");
   await page.press("#message", "Enter");
   await page.waitForSelector("#pane-chat .end[data-finish]");
 }
 
 for (const colorScheme of ["light", "dark"]) {
-  const { page, context } = await open(browser, url, { viewport: { width: 1360, height: 880 }, colorScheme });
+  const { page, context } = await open(browser, url, { viewport: { width: 1300, height: 740 }, colorScheme });
   await ready(page);
   await ask(page);
   on = true;
