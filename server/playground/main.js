@@ -29,7 +29,7 @@ const context = {
 };
 const machine = new Machine();
 const code = new Code(byId("code"));
-const parameters = (context.parameters = new Parameters(byId("parameters"), () => showCode()));
+const parameters = (context.parameters = new Parameters(byId("parameters"), byId("presets"), () => showCode()));
 const modes = new Modes((pane) => {
   byId("settings").hidden = !pane.schema;
   if (pane.schema) parameters.show(context.schemas[pane.schema]);
@@ -76,7 +76,7 @@ async function connect() {
   }
 }
 
-if (matchMedia("(max-width: 52rem)").matches) byId("settings-box").open = false;
+byId("settings-box").open = matchMedia("(min-width: 80rem)").matches;
 document.addEventListener("keydown", (event) => event.key === "Escape" && hideCard());
 setUpKey(connect);
 connect();

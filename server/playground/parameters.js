@@ -21,8 +21,9 @@ const PRESETS = [
 const DECIDING = ["temperature", "top_p", "top_k", "min_p", "num_beams", "use_beam_search", "best_of"];
 
 export class Parameters {
-  constructor(form, onChange) {
+  constructor(form, presets, onChange) {
     this.form = form;
+    this.presets = presets;
     this.onChange = onChange;
     this.fields = new Map();
     this.open = new Set(["Length", "Sampling", "Beam search"]);
@@ -42,8 +43,8 @@ export class Parameters {
     for (const [, names] of GROUPS) for (const name of names) rest.delete(name);
     const groups = GROUPS.map(([title, names]) => [title, names.length ? names : [...rest]]);
     this.buttons = PRESETS.map(([name, meaning, values]) => this.makePreset(name, meaning, values));
+    this.presets.replaceChildren(...this.buttons);
     this.form.replaceChildren(
-      h("div", { class: "presets", role: "group", "aria-label": "Ways to decode" }, this.buttons),
       ...groups.map(([title, names]) => this.makeGroup(title, names)),
       h("button", { type: "button", class: "quiet", onclick: () => this.reset() }, "Back to the defaults"),
     );

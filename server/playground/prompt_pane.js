@@ -11,7 +11,7 @@ export class PromptPane {
 
   constructor(context) {
     this.context = context;
-    this.session = new Session(context, "Continue");
+    this.session = new Session(context, context.isSeq2seq ? "Answer" : "Continue");
     this.input = h("textarea", { id: "prompt", rows: 4, spellcheck: "false", oninput: context.changed }, "");
     this.output = h("div", { class: "output", role: "log", "aria-label": "Answer" });
     this.form = h(

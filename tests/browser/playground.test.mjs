@@ -233,7 +233,8 @@ for (const colorScheme of ["light", "dark"]) {
     const phone = await open(browser, URL_, { viewport: { width: 320, height: 640 }, colorScheme, hasTouch: true, isMobile: true, reducedMotion: "reduce" });
     const { page } = phone;
     await page.waitForSelector('[role="tab"]');
-    await page.click("#settings summary");
+    await page.click("#settings-box > summary");
+    assert.ok(await page.locator('#parameters [name="temperature"]').isVisible());
     await page.waitForSelector("#machine-view:not([hidden])");
     const width = await page.evaluate(() => document.documentElement.scrollWidth);
     assert.ok(width <= 320, `${width} pixels wide`);

@@ -32,10 +32,8 @@ async function picture(page, name) {
 
 async function ask(page) {
   await page.click("#tab-chat");
-  if (await page.locator(".presets").isVisible()) {
-    await page.click('.presets button:has-text("Sampling")');
-    await set(page, { seed: 3 });
-  }
+  await page.click('.presets button:has-text("Sampling")');
+  if (await page.locator("#settings-box[open]").count()) await set(page, { seed: 3 });
   await page.fill("#message", "What is a KV cache?");
   await page.press("#message", "Enter");
   await page.waitForSelector("#pane-chat .end[data-finish]");
