@@ -4,7 +4,7 @@ import { Colours } from "./colours.js";
 import { h, newId, oncePerFrame } from "./dom.js";
 import { Glow } from "./glow.js";
 
-const LARGEST = 14; // pixels of a cell's side
+const LARGEST = 18; // pixels of a cell's side
 const HEIGHT = 400;
 const GLOW_STEP = 120; // milliseconds
 
@@ -75,7 +75,7 @@ export class CacheMap {
       this.drawCell(pen, kind, x, y, side, inks, palette);
       const glow = this.glow.of(place);
       if (!glow) return;
-      pen.globalAlpha = 0.7 * glow.strength;
+      pen.globalAlpha = 0.45 * glow.strength;
       pen.fillStyle = palette[this.colours.of(glow.request)];
       pen.fillRect(x, y, side, side);
       pen.globalAlpha = 1;

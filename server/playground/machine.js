@@ -9,7 +9,7 @@ import { labelOf } from "./labels.js";
 const LISTED = 24;
 
 const LEGEND = [
-  ["held", "held by a request"], ["shared", "shared"], ["found", "found in the cache"], ["cached", "cached"], ["free", "free"],
+  ["held", "held by a request"], ["shared", "shared"], ["found", "found in the cache"], ["cached", "cached, coloured at first"], ["free", "free"],
 ];
 
 export class Machine {

@@ -5,7 +5,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 python="${PYTHON:-.venv/bin/python}"
 log=$(mktemp)
-"$python" -m octavo serve --port 8765 --num-gpu-blocks-override 1024 >"$log" 2>&1 &
+"$python" -m octavo serve --port 8765 --num-gpu-blocks-override 600 >"$log" 2>&1 &
 server=$!
 trap 'kill $server; rm -f "$log"' EXIT
 for _ in $(seq 240); do
