@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -216,4 +217,7 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["models", str(tmp_path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["supported"] is False
     assert main(["models", str(tmp_path / "nothing")]) == 1
-    assert "does not exist" in capsys.readouterr().err
+    assert "does not exist. Name one that holds config.json, or a model on the hub" in capsys.readouterr().err
+    shutil.copytree(DEMO, tmp_path / "my-model")
+    assert main(["models", str(tmp_path / "my-modle")]) == 1
+    assert f"does not exist. Did you mean {tmp_path / 'my-model'}?" in capsys.readouterr().err

@@ -121,6 +121,16 @@ def test_complete_writes_the_answer_alone_to_stdout(url: str) -> None:
     assert "tokens/s" in echoed.stderr
 
 
+def test_a_prompt_is_needed() -> None:
+    for given, said in (("", "what is piped in is empty"), ("\n", "what is piped in is empty")):
+        run = octavo("complete", stdin=given)
+        assert (run.returncode, run.stdout) == (2, "")
+        assert said in run.stderr
+    status, shown = in_terminal("complete")
+    assert status == 2
+    assert 'a prompt is missing: octavo complete "Once upon a time", or pipe one in' in shown
+
+
 def test_complete_prints_the_answer_as_json(url: str) -> None:
     flags = ("--max-tokens", "4", "--min-tokens", "4", "--num-beams", "3", "--n", "2", "--logprobs", "1", "--json")
     run = octavo("complete", "The sailor", "--url", url, *flags)
@@ -205,7 +215,7 @@ def test_a_server_that_is_not_there(command: str) -> None:
 
 def test_models_that_are_not_there(url: str, tmp_path: Path) -> None:
     for arguments, said in (
-        (("x", "--model", "./nope"), "there is no folder ./nope"),
+        (("x", "--model", "./nope"), "The folder nope does not exist"),
         (("x", "--model", str(tmp_path)), "config.json"),
         (("x", "--model", "no/such-model"), "no/such-model"),
         (("x", "--model", "octavo-dem", "--url", url), "has no model 'octavo-dem'; did you mean octavo-demo?"),

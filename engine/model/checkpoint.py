@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,19 @@ def locate(model: str, revision: str | None = None, hf_token: str | None = None,
     if path.exists():
         raise ModelLoadError(f"{path} is a file; give the folder of the checkpoint that holds config.json.")
     if _looks_like_path(model):
-        raise ModelLoadError(f"The folder {path} does not exist.")
+        advice = _near(path) or " Name one that holds config.json, or a model on the hub, such as org/name."
+        raise ModelLoadError(f"The folder {path} does not exist.{advice}")
     return _download(model, revision, hf_token, local_only=not download)
+
+
+def _near(path: Path) -> str:
+    """ " Did you mean ...?" if beside a folder that is not there one of a similar name holds a checkpoint, else ""."""
+    try:
+        beside = [other.name for other in path.parent.iterdir() if other.is_dir() and _is_checkpoint(other)]
+    except OSError:
+        return ""
+    found = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.parent / found[0]}?" if found else ""
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -107,8 +119,8 @@ def _download(model: str, revision: str | None, hf_token: str | None, local_only
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelLoadError(
-            f"There is no folder {model}, and no model {at} on the hub; it may also be private. Check the name, or "
-            "give a token that has access in HF_TOKEN."
+            f"There is no folder {model}, and no model {at} on the hub; it may also be private.{_near(Path(model))} "
+            "Check the name, or give a token that has access in HF_TOKEN."
         ) from error
     except RevisionNotFoundError as error:
         raise ModelLoadError(f"The hub has the model {model}, but no revision {revision!r}; see --revision.") from error
@@ -128,7 +140,7 @@ def _download(model: str, revision: str | None, hf_token: str | None, local_only
 def _unreachable(model: str, at: str) -> str:
     why = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
     return (
-        f"There is no folder {model}, {at} is not complete in the local cache, and {why}. "
+        f"There is no folder {model}, {at} is not complete in the local cache, and {why}.{_near(Path(model))} "
         "Connect to the network, or give a local folder that holds the checkpoint."
     )
 

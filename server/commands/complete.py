@@ -90,9 +90,12 @@ def _prompt(made: OneLineParser, given: str | None) -> str:
     if given is None and sys.stdin.isatty():
         made.error('a prompt is missing: octavo complete "Once upon a time", or pipe one in')
     try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
+        text = sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as problem:
         made.error(f"what is piped in is no UTF-8 text ({problem.reason} at byte {problem.start})")
+    if not text:
+        made.error('what is piped in is empty: octavo complete "Once upon a time", or pipe a prompt in')
+    return text
 
 
 def _complete(model: Model, body: dict[str, Any], given: Any) -> None:

@@ -126,7 +126,6 @@ def open_model(
     what = name or os.environ.get("OCTAVO_MODEL") or "the bundled model"
     if name is None:
         note(f"No server answers at {default_url}, so {what} is loaded here." if not loading else f"{what} is loaded.")
-    _check_folder(name)
     with private_server([*([name] if name else []), *loading], what) as place:
         model = _of_server(Wire(place, None, timeout), None)
         yield Model(model.wire, model.id, model.card, here=True)
@@ -145,16 +144,6 @@ def _of_server(wire: Wire, name: str | None) -> Model:
         near = did_you_mean(name, ids) or f"; it has {', '.join(ids[:8])}"
         raise TalkError(f"{wire.place.url} has no model {name!r}{near}")
     return Model(wire, name, cards[ids.index(name)])
-
-
-def _check_folder(name: str | None) -> None:
-    """What looks like a path is one: told before anything is loaded."""
-    if name is None or not (name.startswith((".", "~", os.sep)) or name.count("/") > 1):
-        return
-    if not os.path.isdir(os.path.expanduser(name)):
-        raise TalkError(
-            f"there is no folder {name}. Name a folder that holds config.json, or a hub id such as org/name."
-        )
 
 
 def _how_to_start(place: Place) -> str:
