@@ -18,6 +18,7 @@ from openai import OpenAI
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 TEXT = sys.argv[2] if len(sys.argv) > 2 else "luma li vulpa li libran trovet."
+LONGER = sys.argv[2] if len(sys.argv) > 2 else "li vulpa li libran trovet e li pika avi kantet."
 client = OpenAI(base_url=f"{URL}/v1", api_key="unused")
 MODEL = client.models.list().data[0].id
 
@@ -35,10 +36,10 @@ def translate(title: str, n: int = 1, **fields: object) -> None:
 
 def stream(num_beams: int) -> None:
     """What all live beams agree on is certain, and is sent at once."""
-    print(f"--- {num_beams} beams, as they agree")
+    print(f"--- {num_beams} beams, as they agree: {LONGER}")
     events = client.completions.create(
         model=MODEL,
-        prompt=TEXT,
+        prompt=LONGER,
         max_tokens=32,
         stream=True,
         extra_body={"num_beams": num_beams, "length_penalty": 0.0},

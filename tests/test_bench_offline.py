@@ -15,6 +15,7 @@ from test_cli import in_terminal, octavo
 from server.bench.errors import OptionError
 from server.bench.plots import check_plots
 from server.cli import main
+from server.config.settings import DEMO_MODEL
 
 FEW = ("--num-requests", "5", "--input-len", "5:9", "--output-len", "4", "--warmup", "1")
 
@@ -58,7 +59,7 @@ def test_levels_and_plots_of_the_engine(tmp_path: Path, capsys: pytest.CaptureFi
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path, plots = tmp_path / "result.json", tmp_path / "plots"
     arguments = ["--concurrency", "1,3", "--json", str(path), "--plot", str(plots)]
-    assert main(["bench", "offline", "server/demo_model", *FEW, *arguments]) == 0
+    assert main(["bench", "offline", str(DEMO_MODEL), *FEW, *arguments]) == 0
     levels = json.loads(path.read_text())["levels"]
     assert [level["settings"]["concurrency"] for level in levels] == [1, 3]
     assert [level["tokens"]["output"] for level in levels] == [20, 20]

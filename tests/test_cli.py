@@ -22,8 +22,8 @@ from support.service import ROOT, environment
 from server.cli import main
 from server.commands import COMMANDS, SYNONYMS
 from server.commands.models import families
+from server.config.settings import DEMO_MODEL
 
-DEMO = ROOT / "server" / "demo_model"
 ESCAPE = "\x1b["
 
 
@@ -140,7 +140,7 @@ def test_an_error_is_coloured_in_a_terminal_only() -> None:
     [
         (["chta"], "unknown command 'chta'; did you mean chat?"),
         (["generate"], "unknown command 'generate'; did you mean complete?"),
-        (["server/demo_model"], "to serve that model: octavo serve server/demo_model"),
+        (["server/config"], "unknown command 'server/config'; to serve that model: octavo serve server/config"),
         (["serve", "--prot", "80"], "unknown flag --prot; did you mean --port?"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
         (["complete", "A", "cat"], "unexpected argument 'cat'; a text of several words belongs in quotation marks"),
@@ -199,11 +199,11 @@ def test_models_finds_what_is_called_so() -> None:
 
 
 def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", str(DEMO)]) == 0
+    assert main(["models", str(DEMO_MODEL)]) == 0
     shown = capsys.readouterr().out
     assert "LlamaForCausalLM (LLaMA)" in shown
-    assert f"Serve it: octavo serve {DEMO}; talk with it: octavo chat {DEMO}" in shown
-    assert main(["models", str(DEMO), "--json"]) == 0
+    assert f"Serve it: octavo serve {DEMO_MODEL}; talk with it: octavo chat {DEMO_MODEL}" in shown
+    assert main(["models", str(DEMO_MODEL), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["supported"] is True
     assert facts["chat_template"] is True
@@ -218,6 +218,6 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["supported"] is False
     assert main(["models", str(tmp_path / "nothing")]) == 1
     assert "does not exist. Name one that holds config.json, or a model on the hub" in capsys.readouterr().err
-    shutil.copytree(DEMO, tmp_path / "my-model")
+    shutil.copytree(DEMO_MODEL, tmp_path / "my-model")
     assert main(["models", str(tmp_path / "my-modle")]) == 1
     assert f"does not exist. Did you mean {tmp_path / 'my-model'}?" in capsys.readouterr().err

@@ -124,8 +124,8 @@ def open_model(
             yield _of_server(wire, None)
             return
     what = name or os.environ.get("OCTAVO_MODEL") or "the bundled model"
-    if name is None:
-        note(f"No server answers at {default_url}, so {what} is loaded here." if not loading else f"{what} is loaded.")
+    if name is None and not loading:
+        note(f"No server answers at {default_url}, so {what} is loaded here.")
     with private_server([*([name] if name else []), *loading], what) as place:
         model = _of_server(Wire(place, None, timeout), None)
         yield Model(model.wire, model.id, model.card, here=True)

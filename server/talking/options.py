@@ -15,6 +15,7 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_
 BEAMS = ("num_beams", "length_penalty", "early_stopping")
 # Settings of `octavo serve` that a model which is loaded here may need on the spot; variables set the others.
 LOADING = {
+    "demo": "which of the bundled models: chat, or seq2seq, which translates",
     "device": "cpu, cuda, cuda:N",
     "dtype": "float32, bfloat16, float16",
     "quantization": "int8 or int4, on a CPU",
