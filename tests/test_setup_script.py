@@ -34,7 +34,11 @@ def load(name: str) -> ModuleType:
 
 
 setup = load("setup")
-import torch_source  # noqa: E402  (loaded by setup, from tools/)
+import early_kernels  # noqa: E402  (loaded by setup, from tools/)
+import torch_source  # noqa: E402
+
+from engine import folders  # noqa: E402
+from engine.native import build  # noqa: E402
 
 Offer = torch_source.Offer
 CPU, CUDA = Offer("2.13.0+cpu", True), Offer("2.13.0", False, 526.6)
@@ -305,3 +309,48 @@ class TestCommandLine:
         monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None if name == "ensurepip" else object())
         with pytest.raises(torch_source.SetupError, match=r"apt-get install python3\.\d+-venv"):
             setup.make_venv(None)
+
+
+class TestEarlyKernels:
+    def test_they_lie_where_the_engine_looks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for cache in (None, str(tmp_path)):
+            monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+            if cache:
+                monkeypatch.setenv("XDG_CACHE_HOME", cache)
+            assert early_kernels.cache_folder() == folders.cache_folder("native")
+
+    def test_they_are_made_beside_the_installation(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where and under the name that the engine will look for; by a compiler that writes what it is asked for."""
+        compiler = tmp_path / "compiler"
+        compiler.write_text(
+            '#!/bin/sh\nwhile [ $# -gt 1 ]; do shift; [ "$1" = -o ] && echo made > "$2"; done; echo 1.0\n'
+        )
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        with early_kernels.compiling(ROOT):
+            pass
+        name = build.file_name(build.supported_sets()[0], build.find_compiler())
+        assert [path.name for path in folders.cache_folder("native").iterdir()] == [name]
+
+    def test_a_failed_installation_ends_the_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        started = []
+        plain = subprocess.Popen
+
+        def popen(*arguments: object, **options: object) -> object:
+            started.append(plain([sys.executable, "-c", "import time; time.sleep(600)"]))
+            return started[0]
+
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(early_kernels.subprocess, "Popen", popen)
+        with pytest.raises(RuntimeError, match="pip failed"), early_kernels.compiling(ROOT):
+            raise RuntimeError("pip failed")
+        assert started[0].poll() is not None
+
+    def test_without_a_place_the_rest_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "octavo").write_text("a file")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        done = []
+        with early_kernels.compiling(ROOT):
+            done.append(True)
+        assert done

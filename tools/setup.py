@@ -51,6 +51,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from early_kernels import compiling
 from torch_source import PUBLIC_CPU_INDEX, Offer, SetupError, ask_pip, choose_torch, nvidia_driver, pinned_version
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -282,7 +283,7 @@ def install_browser_packages(root: Path) -> None:
 def set_up(command: str) -> None:
     """Brings .venv to what `command` needs. Quick when it is there already."""
     pin = pinned_version((ROOT / "constraints.txt").read_text(encoding="utf-8"), "torch")
-    with only_one() as lock:
+    with only_one() as lock, contextlib.ExitStack() as beside:
         stamp, driver, wanted = read_stamp(STAMP), nvidia_driver(), EXTRAS[command]
         label = torch_label(os.environ.get("TORCH_INDEX"), driver, pin, str(stamp.get("torch", "")))
         python = "{}.{}".format(*sys.version_info[:2])
@@ -291,6 +292,8 @@ def set_up(command: str) -> None:
         step = decide(stamp, damage=damage, key=key, root=str(ROOT), wanted=wanted)
         if step == "ready" and program("octavo").exists():
             return
+        if command not in ("lint", "docs"):
+            beside.enter_context(compiling(ROOT))
         if step == "build":
             say(f"1/3 making {VENV}" + (f" anew: {damage or 'the checkout has moved'}" if VENV.exists() else ""))
             make_venv(lock)

@@ -5,6 +5,7 @@ With the standard library alone, so that a machine which only builds needs nothi
     python -m engine.native.build             all instruction sets of this kind of machine, beside the package
     python engine/native/build.py             the same, where nothing is installed
     python -m engine.native.build DIRECTORY   there
+    ... --this-cpu DIRECTORY                  only the best that this CPU has, under the name that it has in the cache
 
 One library has the code of one instruction set, and is linked against nothing but C's own libraries (see
 `src/threads.h` for how it finds torch's threads).
@@ -169,19 +170,22 @@ def _run(command: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Build for all instruction sets of this kind of machine; 0 if all could be made."""
-    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
+    """Build for all instruction sets of this kind of machine, or for this CPU; 0 if all could be made."""
+    this_cpu = arguments[:1] == ["--this-cpu"]
+    folders = arguments[this_cpu:]
+    if len(folders) > 1 or (this_cpu and not folders) or any(argument.startswith("-") for argument in folders):
         print(__doc__)
         return 2
-    folder = Path(arguments[0]) if arguments else PREBUILT
+    folder = Path(folders[0]) if folders else PREBUILT
     compiler = find_compiler()
     if compiler is None:
         print("No C++ compiler was found (c++, g++, clang++, or what CXX names).", file=sys.stderr)
         return 1
-    for name in instruction_sets():
-        target = folder / file_name(name)
+    for name in supported_sets()[:1] if this_cpu else instruction_sets():
+        target = folder / (file_name(name, compiler) if this_cpu else file_name(name))
         try:
-            build(name, compiler, target)
+            if not (this_cpu and target.exists()):
+                build(name, compiler, target)
         except BuildError as error:
             print(error, file=sys.stderr)
             return 1

@@ -1,0 +1,115 @@
+"""What README shows is what one gets: its requests and scripts, one after the other, on the bundled models."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.service import ROOT, Service
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REQUEST = re.compile(
+    r"^\$ curl (?:-N )?(http://127\.0\.0\.1:8000(/\S+)).*\\\n    -d '(\{.*?\})'\n(.*?)(?=^\$ |\Z)", re.M | re.S
+)
+SEQ2SEQ = "octavo serve --demo seq2seq"
+OTHER_MODEL = "octavo serve --served-model-name"  # which has to be downloaded
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Gives the URL of a bundled model's server, started once."""
+    running: dict[tuple[str, ...], Service] = {}
+
+    def get(*arguments: str) -> str:
+        if arguments not in running:
+            log = tmp_path_factory.mktemp("log") / "service.log"
+            running[arguments] = Service("--kv-cache-memory", "64MiB", *arguments, log=log)
+            running[arguments].wait_ready()
+        return running[arguments].url
+
+    yield get
+    for service in running.values():
+        service.process.kill()
+        service.process.wait()
+
+
+def blocks() -> list[tuple[str, str]]:
+    """Language and text of each block; those of another model left out."""
+    found: list[tuple[str, str]] = []
+    for section in re.split(r"^(?=## )", README, flags=re.MULTILINE):
+        inside = [(match[1], match[2]) for match in BLOCK.finditer(section)]
+        cut = next((i for i, (_, text) in enumerate(inside) if OTHER_MODEL in text), len(inside))
+        found += inside[:cut]
+    return found
+
+
+def shown_requests() -> list[tuple[bool, str, dict[str, Any], str]]:
+    """Whether it is for the encoder-decoder, the path, the body, and what README says comes back."""
+    return [
+        (SEQ2SEQ in text, match[2], json.loads(match[3]), match[4].strip())
+        for language, text in blocks()
+        if language == "console"
+        for match in REQUEST.finditer(text)
+    ]
+
+
+def told(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what is another one each time."""
+    kept = {key: value for key, value in answer.items() if key not in ("id", "created")}
+    if "usage" in kept:  # what was in the cache depends on what had been asked before
+        kept["usage"] = {key: value for key, value in kept["usage"].items() if key != "prompt_tokens_details"}
+    return kept
+
+
+def streamed(text: str) -> tuple[str, str, str]:
+    """Text, reason of the end and last line of a stream; how it is cut into events is a matter of time."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"], lines[-1]
+
+
+def whole(printed: str) -> str:
+    """What was printed, without the marks between the events of a stream."""
+    return printed.replace("|", "").strip()
+
+
+def test_requests(serve: Serve) -> None:
+    compared = 0
+    for other, path, body, shown in shown_requests():
+        url = serve("--demo", "seq2seq") if other else serve()
+        answer = httpx.post(url + path, json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        if not shown:
+            continue
+        if body.get("stream"):
+            assert streamed(answer.text) == streamed(shown)
+        else:
+            assert told(answer.json()) == told(json.loads(shown))
+        compared += 1
+    assert compared >= 5
+
+
+def test_scripts(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts of Python share their names, as in one session; what follows them is what they print."""
+    monkeypatch.chdir(ROOT)
+    everything, names, compared = blocks(), {}, 0
+    for at, (language, script) in enumerate(everything):
+        if language != "python":
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(script.replace("http://127.0.0.1:8000", serve()), names)
+        follows, expected = everything[at + 1]
+        assert follows == ""
+        assert whole(printed.getvalue()) == whole(expected)
+        compared += 1
+    assert compared >= 4
