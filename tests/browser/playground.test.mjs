@@ -228,6 +228,40 @@ test("by keyboard alone", async () => {
   assert.deepEqual(nameless, []);
 });
 
+test("tokens are found in the text that they make", async () => {
+  const { page } = tab;
+  const found = await page.evaluate(async () => {
+    const { Aligner } = await import("/playground/tokens.js");
+    const token = (text) => ({ text, logprob: -1, top: [] });
+    const run = (...news) => {
+      const aligner = new Aligner();
+      const spans = news.flatMap(([text, tokens, last]) => aligner.feed(text, tokens.map(token), last));
+      return spans.map((span) => [span.text, span.tokens.map((item) => item.text)]);
+    };
+    return {
+      plain: run(["One day", ["One", " day"]], [".", ["."], true]),
+      space: run(["One", [" One"]], ["", ["</s>"], true]),
+      held: run(["", ["A"]], ["", ["B"]], ["AB!", ["!"], true]),
+      parts: run(["", ["\ufffd"]], ["é", ["\ufffd"]], ["x", ["x"], true]),
+      nothing: run(["text", []], [" only", [], true]),
+      special: run(["a", ["a"]], ["", ["<x>"]], ["b", ["b"], true]),
+    };
+  });
+  assert.deepEqual(found, {
+    plain: [["One", ["One"]], [" day", [" day"]], [".", ["."]]],
+    space: [["One", [" One"]], ["", ["</s>"]]],
+    held: [["A", ["A"]], ["B", ["B"]], ["!", ["!"]]],
+    parts: [["é", ["\ufffd", "\ufffd"]], ["x", ["x"]]],
+    nothing: [["text", []], [" only", []]],
+    special: [["a", ["a"]], ["b", ["<x>", "b"]]],
+  });
+});
+
+test("a label is the end of a CRC-32", async () => {
+  const label = await tab.page.evaluate(async () => (await import("/playground/labels.js")).labelOf("123456789"));
+  assert.equal(label, "cbf43926".slice(-5)); // the check value of the standard
+});
+
 for (const colorScheme of ["light", "dark"]) {
   test(`nothing overflows on a phone, ${colorScheme}`, async () => {
     const phone = await open(browser, URL_, { viewport: { width: 320, height: 640 }, colorScheme, hasTouch: true, isMobile: true, reducedMotion: "reduce" });
