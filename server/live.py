@@ -116,15 +116,18 @@ def label(request_id: str) -> str:
 def make_frame(cache_map: CacheMap, stats: EngineStats) -> dict[str, Any]:
     """A frame, as docs/api.md describes it."""
     kinds = cache_map.kinds
+    cells = list(zip(cache_map.runs[::2], cache_map.runs[1::2], strict=True))
+    # Of the map's own moment; the statistics may be a step younger.
+    held, cached = (sum(count * pages[kind] for count, kind in cells) for pages in (kinds.held, kinds.cached))
     names = [label(request.request_id) for request in cache_map.running]
     return {
         "engine": "up",
         "steps": stats.num_steps,
         "pages": {
             "total": stats.pages_total,
-            "free": stats.pages_free,
-            "held": stats.pages_held,
-            "cached": stats.pages_cached,
+            "free": stats.pages_total - held - cached,
+            "held": held,
+            "cached": cached,
             "tokens": stats.block_size,
             "per_cell": cache_map.pages_per_cell,
         },

@@ -81,7 +81,9 @@ def test_frames_come_when_something_changes_and_only_then() -> None:
         (name,) = site.client.asked
         assert [item["request"] for item in during["running"]] == [label(name)]
         assert during["kinds"]["requests"][1] == [label(name)]
-        assert before["pages"] == {"total": 10, "free": 5, "held": 2, "cached": 3, "tokens": 0, "per_cell": 1}
+        pages = {"total": 10, "tokens": 0, "per_cell": 1}
+        assert before["pages"] == after["pages"] == pages | {"free": 10, "held": 0, "cached": 0}
+        assert during["pages"] == pages | {"free": 8, "held": 2, "cached": 0}
         assert "secret" not in call.text
         assert name not in call.text
         call.leave()
@@ -239,6 +241,18 @@ def test_the_key_is_that_of_the_metrics(chosen: dict[str, Any], headers: Any, st
         assert (metrics.status == 401) == (status == 401)
         call.leave()
         await call.wait_end()
+
+    run(scene())
+
+
+def test_head_is_answered_at_once() -> None:
+    async def scene() -> None:
+        site = Site()
+        call = Call(site.app, PATH, method="HEAD")
+        await call.wait_end()
+        assert (call.status, call.text) == (200, "")
+        assert call.headers["content-type"].startswith("text/event-stream")
+        assert site.client.looks == 0
 
     run(scene())
 

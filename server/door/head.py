@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+HEAD = "octavo.head"  # in the scope of what came as HEAD
+
 
 class HeadMiddleware:
-    """Answers HEAD as GET would, without the body: probes and proxies ask so, and routes know GET only."""
+    """Answers HEAD as GET would, without the body: probes and proxies ask so, and routes know GET only. One whose body
+    has no end finds `HEAD` in the scope."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -21,4 +24,4 @@ class HeadMiddleware:
                 message = {**message, "body": b""}
             await send(message)
 
-        await self._app({**scope, "method": "GET"}, receive, without_body)
+        await self._app({**scope, "method": "GET", HEAD: True}, receive, without_body)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from server.answering.streaming import COMMENT, EventStream, Wanted, sse
 from server.context import ServiceDep
 from server.door.auth import LIVE_PATH
+from server.door.head import HEAD
 from server.errors import ApiError
 from server.live import LiveFeed
 
@@ -18,11 +19,13 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get(LIVE_PATH)
-async def watch(service: ServiceDep) -> Response:
+async def watch(request: Request, service: ServiceDep) -> Response:
     """The feed, until the client leaves or the service stops."""
     if not service.settings.enable_cache_map:
         message = "The live feed is switched off on this server (--no-enable-cache-map)."
         raise ApiError(404, message, code="switched_off")
+    if HEAD in request.scope:
+        return Response(media_type=EventStream.media_type)
     service.live.check_room()
     return EventStream(_events(service.live), Wanted(service.drain, _ignore))
 
