@@ -17,7 +17,6 @@ import { loadSchemas } from "./schema.js";
 const ALTERNATIVES = 5; // of each token
 
 const context = {
-  examples: { prompt: "Once upon a time", chat: "What is a KV cache?" },
   beams: new BeamTree(byId("beams"), byId("beam-tree")),
   changed: () => showCode(),
   mine: (id) => machine.mine(id),
@@ -49,6 +48,13 @@ function makePanes(endpoints) {
   return panes;
 }
 
+// Something to begin with; the bundled encoder-decoder translates from a language of its own.
+function examplePrompt(model) {
+  if (!context.isSeq2seq) return "Once upon a time";
+  if (model.id.startsWith("octavo-demo")) return "luma avi dora natar e lepa apo horta li letran bona lavet.";
+  return "translate English to German: The house is small.";
+}
+
 function describeModel(model) {
   const kind = context.isSeq2seq ? "encoder-decoder" : model.tasks.includes("generate") ? "decoder" : "encoder";
   byId("model").replaceChildren(h("b", {}, model.id), ` ${kind}, up to ${model.max_model_len.toLocaleString("en")} tokens`);
@@ -59,6 +65,7 @@ async function connect() {
     const [models, schemas] = await Promise.all([askJson("v1/models"), loadSchemas()]);
     const [model] = models.data;
     Object.assign(context, { model, schemas, isSeq2seq: model.max_encoder_len != null });
+    context.examples = { chat: "What is a KV cache?", prompt: examplePrompt(model) };
     describeModel(model);
     const panes = makePanes(model.endpoints);
     modes.show(panes);
