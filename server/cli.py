@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _own_the_process(command: str, arguments: list[str]) -> None:
     """What only a process that is ours may change."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # something else stands there
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     asks_help = bool({"-h", "--help"} & set(arguments))
@@ -59,8 +59,9 @@ def _own_the_process(command: str, arguments: list[str]) -> None:
 
         compute_in_one_thread()
     elif command in ("chat", "complete") and not asks_help:
-        for signum in (signal.SIGTERM, signal.SIGHUP):  # a model that was loaded is put away
-            signal.signal(signum, _end)
+        for name in ("SIGTERM", "SIGHUP"):  # a model that was loaded is put away
+            if hasattr(signal, name):  # Windows lacks one
+                signal.signal(getattr(signal, name), _end)
     elif hasattr(signal, "SIGPIPE") and (command != "bench" or asks_help):
         # A pipe whose reader leaves, as `| head` does, ends this process without a trace.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -147,6 +147,7 @@ def test_an_error_is_coloured_in_a_terminal_only() -> None:
         (["complete", "x", "--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
         (["complete", "x", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
         (["complete", "x", "--temperature", "-1"], "--temperature must be at least 0.0, got -1.0"),
+        (["complete", "x", "--timeout", "-1"], "--timeout must be a number above 0, got '-1'"),
         (["complete", "x", "--top-k"], "--top-k: expected one argument"),
         (["complete", "x", "--min-tokens=9", "--max-tokens=3"], "--min-tokens (9) must not exceed --max-tokens (3)"),
         (["complete", "x", "--early-stopping", "nver"], "must be one of true, false, never, got 'nver'; did you mean"),

@@ -215,11 +215,9 @@ def test_a_server_that_is_not_there(command: str) -> None:
     assert run.stderr.count("\n") == 1
 
 
-def test_models_that_are_not_there(url: str, tmp_path: Path) -> None:
+def test_models_that_are_not_there(url: str) -> None:
     for arguments, said in (
         (("x", "--model", "./nope"), "The folder nope does not exist"),
-        (("x", "--model", str(tmp_path)), "config.json"),
-        (("x", "--model", "no/such-model"), "no/such-model"),
         (("x", "--model", "octavo-dem", "--url", url), "has no model 'octavo-dem'; did you mean octavo-demo?"),
         (("x", "--url", "ftp://x"), "--url must look like http://HOST:PORT"),
         (("x", "--url", url, "--dtype", "float32"), "--dtype is for a model that is loaded here"),
@@ -310,6 +308,24 @@ def test_what_a_server_may_do_wrong() -> None:
         server.other["/v1/models"] = (200, "a page")
         run = octavo("complete", "x", "--url", server.url)
         assert "lists no model: is that an OpenAI-compatible server? (--url)" in run.stderr
+
+
+def test_a_server_that_goes_away_between_two_requests() -> None:
+    """Nothing is loaded in its place: the answer would be another model's."""
+    with FakeServer() as server:
+        server.keep_alive = False
+        server.other["/tokenize"] = (200, {"count": 5})
+        server.other["/v1/models"] = (200, {"data": [{"id": "m", "max_model_len": 50}]})
+
+        async def gone(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            writer.transport.abort()
+            return True
+
+        server.play = gone
+        run = octavo("complete", "x", OCTAVO_PORT=server.url.rpartition(":")[2])
+    assert run.returncode == 1
+    assert "closed the connection" in run.stderr
+    assert run.stderr.count("\n") == 1
 
 
 def test_a_key_is_sent() -> None:

@@ -114,14 +114,17 @@ def open_model(
             raise TalkError(f"{flag} is for a model that is loaded here, and --url names a server: leave one out.")
         place = Place.parse(url)
         try:
-            yield _of_server(Wire(place, api_key, timeout), name)
+            model = _of_server(Wire(place, api_key, timeout), name)
         except NoServerError as problem:
             raise NoServerError(f"{problem}. {_how_to_start(place)}") from None
+        yield model
         return
     if name is None and not loading:
-        wire = Wire(Place.parse(default_url), api_key, timeout)
+        serving: Model | None = None
         with contextlib.suppress(NoServerError):
-            yield _of_server(wire, None)
+            serving = _of_server(Wire(Place.parse(default_url), api_key, timeout), None)
+        if serving is not None:
+            yield serving
             return
     what = name or os.environ.get("OCTAVO_MODEL") or "the bundled model"
     if name is None and not loading:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from typing import Any
 
@@ -39,11 +40,21 @@ def add_place(parser: OneLineParser) -> None:
                        f"at {default_url()}, else the bundled model, which is loaded here")  # fmt: skip
     group.add_argument("--api-key", metavar="KEY", help="that the server wants [the first of OCTAVO_API_KEY]")
     group.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="of silence that end an answer [600]"
+        "--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="of silence that end an answer [600]"
     )
     group = parser.add_argument_group("a model that is loaded here")
     for name, about in LOADING.items():
         group.add_argument(f"--{name}", metavar="X", help=f"{about} (as in octavo serve)")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return seconds
 
 
 def add_decoding(parser: OneLineParser, *, beams: bool) -> None:
