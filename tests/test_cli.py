@@ -147,6 +147,7 @@ def test_an_error_is_coloured_in_a_terminal_only() -> None:
         (["complete", "x", "--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
         (["complete", "x", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
         (["complete", "x", "--temperature", "-1"], "--temperature must be at least 0.0, got -1.0"),
+        (["complete", "x", "--dtype", "float3"], "--dtype must be one of auto, float32, bfloat16, float16, got"),
         (["complete", "x", "--timeout", "-1"], "--timeout must be a number above 0, got '-1'"),
         (["complete", "x", "--top-k"], "--top-k: expected one argument"),
         (["complete", "x", "--min-tokens=9", "--max-tokens=3"], "--min-tokens (9) must not exceed --max-tokens (3)"),

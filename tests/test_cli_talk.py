@@ -221,7 +221,7 @@ def test_models_that_are_not_there(url: str) -> None:
         (("x", "--model", "octavo-dem", "--url", url), "has no model 'octavo-dem'; did you mean octavo-demo?"),
         (("x", "--url", "ftp://x"), "--url must look like http://HOST:PORT"),
         (("x", "--url", url, "--dtype", "float32"), "--dtype is for a model that is loaded here"),
-        (("x", "--model", str(DEMO_MODEL), "--dtype", "float3"), "must be one of auto, float32"),
+        (("x", "--model", str(DEMO_MODEL), "--device", "gpu"), "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (("x", "--url", url, "--max-tokens", "99999"), str(context(url))),
     ):
         run = octavo("complete", *arguments)

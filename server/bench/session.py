@@ -76,7 +76,7 @@ async def _measure(args: argparse.Namespace, target: Target, trace: list[TraceRo
     except TimeoutError:
         raise BenchError(f"{args.url} did not answer within {args.timeout:g} seconds (--timeout).") from None
     except TransportError as problem:
-        raise BenchError(f"{problem}. Is the server running there? (--url)") from None
+        raise BenchError(f"{problem}. Is the server running there? (--url; octavo serve starts one)") from None
     count = _count(args, trace)
     _check_context(args, workload, server, count)
     path = _PATHS[args.endpoint]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from engine import NUMBER_RANGES, InvalidRequestError, SamplingParams
+from engine import NUMBER_RANGES, EngineConfig, InvalidRequestError, SamplingParams
 from server.config.field_docs import field_docs
 from server.terminal.parser import OneLineParser
 
@@ -23,6 +23,12 @@ LOADING = {
     "threads": "that compute on a CPU",
     "max-model-len": "longest prompt plus answer, in tokens",
     "revision": "branch, tag or commit on the hub",
+}
+_HINTS = get_type_hints(EngineConfig)
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "demo": ("chat", "seq2seq"),
+    "dtype": get_args(_HINTS["dtype"]),
+    "quantization": get_args(get_args(_HINTS["quantization"])[0]),
 }
 _DOCS = field_docs(SamplingParams) | {
     "max_tokens": "most tokens of an answer [chat: what is left of the context; complete: 128, or that]",
@@ -44,7 +50,7 @@ def add_place(parser: OneLineParser) -> None:
     )
     group = parser.add_argument_group("a model that is loaded here")
     for name, about in LOADING.items():
-        group.add_argument(f"--{name}", metavar="X", help=f"{about} (as in octavo serve)")
+        group.add_argument(f"--{name}", metavar="X", choices=_CHOICES.get(name), help=f"{about} (as in octavo serve)")
 
 
 def _seconds(text: str) -> float:
