@@ -14,14 +14,18 @@ def parser(kind: str = "") -> OneLineParser:
     if kind == "serve":
         from server.bench.cli import add_arguments
 
-        made = OneLineParser(prog="octavo bench serve")
+        made = OneLineParser(prog="octavo bench serve", usage="octavo bench serve [flags]")
         add_arguments(made)
         return made
     if kind == "offline":
         from server.bench.offline import offline_parser
 
         return offline_parser()
-    made = OneLineParser(prog="octavo bench", description="Measures latencies and throughput.")
+    made = OneLineParser(
+        prog="octavo bench",
+        usage=f"octavo bench {'|'.join(KINDS)} [flags]",
+        description="Measures latencies and throughput; octavo bench KIND --help shows the flags of each.",
+    )
     kinds = made.add_subparsers(metavar="KIND")
     for name, about in KINDS.items():
         kinds.add_parser(name, help=about, add_help=False)
