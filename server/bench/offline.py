@@ -21,7 +21,7 @@ from server.bench.prompts import TokenPrompts
 from server.bench.record import Failure, Record
 from server.bench.report import Facts, Run
 from server.config.loading import SettingsParser
-from server.config.settings import ENGINE_FIELDS
+from server.config.settings import DEMO_MODEL, ENGINE_FIELDS
 from server.terminal.style import say
 from server.terminal.version import version
 
@@ -218,6 +218,9 @@ def _facts(engine: Engine, args: argparse.Namespace, level: int, count: int, cpu
         "max_num_batched_tokens": info.max_num_batched_tokens,
     }  # fmt: skip
     what = f"{info.quantization or info.dtype} on {info.device}, in this process"
-    name = Path(info.model).resolve().name if Path(info.model).is_dir() else info.model
+    path = Path(info.model).resolve()
+    name = path.name if path.is_dir() else info.model
+    if path.parent == DEMO_MODEL.parent:
+        name = f"the bundled model {name}"
     server = {"url": what, "model": name, "version": version(), "max_model_len": info.max_model_len}
     return Facts(settings=settings, server=server, client_cpu_seconds=cpu, loop="none", benchmark="offline")
