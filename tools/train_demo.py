@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Trains the bundled demo models, server/demo/chat and server/demo/seq2seq, from nothing but the scripts beside it.
+
+    .venv/bin/python tools/train_demo.py chat
+    .venv/bin/python tools/train_demo.py seq2seq
+
+The corpora are made up by grammars (`tools/demo/`), the tokenizers are trained on them, then the models. A run that is
+ended goes on from its last checkpoint when it is started again. Each step's documents follow from its number, so the
+same versions of the libraries on the same processor, with the same number of threads, give the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+
+import torch
+from demo import chat_task, seq2seq_task
+from demo.loop import Recipe, train
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """Read the command line, train, write the folder."""
+    parser = argparse.ArgumentParser(description="Train a bundled demo model.")
+    parser.add_argument("model", choices=("chat", "seq2seq"))
+    parser.add_argument("folder", type=Path, nargs="?", help="where the model is written (default: server/demo/MODEL)")
+    parser.add_argument("--work", type=Path, help="checkpoints (default: build/demo/MODEL)")
+    parser.add_argument("--steps", type=int, help="updates of the weights, instead of the recipe's")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after that long, to go on another time"
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch on a CPU")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--float32", action="store_true", help="matrix products in float32 instead of bfloat16")
+    parser.add_argument("--tiny", action="store_true", help="a model that learns nothing, in seconds")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+
+    task: chat_task.ChatTask | seq2seq_task.Seq2SeqTask
+    if given.model == "chat":
+        chat = chat_task.TINY if given.tiny else chat_task.FULL
+        task = chat_task.ChatTask(dataclasses.replace(chat, recipe=_recipe(chat.recipe, given)), given.device)
+    else:
+        seq2seq = seq2seq_task.TINY if given.tiny else seq2seq_task.FULL
+        settings = dataclasses.replace(seq2seq, recipe=_recipe(seq2seq.recipe, given))
+        task = seq2seq_task.Seq2SeqTask(settings, given.device)
+    recipe = task.settings.recipe
+    size = sum(parameter.numel() for parameter in task.model.parameters())
+    print(f"{given.model}: {size} parameters, {recipe.steps} steps, on {given.device}", flush=True)
+    work = given.work or ROOT / "build" / "demo" / given.model
+    stop_at = time.time() + 60 * given.minutes
+    progress = train(
+        task.model, recipe, task.batch, task.forward, task.evaluate, work, device=given.device, stop_at=stop_at
+    )
+    folder = given.folder or ROOT / "server" / "demo" / given.model
+    task.export(folder)
+    print(f"{folder}: step {progress.step} of {recipe.steps}, {sum(f.stat().st_size for f in folder.iterdir())} bytes")
+
+
+def _recipe(recipe: Recipe, given: argparse.Namespace) -> Recipe:
+    if given.float32:
+        recipe = dataclasses.replace(recipe, bfloat16=False)
+    return dataclasses.replace(recipe, steps=given.steps) if given.steps else recipe
+
+
+if __name__ == "__main__":
+    main()
