@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 #
 #   docker build -t octavo .                                          for a CPU; for a GPU: --target cuda -t octavo:cuda
-#   docker run --rm -p 127.0.0.1:8000:8000 octavo                     the bundled model (untrained noise)
+#   docker run --rm -p 127.0.0.1:8000:8000 octavo                     the bundled demo
 #   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/models:/models:ro" octavo serve /models/NAME
 #
 # BASE_IMAGE is any Debian-like image with Python 3.11 or newer and its venv module. TORCH_INDEX is the package index

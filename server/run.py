@@ -26,7 +26,7 @@ from engine.text import Tokenizer, load_tokenizer
 from server import logs
 from server.answering.endpoints import served_endpoints
 from server.app import create_app
-from server.config.settings import DEMO_MODEL, ServerSettings
+from server.config.settings import DEMOS, ServerSettings
 from server.door.auth import read_api_keys
 from server.door.connection import LAST_WORDS, close_connections, drain_connections
 from server.door.drain import Drain
@@ -35,7 +35,12 @@ from server.door.protocol import http_protocol
 from server.door.root_path import RootPath
 from server.watchdog import restart_when_stuck
 
-DEMO_MODEL_ID = "octavo-demo"
+# What clients call a bundled model, and what the log says of it.
+DEMO_IDS = {DEMOS["chat"]: "octavo-demo", DEMOS["seq2seq"]: "octavo-demo-seq2seq"}
+_DEMO_NOTES = {
+    DEMOS["chat"]: "a tiny model, untrained noise",
+    DEMOS["seq2seq"]: "a tiny encoder-decoder that translates a toy language into English",
+}
 KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they end it, not we
 
 # Times the liveness timeout: whoever watches /health/live from outside comes first.
@@ -158,14 +163,14 @@ def served_model_id(model: str, served_model_name: str | None) -> str:
     if served_model_name:
         return served_model_name
     path = Path(model)
-    if path == DEMO_MODEL:
-        return DEMO_MODEL_ID
+    if path in DEMO_IDS:
+        return DEMO_IDS[path]
     return path.resolve().name if path.is_dir() else model
 
 
 def _load(config: EngineConfig, policy: RestartPolicy, log_format: LogFormat) -> tuple[EngineClient, Tokenizer | None]:
-    if Path(config.model) == DEMO_MODEL:
-        logger.warning("No model was named, so the bundled demo serves: it is UNTRAINED and writes noise.")
+    if note := _DEMO_NOTES.get(Path(config.model)):
+        logger.info("The bundled demo serves: %s. For another model: octavo serve MODEL.", note)
     logger.info("Loading %s.", config.model)
     client = start_engine(config, policy, log_format)
     if config.skip_tokenizer_init:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "server" / "demo_model"
+FOLDER = ROOT / "server" / "demo" / "chat"
 FILES = {
     "README.md",
     "chat_template.jinja",

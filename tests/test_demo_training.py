@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -91,11 +93,12 @@ def test_stories_keep_names_and_pairs_apart(held_out: bool) -> None:
         assert not re.search(r"[{}]|\ba [aeiou]|  ", story.text), story.text
 
 
+@pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("held_out", [False, True])
-def test_no_document_of_training_has_a_held_out_name(held_out: bool) -> None:
+def test_no_document_of_training_has_a_held_out_name(held_out: bool, second: bool) -> None:
     found = 0
-    for number in range(DOCUMENTS):
-        text = text_of(corpus.document(number, held_out=held_out))
+    for pieces in corpus.documents(0, DOCUMENTS, held_out=held_out, second=second):
+        text = text_of(pieces)
         for called in re.findall(r"(?:My name is|named|called|Nice to meet you,) ([A-Z][a-z]{1,13})\b", text):
             found += 1
             assert is_held_out(called) == held_out, text
@@ -140,6 +143,26 @@ def test_the_training_form_is_the_chat_templates(tokenizer: Any, tmp_path: Path)
     ]
     rendered = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
     assert rendered == text_of(corpus.conversation("Be brief.", [("Hi", "Hello!")]))
+
+
+def test_the_second_part_looks_back() -> None:
+    begun = ended = 0
+    for number in range(300):
+        pieces = corpus.closer(number)
+        if pieces == corpus.document(number):
+            continue
+        assert [piece.learnt for piece in pieces[:-1]] == [False] * (len(pieces) - 1)
+        assert pieces[-1].learnt
+        read, said = text_of(pieces[:-1]), pieces[-1].text
+        if said.endswith("</s>"):
+            ended += 1
+            told = re.findall(r"(?<=[ a-z] )[A-Z][a-z]+", said)
+            assert all(called in read for called in told), (read, said)
+        else:
+            begun += 1
+            assert read.endswith("<|assistant|>")
+            assert any(hero in read and hero in said for hero in words.HEROES)
+    assert min(begun, ended) > 30
 
 
 def test_rows_are_documents_end_to_end(tokenizer: Any) -> None:
@@ -278,9 +301,10 @@ def test_the_script_goes_all_the_way(model: str, tmp_path: Path) -> None:
     command = [
         sys.executable, str(ROOT / "tools" / "train_demo.py"), model, str(tmp_path / "model"), "--tiny", "--threads",
         "1",
-        "--work", str(tmp_path / "work"), "--device", "cpu",
+        "--work", str(tmp_path / "work"), "--device", "cpu", "--cases", "2",
     ]  # fmt: skip
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280, env=environ)
     assert "held_out" in done.stdout + done.stderr
     assert "tokens/s" in done.stderr
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -289,3 +313,10 @@ def test_the_script_goes_all_the_way(model: str, tmp_path: Path) -> None:
     assert not any(notes[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.dtype == torch.float32
     assert len(tokenizer) == loaded.config.vocab_size
+    training = json.loads((tmp_path / "model" / "training.json").read_text())
+    assert training["curve"][-1]["step"] == training["steps"]
+    assert training["shares"]
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert training["digest"] in card
+    assert f"{training['curve'][-1]['held_out']:.2f}" in card
+    ElementTree.parse(tmp_path / "model" / "training.svg")

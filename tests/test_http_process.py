@@ -274,15 +274,29 @@ def test_a_package_that_shadows_ours_is_named(name: str, tmp_path: Path) -> None
     assert "Traceback" not in refused.stderr
 
 
-def test_the_bundled_model_says_that_it_is_noise(tmp_path: Path) -> None:
-    service = Service(log=tmp_path / "log")
+@pytest.mark.parametrize(
+    ("flags", "model", "path", "body", "said"),
+    [
+        (
+            ("--demo", "seq2seq"), "octavo-demo-seq2seq", "completions",
+            {"prompt": "luma li vulpa lantan trovet.", "num_beams": 4}, "Later the fox found a lantern.",
+        ),
+    ],
+)  # fmt: skip
+def test_the_bundled_models_speak(
+    flags: tuple[str, ...], model: str, path: str, body: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    service = Service(*flags, log=tmp_path / "log")
     try:
         url = service.wait_ready()
         (card,) = httpx.get(f"{url}/v1/models").json()["data"]
-        assert card["id"] == "octavo-demo"
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "Hello", "max_tokens": 5}, timeout=60)
-        assert answer.json()["usage"]["completion_tokens"] > 0
-        assert "UNTRAINED" in service.log.read_text()
+        assert card["id"] == model
+        greedy = {} if "num_beams" in body else {"temperature": 0}
+        answer = httpx.post(f"{url}/v1/{path}", json={**body, **greedy, "max_tokens": 60}, timeout=60).json()
+        (choice,) = answer["choices"]
+        assert said in (choice["text"] if "text" in choice else choice["message"]["content"])
+        assert choice["finish_reason"] == "stop"
+        assert "The bundled demo serves" in service.log.read_text()
         assert service.stop() == 0
     finally:
         service.process.kill()

@@ -20,8 +20,8 @@ from octavo import shadowed
 from server.cli import main
 from server.config.groups import GROUPS, OTHER
 from server.config.loading import Loaded, SettingsParser
-from server.config.settings import SECRETS, ServerSettings, Settings, flag, variable
-from server.run import DEMO_MODEL, DEMO_MODEL_ID, served_model_id
+from server.config.settings import DEMO_MODEL, DEMOS, SECRETS, ServerSettings, Settings, flag, variable
+from server.run import served_model_id
 from server.terminal.nearest import did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +87,7 @@ def values_of(loaded: Loaded) -> dict[str, Any]:
 
 
 def test_the_values_cover_every_setting() -> None:
-    assert {*VALUES, "config"} == set(Settings.model_fields)
+    assert {*VALUES, "config", "demo"} == set(Settings.model_fields)
     assert set(ENGINE) == {field.name for field in dataclasses.fields(EngineConfig)}
     assert set(SERVICE) == set(ServerSettings.model_fields)
     defaults = Settings()
@@ -144,6 +144,42 @@ def test_without_settings_the_demo_model_and_the_defaults(load: Callable[..., Lo
     empty = tmp_path / "empty.yaml"
     empty.write_text("# nothing\nport:\n")
     assert load(["--config", str(empty)]).origins["port"].kind == "default"
+
+
+@pytest.mark.parametrize("demo", DEMOS)
+def test_a_demo_is_a_bundled_model(demo: str, load: Callable[..., Loaded], tmp_path: Path) -> None:
+    path = as_file(tmp_path, {"demo": demo})
+    for loaded, kind in (
+        (load(["--demo", demo]), "flag"),
+        (load([], {"OCTAVO_DEMO": demo}), "variable"),
+        (load(["--config", path]), "file"),
+    ):
+        assert loaded.engine == EngineConfig(model=str(DEMOS[demo]))
+        assert loaded.origins["model"] == loaded.origins["demo"]
+        assert loaded.origins["demo"].kind == kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "begins"),
+    [
+        (["some/model", "--demo", "seq2seq"], {}, "--demo seq2seq"),
+        (["--demo", "chat"], {"OCTAVO_MODEL": "some/model"}, "--demo chat"),
+        (["some/model"], {"OCTAVO_DEMO": "chat"}, "OCTAVO_DEMO chat"),
+    ],
+)
+def test_a_demo_and_a_model_are_one_too_many(
+    arguments: list[str], environ: dict[str, str], begins: str, load: Callable[..., Loaded]
+) -> None:
+    with pytest.raises(ConfigError, match="some/model") as problem:
+        load(arguments, environ)
+    assert str(problem.value) == (
+        f"{begins} is a bundled model, but MODEL is set as well, to 'some/model': leave one of them out."
+    )
+
+
+def test_an_unknown_demo_is_refused_with_the_known_ones(load: Callable[..., Loaded]) -> None:
+    with pytest.raises(ConfigError, match=r"^OCTAVO_DEMO must be one of chat, seq2seq, got 'poem'\.$"):
+        load([], {"OCTAVO_DEMO": "poem"})
 
 
 def test_the_file_may_be_a_pipe(load: Callable[..., Loaded]) -> None:
@@ -432,7 +468,8 @@ def test_the_served_id(tmp_path: Path) -> None:
     assert served_model_id(f"{folder}/", None) == "my-model"
     assert served_model_id("org/name", None) == "org/name"
     assert served_model_id("org/name", "mine") == "mine"
-    assert served_model_id(str(DEMO_MODEL), None) == DEMO_MODEL_ID
+    assert served_model_id(str(DEMO_MODEL), None) == "octavo-demo"
+    assert served_model_id(str(DEMOS["seq2seq"]), None) == "octavo-demo-seq2seq"
 
 
 def test_the_packages_are_ours() -> None:

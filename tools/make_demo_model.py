@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-FOLDER = Path(__file__).resolve().parent.parent / "server" / "demo_model"
+FOLDER = Path(__file__).resolve().parent.parent / "server" / "demo" / "chat"
 SEED = 20240607
 
 BOS, EOS, SYSTEM, USER, ASSISTANT = "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"

@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import platform
 import time
 from pathlib import Path
 
 import torch
 from demo import chat_task, seq2seq_task
+from demo.card import write_card
+from demo.evaluation import measure_chat, measure_seq2seq
+from demo.export import write_json
 from demo.loop import Recipe, train
 
 ROOT = Path(__file__).resolve().parent.parent
+DIGEST = 10_000  # documents whose checksum tells one corpus from another
 
 
 def main() -> None:
@@ -36,6 +41,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--float32", action="store_true", help="matrix products in float32 instead of bfloat16")
+    parser.add_argument("--cases", type=int, default=200, help="of each kind that the evaluation asks; 0 for none")
     parser.add_argument("--tiny", action="store_true", help="a model that learns nothing, in seconds")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -58,6 +64,26 @@ def main() -> None:
     )
     folder = given.folder or ROOT / "server" / "demo" / given.model
     task.export(folder)
+    training = {
+        "parameters": size,
+        "shape": task.shape,
+        "recipe": dataclasses.asdict(recipe),
+        "digest": task.digest(DIGEST),
+        "digest_count": DIGEST,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "threads": given.threads,
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "seconds": round(progress.seconds),
+        "cpu_seconds": round(progress.cpu_seconds),
+        "curve": progress.curve,
+        "cases": given.cases,
+    }
+    if given.cases:
+        shares = (measure_chat if given.model == "chat" else measure_seq2seq)(folder, given.cases)
+        write_card(folder, given.model, training, shares)
+        training["shares"] = shares
+    write_json(folder / "training.json", training)
     print(f"{folder}: step {progress.step} of {recipe.steps}, {sum(f.stat().st_size for f in folder.iterdir())} bytes")
 
 

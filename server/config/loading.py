@@ -107,6 +107,8 @@ class SettingsParser(OneLineParser):
             engine = settings.engine
         except ConfigError as problem:
             raise ConfigError(_with_origins(str(problem), origins)) from None
+        if "demo" in origins and settings.demo:
+            origins["model"] = origins["demo"]
         known = {variable(name) for name in _FIELDS}
         return Loaded(
             settings=settings,
@@ -157,6 +159,8 @@ def _metavar(name: str) -> str:
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     kinds = get_args(kind) or (kind,)
+    if get_origin(kinds[0]) is Literal:  # or None
+        return "|".join(get_args(kinds[0]))
     if int in kinds:
         return "SIZE" if str in kinds else "N"
     return "X" if float in kinds else "TEXT"

@@ -20,7 +20,9 @@ from engine import ConfigError, EngineConfig, parse_bytes
 from server.config.field_docs import field_docs
 from server.config.sources import VariableSource
 
-DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+_DEMO_FOLDER = Path(__file__).parent.parent / "demo"
+DEMOS = {"chat": _DEMO_FOLDER / "chat", "seq2seq": _DEMO_FOLDER / "seq2seq"}  # the bundled models
+DEMO_MODEL = DEMOS["chat"]
 SECRETS = frozenset({"hf_token", "api_key", "ssl_keyfile_password"})
 _NAME = Field(default=None, min_length=1)  # a text that may be left out, but not be empty
 
@@ -178,6 +180,25 @@ class SettingsBase(ServerSettings, BaseSettings):
         default=None, min_length=1, description="YAML file of settings; variables and flags are stronger."
     )
 
+    demo: Literal["chat", "seq2seq"] | None = Field(
+        default=None,
+        description="the bundled model to serve: chat tells stories and answers questions, seq2seq translates a toy "
+        "language; not together with MODEL.",
+    )
+
+    @check_model(mode="before")
+    @classmethod
+    def _choose_demo(cls, values: Any) -> Any:
+        """A demo is a model by another name."""
+        demo, model = values.get("demo"), values.get("model")
+        if demo not in DEMOS:
+            return values
+        if model is not None:
+            raise ConfigError(
+                f"demo {demo} is a bundled model, but MODEL is set as well, to {model!r}: leave one of them out."
+            )
+        return {**values, "model": str(DEMOS[demo])}
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -246,6 +267,7 @@ def allowed(field: FieldInfo) -> str:
     if get_origin(field.annotation) is tuple:
         return "a text or a list of texts"
     kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
+    kinds = [choice for kind in kinds for choice in (get_args(kind) if get_origin(kind) is Literal else (kind,))]
     if all(isinstance(kind, str) for kind in kinds):
         return f"one of {', '.join(kinds)}"
     if bool in kinds:

@@ -222,6 +222,16 @@ def ask_about_story(state: Talk) -> Exchange:
     return rng.choice(talk.STORY_WHERE).format(**slots), f"{story.name} lived {at(story.place)}."
 
 
+def look_back(state: Talk) -> list[Exchange]:
+    """Two or three exchanges, of which the last takes up what was said in the first."""
+    first, last = state.rng.choice(((introduce, ask_my_name), (tell_own, ask_own), (ask_story, ask_about_story)))
+    exchanges = [first(state)]
+    if last is not ask_about_story and state.rng.random() < 0.7:
+        exchanges.append(state.rng.choice((small, ask_what, use, say))(state))
+    exchanges.append(last(state))
+    return [(informal(state.rng, asked, state.user), answer) for asked, answer in exchanges]
+
+
 _KINDS: tuple[tuple[Callable[[Talk], Exchange], float], ...] = (
     (greet, 3.0), (introduce, 16.0), (ask_my_name, 2.0), (tell_own, 6.0), (say, 6.0), (small, 10.0), (use, 7.0),
     (ask_what, 34.0), (unknown, 9.0), (ask_story, 20.0),

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from demo import corpus
 from demo.corpus import ASSISTANT, BOS, EOS, SYSTEM, USER, documents
 from demo.export import write_folder
 from demo.llama import Llama, Shape, to_config, to_transformers
@@ -54,13 +54,13 @@ FULL = ChatSettings(
     shape=Shape(vocab=1536, hidden=192, layers=5, heads=6, kv_heads=2, ffn=512, context=512),
     tokenizer_documents=20_000,
     held_out_rows=24,
-    recipe=Recipe(steps=4500, rows=8, length=256, peak_rate=2.5e-3, evaluations=150),
+    recipe=Recipe(steps=3800, rows=8, length=256, peak_rate=2.5e-3, smoothed=0.27, evaluations=150, second=2500),
 )
 TINY = ChatSettings(  # for the tests: all of the way, in seconds
     shape=Shape(vocab=400, hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, context=512),
     tokenizer_documents=200,
     held_out_rows=2,
-    recipe=Recipe(steps=12, rows=2, length=64, warmup=3, evaluations=6),
+    recipe=Recipe(steps=12, rows=2, length=64, warmup=3, evaluations=6, second=6),
 )
 
 
@@ -75,13 +75,22 @@ class ChatTask:
         self._held_out = self._rows(0, settings.held_out_rows, held_out=True)
         self._fresh = self._rows(FRESH, settings.held_out_rows)
 
+    @property
+    def shape(self) -> dict[str, float]:
+        """Sizes, for the card."""
+        return dataclasses.asdict(self.settings.shape)
+
+    def digest(self, count: int) -> str:
+        """SHA-256 of the first documents of training."""
+        return corpus.digest(count)
+
     def batch(self, step: int) -> Batch:
         """Rows of step `step`: documents that no other step has."""
         rows = self.settings.recipe.rows
-        return self._rows(step * rows * PER_ROW, rows)
+        return self._rows(step * rows * PER_ROW, rows, second=step >= self.settings.recipe.second)
 
-    def _rows(self, first: int, rows: int, *, held_out: bool = False) -> Batch:
-        found = documents(first, rows * PER_ROW, held_out=held_out)
+    def _rows(self, first: int, rows: int, *, held_out: bool = False, second: bool = False) -> Batch:
+        found = documents(first, rows * PER_ROW, held_out=held_out, second=second)
         ids, learnt = pack(self.tokenizer, found, rows, self.settings.recipe.length)
         return torch.from_numpy(ids), torch.from_numpy(learnt)
 
@@ -119,11 +128,3 @@ class ChatTask:
             },
         )
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-
-    def tokens_per_document(self) -> float:
-        """Mean length of the documents, for the card."""
-        lengths = [
-            len(self.tokenizer.encode("".join(piece.text for piece in pieces), add_special_tokens=False).ids)
-            for pieces in documents(0, 500)
-        ]
-        return float(np.mean(lengths))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import random
+import re
 from collections.abc import Iterator
 
 from demo import facts, questions
-from demo.chat import converse
+from demo.chat import Talk, ask_story, converse, informal, look_back
 from demo.names import is_held_out_pair
 from demo.stories import capital, tell
 
@@ -41,10 +43,35 @@ def document(number: int, *, held_out: bool = False, seed: int = SEED) -> list[P
     return conversation(*converse(rng, held_out=held_out))
 
 
-def documents(first: int, count: int, *, held_out: bool = False, seed: int = SEED) -> Iterator[list[Piece]]:
-    """`count` documents from number `first` on."""
+def closer(number: int, *, held_out: bool = False, seed: int = SEED) -> list[Piece]:
+    """Document `number` of the second part of the training, in which what has to be looked up stands close together.
+
+    2 of 5 are as in the first part. 2 of 5 are the beginning of a story whose hero was asked for, to learn who it is
+    about and where. 1 of 5 is a conversation of which only the last answer, which takes up an earlier turn, is learnt.
+    """
+    rng = random.Random(f"closer {seed} {number} {held_out}")
+    kind = rng.random()
+    if kind < 0.4:
+        return document(number, held_out=held_out, seed=seed)
+    state = Talk(rng, held_out)
+    if kind < 0.8:
+        asked, story = ask_story(state)
+        while state.story is None or state.story.hero not in asked:
+            asked, story = ask_story(state)
+        begin = re.match(r".*?[.] .*?[.] ", story)
+        assert begin is not None
+        return [Piece(f"{BOS}{USER}{informal(rng, asked, '')}{EOS}{ASSISTANT}", False), Piece(begin[0].rstrip(), True)]
+    *before, last = look_back(state)
+    read = [dataclasses.replace(piece, learnt=False) for piece in conversation("", before)]
+    return read + conversation("", [last])[1:]
+
+
+def documents(
+    first: int, count: int, *, held_out: bool = False, seed: int = SEED, second: bool = False
+) -> Iterator[list[Piece]]:
+    """`count` documents from number `first` on, of the first part of the training or of the second."""
     for number in range(first, first + count):
-        yield document(number, held_out=held_out, seed=seed)
+        yield (closer if second else document)(number, held_out=held_out, seed=seed)
 
 
 def plain(text: str) -> list[Piece]:
@@ -70,6 +97,7 @@ def _definition(rng: random.Random, held_out: bool) -> str:
 
 
 def digest(count: int) -> str:
-    """SHA-256 of the first `count` documents of training, one a line."""
-    lines = ("".join(piece.text for piece in pieces) + "\n" for pieces in documents(0, count))
+    """SHA-256 of the first `count` documents of each part of the training, one a line."""
+    both = itertools.chain(documents(0, count), documents(0, count, second=True))
+    lines = ("".join(piece.text for piece in pieces) + "\n" for pieces in both)
     return hashlib.sha256("".join(lines).encode()).hexdigest()

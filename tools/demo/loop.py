@@ -38,6 +38,7 @@ class Recipe:
         evaluations: steps between two measurements on held-out documents.
         checkpoint_seconds: time between two checkpoints.
         bfloat16: matrix products in bfloat16 (autocast); weights stay in float32.
+        second: step from which on the documents are those of the corpus' second part, if it has one.
         seed: of the first weights.
     """
 
@@ -54,6 +55,7 @@ class Recipe:
     evaluations: int = 100
     checkpoint_seconds: float = 60.0
     bfloat16: bool = True
+    second: int = 0
     seed: int = 8
 
     def rate(self, step: int) -> float:
@@ -76,12 +78,14 @@ class Progress:
     Attributes:
         step: steps done.
         seconds: time they took, pauses of the process included.
+        cpu_seconds: processor time of all threads.
         tokens: tokens read.
         curve: one entry a measurement: step, loss (of training, smoothed or not) and what `evaluate` gave.
     """
 
     step: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     tokens: int = 0
     curve: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
@@ -120,6 +124,7 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
     progress = _resume(model, optimizer, folder, device)
     saved, began, average = time.monotonic(), time.monotonic() - progress.seconds, 0.0
+    cpu_began = time.process_time() - progress.cpu_seconds
     bar = tqdm(total=recipe.steps, initial=progress.step, unit="step", smoothing=0.1)
     while progress.step < recipe.steps and time.time() < stop_at:
         for group in optimizer.param_groups:
@@ -134,7 +139,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.tokens += data[0].numel()
-        progress.seconds = time.monotonic() - began
+        progress.seconds, progress.cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
         value = loss.item()
         average = value if average == 0.0 else 0.95 * average + 0.05 * value
         bar.update()

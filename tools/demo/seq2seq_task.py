@@ -52,7 +52,7 @@ class Seq2SeqSettings:
 
 FULL = Seq2SeqSettings(
     vocab=640, hidden=128, layers=2, heads=4, ffn=256, context=128, tokenizer_sentences=20_000, held_out=256,
-    recipe=Recipe(steps=3000, rows=64, length=64, peak_rate=2e-3, decay=0.01, evaluations=150),
+    recipe=Recipe(steps=2600, rows=64, length=64, peak_rate=2e-3, decay=0.01, evaluations=150),
 )  # fmt: skip
 TINY = Seq2SeqSettings(
     vocab=400, hidden=32, layers=1, heads=2, ffn=64, context=128, tokenizer_sentences=200, held_out=8,
@@ -101,6 +101,16 @@ class Seq2SeqTask:
         self.model: nn.Module = T5ForConditionalGeneration(self.config)
         self.model.to(device)
         self._held_out = self._rows([pair(number, held_out=True) for number in range(settings.held_out)])
+
+    @property
+    def shape(self) -> dict[str, float]:
+        """Sizes, for the card."""
+        names = ("vocab", "hidden", "layers", "heads", "ffn", "context")
+        return {name: getattr(self.settings, name) for name in names}
+
+    def digest(self, count: int) -> str:
+        """SHA-256 of the first pairs of training."""
+        return digest(count)
 
     def batch(self, step: int) -> Batch:
         """Input ids, mask and labels of step `step`."""
