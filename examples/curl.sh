@@ -18,7 +18,7 @@ ask() { # path, body, flags of curl
 
 echo "--- chat"
 ask /v1/chat/completions '{
-    "messages": [{"role": "user", "content": "What is a page?"}],
+    "messages": [{"role": "user", "content": "What is a paged cache?"}],
     "max_completion_tokens": 32, "temperature": 0
 }'
 

@@ -30,7 +30,7 @@ model = ChatOpenAI(
 chain = ChatPromptTemplate.from_messages([("user", "What is {thing}?")]) | model | StrOutputParser()
 
 print("--- invoke")
-print(chain.invoke({"thing": "a page"}))
+print(chain.invoke({"thing": "a paged cache"}))
 
 print("--- stream")
 for piece in chain.stream({"thing": "beam search"}):

@@ -15,7 +15,7 @@ from openai import OpenAI
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = OpenAI(base_url=f"{URL}/v1", api_key="unused")  # or the key that the server wants
 MODEL = client.models.list().data[0].id
-QUESTION = "What is a page?"
+QUESTION = "What is a paged cache?"
 
 
 def chat() -> None:

@@ -50,7 +50,7 @@ async function* events(body) {
 const started = performance.now();
 let first;
 let pieces = 0;
-const messages = [{ role: "user", content: "What is a page?" }];
+const messages = [{ role: "user", content: "What is a paged cache?" }];
 for await (const piece of chat({ messages, max_completion_tokens: 48, temperature: 0 })) {
   first ??= performance.now() - started;
   pieces += 1;
