@@ -18,7 +18,9 @@ export class Field {
     const id = (this.control.id = newId("field"));
     this.control.setAttribute("aria-describedby", `${id}-meaning`);
     this.control.name = this.name;
+    this.suggested = false; // its value is the page's idea
     this.control.addEventListener("input", () => {
+      this.suggested = false;
       this.element.classList.toggle("is-set", this.control.value.trim() !== "");
       onChange(this);
     });

@@ -15,6 +15,7 @@ import { PromptPane } from "./prompt_pane.js";
 import { loadSchemas } from "./schema.js";
 
 const ALTERNATIVES = 5; // of each token
+const LENGTH = 120; // tokens of an answer to a prompt, where the server's own default is a line
 
 const context = {
   beams: new BeamTree(byId("beams"), byId("beam-tree")),
@@ -31,7 +32,11 @@ const code = new Code(byId("code"));
 const parameters = (context.parameters = new Parameters(byId("parameters"), byId("presets"), () => showCode()));
 const modes = new Modes((pane) => {
   byId("settings").hidden = !pane.schema;
-  if (pane.schema) parameters.show(context.schemas[pane.schema]);
+  if (pane.schema) {
+    parameters.show(context.schemas[pane.schema]);
+    const room = Math.min(LENGTH, Math.floor(context.model.max_model_len / 2));
+    parameters.suggest("max_tokens", pane.schema === "completion" ? room : undefined);
+  }
   showCode();
 });
 
@@ -51,7 +56,7 @@ function makePanes(endpoints) {
 // Something to begin with; the bundled encoder-decoder translates from a language of its own.
 function examplePrompt(model) {
   if (!context.isSeq2seq) return "Once upon a time";
-  if (model.id.startsWith("octavo-demo")) return "luma avi dora natar e lepa apo horta li letran bona lavet.";
+  if (model.id.startsWith("octavo-demo")) return "luma li ursu pika en silva lantan trovet.";
   return "translate English to German: The house is small.";
 }
 

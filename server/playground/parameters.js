@@ -38,7 +38,10 @@ export class Parameters {
       this.onChange();
     };
     this.fields = new Map(descriptions.map((item) => [item.name, new Field(item, changed)]));
-    for (const [name, field] of this.fields) if (old.has(name)) field.set(old.get(name).control.value || undefined);
+    for (const [name, field] of this.fields) {
+      if (old.has(name)) field.set(old.get(name).control.value || undefined);
+      field.suggested = old.get(name)?.suggested ?? false;
+    }
     const rest = new Set(this.fields.keys());
     for (const [, names] of GROUPS) for (const name of names) rest.delete(name);
     const groups = GROUPS.map(([title, names]) => [title, names.length ? names : [...rest]]);
@@ -63,6 +66,14 @@ export class Parameters {
     const box = h("details", { class: "group", open: this.open.has(title) }, h("summary", {}, title), elements);
     box.addEventListener("toggle", () => this.open[box.open ? "add" : "delete"](title));
     return box;
+  }
+
+  // A value to begin with, or none; what somebody typed stays.
+  suggest(name, value) {
+    const field = this.fields.get(name);
+    if (!field || (field.control.value && !field.suggested)) return;
+    field.set(value);
+    field.suggested = value !== undefined;
   }
 
   set(values) {

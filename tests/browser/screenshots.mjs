@@ -1,9 +1,9 @@
-// Pictures of the playground for README: node screenshots.mjs URL FOLDER, with the demo model behind the URL.
+// Pictures of the playground for README: node screenshots.mjs FOLDER URL SEQ2SEQ_URL, with the two demo models behind them.
 
 import { mkdirSync } from "node:fs";
 import { complete, launch, open, set } from "./browser.mjs";
 
-const [url, folder] = process.argv.slice(2);
+const [folder, url, seq2seq] = process.argv.slice(2);
 const STORY = "Once upon a time there was a captain who kept a small green stone in a wooden box by the window.";
 mkdirSync(folder, { recursive: true });
 const browser = await launch();
@@ -55,16 +55,12 @@ for (const colorScheme of ["light", "dark"]) {
 }
 
 {
-  const { page, context } = await open(browser, url, { viewport: { width: 1000, height: 760 } });
+  const { page, context } = await open(browser, seq2seq, { viewport: { width: 1000, height: 720 } });
   await ready(page);
-  await page.click("#tab-prompt");
   await page.click('.presets button:has-text("Beams")');
-  await set(page, { max_tokens: 24, num_beams: 5 });
-  await page.fill("#prompt", "Once upon a time");
   await page.click("#pane-prompt .primary");
   await page.waitForSelector("#pane-prompt .end[data-finish]");
-  await page.waitForTimeout(300);
-  await page.locator("#beams").scrollIntoViewIfNeeded();
+  await page.waitForSelector("#beams .best");
   await picture(page, "beams");
   await context.close();
 }
