@@ -24,7 +24,7 @@ async function ready(page) {
 }
 
 const busy = (page) =>
-  page.waitForFunction(() => Number(document.querySelector("#machine").dataset.held) > 40 && document.querySelectorAll("#requests .swatch").length > 4);
+  page.waitForFunction(() => Number(document.querySelector("#machine").dataset.held) > 70 && document.querySelectorAll("#requests .swatch").length > 4);
 
 async function picture(page, name) {
   await page.screenshot({ path: `${folder}/playground-${name}.png` });
@@ -45,6 +45,7 @@ for (const colorScheme of ["light", "dark"]) {
   await ask(page);
   on = true;
   const visitors = [...Array(9).keys()].map(visit);
+  await page.waitForTimeout(2000); // so that later visitors find what earlier ones left
   await busy(page);
   await page.evaluate(() => scrollTo(0, 0));
   await page.locator("#pane-chat .token").nth(4).hover();
