@@ -216,3 +216,5 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     shutil.copytree(DEMO_MODEL, tmp_path / "my-model")
     assert main(["models", str(tmp_path / "my-modle")]) == 1
     assert f"does not exist. Did you mean {tmp_path / 'my-model'}?" in capsys.readouterr().err
+    assert main(["models", "no/such-model"]) == 1
+    assert "no/such-model" in capsys.readouterr().err

@@ -126,7 +126,7 @@ def _download(model: str, revision: str | None, hf_token: str | None, local_only
         raise ModelLoadError(f"The hub has the model {model}, but no revision {revision!r}; see --revision.") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         if local_only and not constants.HF_HUB_OFFLINE:
-            raise NotDownloadedError(f"{at} is not in the local cache yet.") from error
+            raise NotDownloadedError(f"{at} is not in the local cache yet.{_near(Path(model))}") from error
         raise ModelLoadError(_unreachable(model, at)) from error
     except Exception as error:
         # Whatever the HTTP client of the installed version raises, full disks, rate limits.

@@ -97,12 +97,19 @@ def _tell(model: str, *, as_json: bool) -> int:
 
 
 def _examine(model: str) -> _Verdict:
-    from engine import EngineConfig, OctavoError, inspect_model
+    from engine import EngineConfig, NotDownloadedError, OctavoError, inspect_model
     from engine.text import load_tokenizer
 
     try:
         facts = inspect_model(EngineConfig(model=os.path.expanduser(model)))
         tokenizer = load_tokenizer(str(facts.path))
+    except NotDownloadedError as problem:
+        near = (
+            ""
+            if "Did you mean" in str(problem)
+            else f" To have it there: hf download {model}, or octavo serve {model}."
+        )
+        return _Verdict(False, f"{problem}{near}")
     except OctavoError as problem:
         return _Verdict(False, " ".join(str(problem).split()))
     family = next((row["family"] for row in families() if facts.architecture in row["architectures"]), "")
