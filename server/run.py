@@ -38,7 +38,7 @@ from server.watchdog import restart_when_stuck
 # What clients call a bundled model, and what the log says of it.
 DEMO_IDS = {DEMOS["chat"]: "octavo-demo", DEMOS["seq2seq"]: "octavo-demo-seq2seq"}
 _DEMO_NOTES = {
-    DEMOS["chat"]: "a tiny model, untrained noise",
+    DEMOS["chat"]: "a tiny model that tells little stories and answers questions about Octavo and transformers",
     DEMOS["seq2seq"]: "a tiny encoder-decoder that translates a toy language into English",
 }
 KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they end it, not we

@@ -1,20 +1,28 @@
-"""The bundled demo model: small, loadable by transformers, able to end, and made again byte for byte."""
+"""The bundled chat model: what it answers, through the engine; and that it is what its card says."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from engine import LLM, RequestOutput, SamplingParams
+from server.config.settings import DEMOS
+
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "server" / "demo" / "chat"
+sys.path.insert(0, str(ROOT / "tools"))
+
+from demo import corpus  # noqa: E402
+from demo.names import is_held_out  # noqa: E402
+
+FOLDER = DEMOS["chat"]
 FILES = {
     "README.md",
     "chat_template.jinja",
@@ -23,7 +31,43 @@ FILES = {
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
+    "training.json",
+    "training.svg",
 }
+MAX_BYTES = 8 * 1024 * 1024
+GREEDY = SamplingParams(temperature=0.0, max_tokens=200)
+STORY = "Once upon a time"
+
+FIXED = {  # the question, and what a right answer has, in small letters
+    "Who are you?": "octavo",
+    "What can you do?": "story",
+    "Hello!": "hello",
+    "What is a KV cache?": "keys and values",
+    "What is beam search?": "likely",
+    "Explain continuous batching.": "at any step",
+    "What is a token?": "piece of text",
+    "How does attention work?": "query",
+    "What is Octavo?": "transformer models",
+    "Tell me a story.": " lived ",
+}
+UNSEEN = {  # names that training never had; the question around them, and what else a right answer has
+    "Morvik": ("My name is {}.", "nice to meet you"),
+    "Velmeru": ("I am {}.", ""),
+    "Krovatta": ("Call me {}.", ""),
+    "Tilsaro": ("Hello! My name is {}.", ""),
+    "Banmora": ("Say hello to {}.", "hello"),
+    "Fenblax": ("My cat is called {}.", "cat"),
+    "Plisaro": ("Tell me a story about a fox named {}.", "fox"),
+    "Trosaro": ("Tell me a story about a dragon named {} in the forest.", "dragon"),
+    "Galdiro": ("I live in {}.", ""),
+    "Norlo": ("My friend is {}.", "friend"),
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with closing(LLM(str(FOLDER), show_progress=False, device="cpu")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -32,42 +76,122 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    loaded, notes = AutoModelForCausalLM.from_pretrained(FOLDER, output_loading_info=True)
+def training() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((FOLDER / "training.json").read_text(encoding="utf-8"))
+    return read
+
+
+def ask(llm: LLM, *turns: str, params: SamplingParams = GREEDY) -> RequestOutput:
+    """The answer to the last of the turns, which alternate between user and assistant."""
+    messages = [{"role": ("user", "assistant")[n % 2], "content": turn} for n, turn in enumerate(turns)]
+    assert llm.tokenizer is not None
+    text = llm.tokenizer.apply_chat_template(messages)
+    return llm.generate([llm.tokenizer.encode(text, add_special_tokens=False)], params)[0]
+
+
+def said(output: RequestOutput) -> str:
+    """The text of a whole answer."""
+    assert output.outputs[0].finish_reason == "stop", "it does not end by itself"
+    return output.outputs[0].text
+
+
+@pytest.mark.parametrize("question", FIXED)
+def test_it_answers_ten_fixed_questions(llm: LLM, question: str) -> None:
+    assert FIXED[question] in said(ask(llm, question)).lower()
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_it_answers_ten_questions_with_unseen_names(llm: LLM, name: str) -> None:
+    assert is_held_out(name), "training may have had it"
+    question, part = UNSEEN[name]
+    answer = said(ask(llm, question.format(name)))
+    assert name in answer
+    assert part in answer.lower()
+
+
+@pytest.mark.parametrize("name", ["Morvik", "Krovatta", "Banmora"])
+def test_it_remembers_the_name_over_another_question(llm: LLM, name: str) -> None:
+    turns = [f"My name is {name}."]
+    turns += [said(ask(llm, *turns)), "What is a token?"]
+    turns += [said(ask(llm, *turns)), "What is my name?"]
+    assert name in said(ask(llm, *turns))
+
+
+def test_it_says_what_it_does_not_know(llm: LLM) -> None:
+    assert "small demo model" in said(ask(llm, "What is the capital of Norlo?"))
+
+
+def test_it_goes_on_with_a_story(llm: LLM) -> None:
+    story = said(llm.generate([STORY], GREEDY)[0])
+    assert len(story.split()) > 30
+    assert story.isascii()
+    assert story.isprintable()
+    assert story.endswith((".", '"', "!", "?"))
+
+
+def test_greedy_sampling_and_beams_tell_different_stories(llm: LLM) -> None:
+    ways = [GREEDY, *(SamplingParams(temperature=1.0, seed=seed, max_tokens=200) for seed in range(3))]
+    beams = SamplingParams(temperature=0.0, num_beams=4, max_tokens=200)
+    outputs = [llm.generate([STORY], params)[0] for params in (*ways, beams)]
+    assert len({said(output) for output in outputs}) == len(outputs)
+    greedy, best = outputs[0].outputs[0].cumulative_logprob, outputs[-1].outputs[0].cumulative_logprob
+    assert greedy is not None
+    assert best is not None
+    assert best > greedy, "beam search found nothing likelier"
+
+
+def test_most_samples_end_by_themselves_in_printable_words(llm: LLM) -> None:
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=300) for seed in range(12)]
+    outputs = [output.outputs[0] for output in llm.generate([STORY] * 12, params)]
+    assert sum(output.finish_reason == "stop" for output in outputs) >= 10
+    assert all(output.text.isascii() and output.text.isprintable() for output in outputs)
+
+
+def test_transformers_says_the_same(llm: LLM, tokenizer: Any) -> None:
+    model, notes = AutoModelForCausalLM.from_pretrained(FOLDER, output_loading_info=True)
     assert not any(notes[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return loaded.eval()
-
-
-@pytest.fixture(scope="module")
-def prompt(tokenizer: Any) -> torch.Tensor:
-    messages = [{"role": "user", "content": "What is a choir?"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids: torch.Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    return ids
-
-
-def generate(model: Any, prompt: torch.Tensor, **options: Any) -> list[list[int]]:
-    mask = torch.ones_like(prompt)
-    rows = model.generate(prompt, attention_mask=mask, max_new_tokens=256, top_k=0, **options)
-    return [row[prompt.shape[1] :].tolist() for row in rows]
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.dtype == torch.float32
+    for prompt in (
+        STORY,
+        "<|user|>What is a KV cache?</s><|assistant|>",
+        "<|user|>My name is Morvik.</s><|assistant|>",
+    ):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=80)
+        output = llm.generate([ids[0].tolist()], SamplingParams(temperature=0.0, max_tokens=80))[0].outputs[0]
+        assert list(output.token_ids) == expected[0, ids.shape[1] :].tolist()
 
 
 def test_it_is_small_and_complete() -> None:
     assert {file.name for file in FOLDER.iterdir()} == FILES
-    assert (FOLDER / "model.safetensors").stat().st_size < 1_500_000
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 1_600_000
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= MAX_BYTES
+    config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
+    assert config["max_position_embeddings"] >= 512
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
 
 
-def test_its_card_says_what_it_is() -> None:
+def test_it_was_trained_on_the_corpus_that_is_here(training: dict[str, Any]) -> None:
+    assert corpus.digest(training["digest_count"]) == training["digest"], "the corpus has changed: train again"
+
+
+def test_its_card_has_the_measured_figures(training: dict[str, Any]) -> None:
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert "untrained noise" in card
-    assert "never trained" in card
+    last = training["curve"][-1]
+    assert f"{last['held_out']:.2f}" in card
+    assert training["digest"] in card
+    for kind, shares in training["shares"].items():
+        row = next(line for line in card.splitlines() if line.startswith(f"| {kind} |"))
+        assert all(f"{share:.1%}" in row for share in shares.values())
+    for heading in ("Data", "Training", "Samples", "Limits"):
+        assert f"\n## {heading}\n" in card
 
 
-def test_it_is_a_float32_llama_with_grouped_heads(model: Any) -> None:
-    assert type(model).__name__ == "LlamaForCausalLM"
-    assert model.dtype == torch.float32
-    assert model.config.num_key_value_heads < model.config.num_attention_heads
+def test_unseen_names_and_combinations_are_answered_nearly_as_well_as_known_ones(training: dict[str, Any]) -> None:
+    last = training["curve"][-1]
+    assert last["held_out"] < 1.25 * last["fresh"]
+    for kind, shares in training["shares"].items():
+        assert min(shares.values()) >= 0.7, kind
 
 
 @pytest.mark.parametrize(
@@ -76,7 +200,7 @@ def test_it_is_a_float32_llama_with_grouped_heads(model: Any) -> None:
 def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == text
-    assert max(ids) < tokenizer.vocab_size == 1280
+    assert max(ids) < tokenizer.vocab_size == len(tokenizer)
 
 
 def test_a_prompt_starts_with_bos(tokenizer: Any) -> None:
@@ -103,41 +227,6 @@ def test_the_chat_template_marks_every_turn(tokenizer: Any) -> None:
 def test_the_chat_template_refuses_other_roles(tokenizer: Any) -> None:
     with pytest.raises(Exception, match="system, user and assistant"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
-
-
-def test_it_ends_by_itself(model: Any, tokenizer: Any, prompt: torch.Tensor) -> None:
-    torch.manual_seed(0)
-    samples = generate(model, prompt.repeat(16, 1), do_sample=True)
-    ended = [sample.index(tokenizer.eos_token_id) for sample in samples if tokenizer.eos_token_id in sample]
-    assert len(ended) >= 6, f"{len(ended)} of 16 samples ended within 256 tokens"
-    assert sum(ended) / len(ended) > 10, "it ends before it has said anything"
-
-
-def test_it_speaks_in_printable_words(model: Any, tokenizer: Any, prompt: torch.Tensor) -> None:
-    torch.manual_seed(1)
-    for sample in generate(model, prompt.repeat(8, 1), do_sample=True):
-        text = tokenizer.decode(sample, skip_special_tokens=True)
-        assert text.isprintable()
-        assert text.isascii()
-        assert text[0].isupper()
-
-
-def test_the_ways_of_decoding_differ(model: Any, prompt: torch.Tensor) -> None:
-    torch.manual_seed(2)
-    greedy, sampled = generate(model, prompt, do_sample=False), generate(model, prompt, do_sample=True)
-    beam = generate(model, prompt, do_sample=False, num_beams=4)
-    assert len({tuple(answer[0]) for answer in (greedy, sampled, beam)}) == 3
-
-
-def test_making_it_again_gives_the_same(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "make_demo_model.py"), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
-    assert {file.name for file in tmp_path.iterdir()} == FILES
-    for name in sorted(FILES - {"model.safetensors"}):
-        assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes(), name
-    again, bundled = load_file(tmp_path / "model.safetensors"), load_file(FOLDER / "model.safetensors")
-    assert again.keys() == bundled.keys()
-    assert all(torch.equal(again[name], bundled[name]) for name in bundled)
 
 
 def test_its_files_agree_on_the_special_tokens(tokenizer: Any) -> None:

@@ -277,6 +277,7 @@ def test_a_package_that_shadows_ours_is_named(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "model", "path", "body", "said"),
     [
+        ((), "octavo-demo", "chat/completions", {"messages": [{"role": "user", "content": "Who are you?"}]}, "Octavo"),
         (
             ("--demo", "seq2seq"), "octavo-demo-seq2seq", "completions",
             {"prompt": "luma li vulpa lantan trovet.", "num_beams": 4}, "Later the fox found a lantern.",

@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--float32", action="store_true", help="matrix products in float32 instead of bfloat16")
     parser.add_argument("--cases", type=int, default=200, help="of each kind that the evaluation asks; 0 for none")
+    parser.add_argument("--note", default="", help="what the card is to say about this run")
     parser.add_argument("--tiny", action="store_true", help="a model that learns nothing, in seconds")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -78,6 +79,7 @@ def main() -> None:
         "cpu_seconds": round(progress.cpu_seconds),
         "curve": progress.curve,
         "cases": given.cases,
+        "note": given.note,
     }
     if given.cases:
         shares = (measure_chat if given.model == "chat" else measure_seq2seq)(folder, given.cases)

@@ -45,7 +45,8 @@ use of the server, small talk, stories asked for by hero, name, place, thing or 
 and questions that it cannot know. Names are made of syllables, so that there are too many to learn by heart.
 
 Held out from training by the checksum of their letters: one name in eight, one pair of hero and place in ten, one
-pair of topic and phrasing in ten. SHA-256 of the first {digest_count} documents: `{digest}`.
+pair of topic and phrasing in ten. SHA-256 of the first {digest_count} documents of each of its two
+parts: `{digest}`.
 
 ## Training
 
@@ -53,8 +54,10 @@ pair of topic and phrasing in ten. SHA-256 of the first {digest_count} documents
 tokens, none twice. AdamW, {warmup} steps of warm-up to {peak_rate:g}, then a cosine; weight decay {decay:g};
 gradients clipped at {clip:g}; cross-entropy over the assistant's tokens with label smoothing {smoothing:g} in the
 first {smoothed:.0%} of the steps, and without afterwards, since a smoothed model would draw wrong tokens at
-temperature 1. Matrix products in {precision}. It took {minutes} minutes of processor time, on a CPU, in {threads}
-thread(s).
+temperature 1. From step {second} on the documents are of a second part, in which what has to be looked up stands
+close together: the beginnings of stories, to learn who they are about, and questions that take up an earlier turn.
+Matrix products in {precision}. It took {minutes} minutes of processor time, on a CPU, in {threads} thread(s).
+{note}
 
 ![perplexity](training.svg)
 
@@ -120,7 +123,7 @@ and "After a while", "After some time" or "After that" in 18 each: "After" is th
 name in eight, and one pair of subject and verb in ten. SHA-256 of the first {digest_count} pairs: `{digest}`.
 AdamW, {warmup} steps of warm-up to {peak_rate:g}, then a cosine; gradients clipped at {clip:g}; cross-entropy
 with label smoothing {smoothing:g} in the first {smoothed:.0%} of the steps. Matrix products in {precision}. It
-took {minutes} minutes of processor time, on a CPU, in {threads} thread(s).
+took {minutes} minutes of processor time, on a CPU, in {threads} thread(s). {note}
 
 ![perplexity](training.svg)
 
@@ -273,7 +276,7 @@ def write_card(folder: Path, model: str, training: dict[str, Any], shares: dict[
         "threads": training["threads"], "million_tokens": f"{training['tokens'] / 1e6:.1f}",
         "digest": training["digest"], "digest_count": training["digest_count"],
         "curve": curve_table(training), "shares": share_table(shares),
-        "held_out": f"{last['held_out']:.2f}", "count": training["cases"],
+        "held_out": f"{last['held_out']:.2f}", "count": training["cases"], "note": training["note"],
     }  # fmt: skip
     if model == "chat":
         text = CHAT.format(
@@ -283,4 +286,5 @@ def write_card(folder: Path, model: str, training: dict[str, Any], shares: dict[
         )  # fmt: skip
     else:
         text = SEQ2SEQ.format(**common, samples=seq2seq_samples(folder), lexicon=lexicon(), words=count_words())
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    lines = [line.rstrip() for line in text.strip().splitlines()]
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

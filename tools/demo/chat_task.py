@@ -54,7 +54,7 @@ FULL = ChatSettings(
     shape=Shape(vocab=1536, hidden=192, layers=5, heads=6, kv_heads=2, ffn=512, context=512),
     tokenizer_documents=20_000,
     held_out_rows=24,
-    recipe=Recipe(steps=3800, rows=8, length=256, peak_rate=2.5e-3, smoothed=0.27, evaluations=150, second=2500),
+    recipe=Recipe(steps=5000, rows=8, length=256, peak_rate=2.5e-3, smoothed=0.2, evaluations=150, second=2500),
 )
 TINY = ChatSettings(  # for the tests: all of the way, in seconds
     shape=Shape(vocab=400, hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, context=512),

@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from demo import chat, facts, questions, talk
 from demo.names import is_held_out_pair
 from demo.seq2seq_task import pair
-from demo.stories import capital
+from demo.stories import capital, tell
+from demo.words import a, at
 from engine import LLM, RequestOutput, SamplingParams
 
 Messages = list[dict[str, str]]
@@ -75,8 +77,8 @@ def question_answered(state: chat.Talk) -> Case:
 
 def story_told(state: chat.Talk) -> Case:
     """A story about a hero with a name, in a place: all three are in it."""
-    story = chat.tell(state.rng, held_out=state.held_out)
-    about = f" about {chat.a(story.hero)} named {story.name} {chat.at(story.place)}"
+    story = tell(state.rng, held_out=state.held_out)
+    about = f" about {a(story.hero)} named {story.name} {at(story.place)}"
     asked = state.rng.choice(talk.ASK_STORY).format(about=about)
     return Case(messages([], asked), parts=(story.name, story.hero, story.place))
 
@@ -148,7 +150,7 @@ def measure_seq2seq(folder: Path, count: int, beams: int = 4) -> dict[str, dict[
     with closing(LLM(str(folder), show_progress=False)) as llm:
         for group, members in groups.items():
             shares[group] = {"sentences": len(members)}
-            searches = {
+            searches: dict[str, dict[str, Any]] = {
                 "greedy": {},
                 f"{beams} beams": {"num_beams": beams},
                 f"{beams} beams, length_penalty 0": {"num_beams": beams, "length_penalty": 0.0},
