@@ -230,14 +230,12 @@ def test_models_that_are_not_there(url: str) -> None:
         assert run.stderr.count("\n") == 1, run.stderr
 
 
-def test_an_encoder_decoder_model_completes(tmp_path: Path) -> None:
-    folder = tmp_path / "tiny-t5"
-    command = [sys.executable, "tools/make_tiny_t5.py", str(folder)]
-    subprocess.run(command, cwd=ROOT, env=environment() | {"PYTHONPATH": "."}, check=True, timeout=120)
-    flags = ("--model", str(folder), "--num-beams", "4", "--n", "2", "--decoder-prompt", "The old")
-    run = octavo("complete", "translate English to German: The choir sings.", *flags)
+def test_an_encoder_decoder_model_completes() -> None:
+    flags = ("--demo", "seq2seq", "--num-beams", "4", "--n", "2", "--decoder-prompt", "Later the")
+    run = octavo("complete", "luma li vulpa en li silva li lantan trovet.", *flags)
     assert run.returncode == 0, run.stderr
-    assert [line.split()[0] for line in run.stdout.splitlines()] == ["1:", "2:"]
+    assert run.stdout.splitlines()[0] == "1:  fox found the lantern in the forest."
+    assert run.stdout.splitlines()[1].startswith("2: ")
 
 
 @pytest.mark.parametrize(

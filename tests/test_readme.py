@@ -16,7 +16,7 @@ from support.service import ROOT, Service
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REQUEST = re.compile(
-    r"^\$ curl (?:-N )?(http://127\.0\.0\.1:8000(/\S+)).*\\\n    -d '(\{.*?\})'\n(.*?)(?=^\$ |\Z)", re.M | re.S
+    r"^\$ curl (?:-N )?(http://127\.0\.0\.1:8000(/\S+))[^\n]*\\\n    -d '(\{.*?\})'\n(.*?)(?=^\$ |\Z)", re.M | re.S
 )
 SEQ2SEQ = "octavo serve --demo seq2seq"
 OTHER_MODEL = "octavo serve --served-model-name"  # which has to be downloaded
