@@ -6,6 +6,8 @@ const words = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 const duration = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
 
+const SHORT = 100; // milliseconds
+
 export class Meter {
   constructor() {
     this.parts = Object.fromEntries(
@@ -20,8 +22,8 @@ export class Meter {
     for (const part of Object.values(this.parts)) part.textContent = "";
   }
 
-  // The time to the first token counts from the click; the rate from that token on, but of a search, whose tokens are
-  // known many at a time, from the click, too.
+  // The time to the first token counts from the click; the rate from that token on. Where tokens come many at a time, as
+  // of a search, or all within a moment, that would be a fiction: then the rate, too, counts from the click.
   feed(usage, searches) {
     if (!usage?.completion_tokens) return;
     const now = performance.now();
@@ -32,8 +34,9 @@ export class Meter {
     }
     if (tokens !== this.tokens) this.last = now;
     this.tokens = tokens;
-    const seconds = (this.last - (searches ? this.began : this.first.at)) / 1000;
-    const since = searches ? tokens : tokens - this.first.tokens;
+    const whole = searches || this.last - this.first.at < SHORT;
+    const seconds = (this.last - (whole ? this.began : this.first.at)) / 1000;
+    const since = whole ? tokens : tokens - this.first.tokens;
     this.parts.rate.textContent = since > 0 && seconds > 0 ? `${(since / seconds).toFixed(since / seconds < 10 ? 1 : 0)} tokens/s` : "";
     this.parts.count.textContent = words(tokens, "token");
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;

@@ -48,7 +48,7 @@ for (const colorScheme of ["light", "dark"]) {
   await page.waitForTimeout(2000); // so that later visitors find what earlier ones left
   await busy(page);
   await page.evaluate(() => scrollTo(0, 0));
-  await page.locator("#pane-chat .token").nth(4).hover();
+  await page.locator("#pane-chat .token").first().hover();
   await picture(page, colorScheme);
   on = false;
   await Promise.all(visitors);
