@@ -59,9 +59,9 @@ def _own_the_process(command: str, arguments: list[str]) -> None:
 
         compute_in_one_thread()
     elif command in ("chat", "complete") and not asks_help:
-        for name in ("SIGTERM", "SIGHUP"):  # a model that was loaded is put away
-            if hasattr(signal, name):  # Windows lacks one
-                signal.signal(getattr(signal, name), _end)
+        from server.terminal.ending import end_with  # a model that was loaded is put away
+
+        end_with("SIGTERM", "SIGHUP")
     elif hasattr(signal, "SIGPIPE") and (command != "bench" or asks_help):
         # A pipe whose reader leaves, as `| head` does, ends this process without a trace.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -70,10 +70,6 @@ def _own_the_process(command: str, arguments: list[str]) -> None:
 def _stop_early(signum: int, frame: FrameType | None) -> NoReturn:
     print("octavo: stopped before it served.", file=sys.stderr)
     raise SystemExit(0)
-
-
-def _end(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)
 
 
 def _refuse(arguments: list[str]) -> NoReturn:

@@ -234,7 +234,7 @@ def test_an_encoder_decoder_model_completes() -> None:
     flags = ("--demo", "seq2seq", "--num-beams", "4", "--n", "2", "--decoder-prompt", "Later the")
     run = octavo("complete", "luma li vulpa en li silva li lantan trovet.", *flags)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[0] == "1:  fox found the lantern in the forest."
+    assert run.stdout.splitlines()[0] == "1: fox found the lantern in the forest."
     assert run.stdout.splitlines()[1].startswith("2: ")
 
 
@@ -446,3 +446,15 @@ def test_a_chat_loads_the_bundled_model(tmp_path: Path) -> None:
     terminal.wait_for("tokens/s")
     terminal.process.send_signal(signal.SIGTERM)
     assert terminal.end() == 128 + signal.SIGTERM
+
+
+def test_a_signal_ends_what_waits_for_a_key() -> None:
+    """The handler has no chance where the system's own reading goes on after a signal; the thread has."""
+    code = (
+        "import signal, server.terminal.ending as ending; ending._GRACE = 0.1; ending.end_with('SIGTERM');"
+        "signal.siginterrupt(signal.SIGTERM, False); signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]);"
+        "import ctypes, os, threading; threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM)).start();"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]); ctypes.CDLL(None).sleep(600)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    assert ran.returncode == 128 + signal.SIGTERM

@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
         ) as model:  # fmt: skip
             model.require(COMPLETIONS)
             body = {"prompt": prompt, **fields}
-            body.setdefault("max_tokens", model.room({"prompt": prompt}))
+            body.setdefault("max_tokens", model.room({"prompt": prompt}, given.decoder_prompt or ""))
             _complete(model, body, given)
     except TalkError as problem:
         say(PROG, str(problem))

@@ -80,12 +80,17 @@ class Model:
         count = answer.get("count") if isinstance(answer, dict) else None
         return count if isinstance(count, int) else None
 
-    def room(self, prompt: dict[str, Any]) -> int:
-        """Tokens that an answer to this prompt gets where nobody says otherwise; at least 1."""
+    def room(self, prompt: dict[str, Any], begun: str = "") -> int:
+        """Tokens that an answer to this prompt gets where nobody says otherwise; at least 1.
+
+        Args:
+            begun: how an encoder-decoder model's answer begins, which takes some of its room.
+        """
         if self.context is None:
             return _ANSWER
         if self.encodes:
-            left = self.context - 1  # it begins with a start token
+            taken = (self.count({"prompt": begun}) or 0) if begun else 0
+            left = self.context - 1 - taken  # it begins with a start token
         else:
             left = self.context - (self.count(prompt) or 0)
         return max(1, min(_ANSWER, left))

@@ -1,0 +1,60 @@
+"""Signals that end a command, also while the terminal is read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any, NoReturn
+
+_GRACE = 5.0  # seconds that the ordinary end gets
+
+
+def end_with(*names: str) -> None:
+    """Let these signals end the process with status 128 + number, in good order if that can be.
+
+    Python carries a signal out between two of its own steps. One that comes right before the terminal is read waits
+    there for the next key, which may never be typed: then a thread, which is told by the system, ends the process.
+    """
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows lacks some
+    for number in numbers:
+        signal.signal(number, _end)
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    threading.Thread(target=_insist, args=(told, numbers, _terminal()), daemon=True).start()
+
+
+def _end(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def _insist(told: int, numbers: list[int], terminal: Any) -> None:
+    while (signum := os.read(told, 1)[0]) not in numbers:
+        pass
+    time.sleep(_GRACE)
+    if terminal is not None:
+        with contextlib.suppress(OSError):
+            _set_terminal(terminal)
+    os._exit(128 + signum)
+
+
+def _terminal() -> Any:
+    """How the terminal is set; None where there is none."""
+    if not (sys.stdin and sys.stdin.isatty()):
+        return None
+    try:
+        import termios
+    except ImportError:  # Windows
+        return None
+    return termios.tcgetattr(sys.stdin.fileno())
+
+
+def _set_terminal(settings: Any) -> None:
+    import termios
+
+    termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, settings)
