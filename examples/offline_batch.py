@@ -18,7 +18,7 @@ NAMES = ("Ada", "Bruno", "Clara", "Dario", "Elif", "Farid", "Greta", "Hana")
 
 def main() -> None:
     llm = LLM(sys.argv[1] if len(sys.argv) > 1 else str(DEMO_MODEL), show_progress=False)
-    prompts = [f"One morning {name}" for name in NAMES]
+    prompts = [f"One morning {name} found" for name in NAMES]
 
     # The same settings for all; or one object per prompt, here with a seed each.
     params = [SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=seed) for seed in range(len(prompts))]
