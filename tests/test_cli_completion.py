@@ -85,7 +85,9 @@ def test_fish(line: str, wanted: set[str], folder: Path) -> None:
 TYPIST = """\
 zmodload zsh/zpty
 zpty z zsh -f -i
-zpty -w z 'PS1=; unset zle_bracketed_paste; autoload -U compinit; compinit -u -D; source ./zsh'
+zpty -w z 'unset zle_bracketed_paste; autoload -U compinit; compinit -u -D; source ./zsh; PS1="rea""dy"'
+# What is typed before the shell reads keys is only echoed.
+zpty -r z out '*ready'
 zpty -n -w z "$1"$'\\t'" # end"$'\\n'
 while zpty -r z out; do
     print -r -- "$out"
