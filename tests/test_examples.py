@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.service import ROOT, Service, environment
+from support.service import ROOT, environment, services_on_demand
 
 from server.config.settings import Settings
 
@@ -32,19 +32,7 @@ Start = Callable[..., str]
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Gives the URL of a server with these arguments, started once."""
-    services: dict[tuple[str, ...], Service] = {}
-
-    def get(*arguments: str) -> str:
-        if arguments not in services:
-            log = tmp_path_factory.mktemp("log") / "service.log"
-            services[arguments] = Service("--kv-cache-memory", "64MiB", *arguments, log=log)
-            services[arguments].wait_ready()
-        return services[arguments].url
-
-    yield get
-    for service in services.values():
-        service.process.kill()
-        service.process.wait()
+    yield from services_on_demand(tmp_path_factory.mktemp("log"))
 
 
 def run(program: str, example: str, *arguments: str, path: str = "") -> dict[str, list[str]]:

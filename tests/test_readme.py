@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.service import ROOT, Service
+from support.service import ROOT, services_on_demand
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -27,19 +27,7 @@ Serve = Callable[..., str]
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Gives the URL of a bundled model's server, started once."""
-    running: dict[tuple[str, ...], Service] = {}
-
-    def get(*arguments: str) -> str:
-        if arguments not in running:
-            log = tmp_path_factory.mktemp("log") / "service.log"
-            running[arguments] = Service("--kv-cache-memory", "64MiB", *arguments, log=log)
-            running[arguments].wait_ready()
-        return running[arguments].url
-
-    yield get
-    for service in running.values():
-        service.process.kill()
-        service.process.wait()
+    yield from services_on_demand(tmp_path_factory.mktemp("log"))
 
 
 def blocks() -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -51,6 +52,24 @@ class Service:
         while self.metric(name) != wanted:
             assert time.monotonic() < deadline, f"{name} is {self.metric(name)} after {seconds} s, not {wanted}"
             time.sleep(0.02)
+
+
+def services_on_demand(folder: Path) -> Iterator[Callable[..., str]]:
+    """Gives a function from arguments to the URL of a service that has them, started once, with little memory for
+    pages; at the end all of them are ended."""
+    running: dict[tuple[str, ...], Service] = {}
+
+    def get(*arguments: str) -> str:
+        if arguments not in running:
+            log = folder / f"service-{len(running)}.log"
+            running[arguments] = Service("--kv-cache-memory", "64MiB", *arguments, log=log)
+            running[arguments].wait_ready()
+        return running[arguments].url
+
+    yield get
+    for service in running.values():
+        service.process.kill()
+        service.process.wait()
 
 
 def environment() -> dict[str, str]:
