@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Tiny matrices gain nothing from threads, and threads that wait for each other on busy cores take ten
 # times as long. Set before torch is imported; servers that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without a GPU, Triton's kernels run by its interpreter. It reads this when they are imported.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOMY: dict[str, Any] = {
     "device": "cpu",

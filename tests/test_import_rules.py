@@ -26,6 +26,7 @@ LAYERS = {
     "engine.logs": 1,
     "engine.scheduling": 2,
     "engine.native": 2,
+    "engine.gpu": 2,
     "engine.attention": 2,
     "engine.model": 3,
     "engine.generation": 3,

@@ -1,0 +1,125 @@
+"""What tests of `engine.gpu` share: where kernels run, and how they are compiled where there is no GPU.
+
+As a script (`python -m support.gpu MODULE`) it compiles the `VARIANTS` of a module and prints what came of it: in a
+process of its own, because kernels that were imported for the interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import gpu
+
+TESTS = Path(__file__).resolve().parents[1]
+# Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table of technical
+# specifications).
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@contextmanager
+def kernels() -> Iterator[torch.device]:
+    """The device that kernels are tested on: a GPU if there is one, else the CPU by Triton's interpreter."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda")
+    else:
+        with gpu.interpreted():
+            yield torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A kernel as it is launched.
+
+    Attributes:
+        name: for messages.
+        kernel: a function under `triton.jit`.
+        signature: the type of each argument that is not a constant, in Triton's words ("*bf16", "i32", "fp32").
+        constants: the values of the others.
+        multiples: integers that are multiples of 16 at the launch; pointers are, all of them. Triton compiles other
+            code for those, which takes more shared memory.
+        num_warps, num_stages: as at the launch.
+        capabilities: what it is compiled for.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    multiples: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    capabilities: tuple[int, ...] = (80, 90, 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What came of a variant for one capability.
+
+    Attributes:
+        shared: bytes of shared memory.
+        size: bytes of the machine code.
+    """
+
+    name: str
+    capability: int
+    shared: int
+    size: int
+    error: str = ""
+
+
+def compile_variants(module: str, cache: Path) -> list[Compiled]:
+    """Compile the `VARIANTS` of a module below tests/, such as "support.variants_attention", without a GPU.
+
+    Args:
+        cache: a folder for Triton's own cache.
+    """
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "support.gpu", module], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [Compiled(**item) for item in json.loads(done.stdout.splitlines()[-1])]
+
+
+def check_compiled(found: list[Compiled]) -> None:
+    """All were compiled, to something, within the shared memory of their GPUs."""
+    assert found
+    for one in found:
+        assert not one.error, f"{one.name} for sm_{one.capability}: {one.error}"
+        assert one.size > 0
+        limit = SHARED_MEMORY[one.capability]
+        assert one.shared <= limit, f"{one.name} takes {one.shared} bytes of sm_{one.capability}'s {limit}"
+
+
+def _compile(variant: Variant, capability: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = dict.fromkeys(variant.constants, "constexpr") | dict(variant.signature)
+    even = [name for name, kind in variant.signature.items() if kind.startswith("*") or name in variant.multiples]
+    attributes = {(variant.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attributes)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except Exception as error:  # reported with the variant's name, by the process that asked
+        return Compiled(name=variant.name, capability=capability, shared=0, size=0, error=str(error)[:2000])
+    return Compiled(name=variant.name, capability=capability, shared=made.metadata.shared, size=len(made.asm["cubin"]))
+
+
+if __name__ == "__main__":
+    variants: list[Variant] = importlib.import_module(sys.argv[1]).VARIANTS
+    print(json.dumps([asdict(_compile(v, c)) for v in variants for c in v.capabilities]))
