@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_overview()
         return 0
     if command not in COMMANDS:
+        if not arguments:  # someone who looks what there is
+            from server.terminal.overview import print_overview
+
+            print_overview()
         _refuse(arguments)
     try:
         return COMMANDS[command].run(arguments[1:])

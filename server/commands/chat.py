@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from engine import InvalidRequestError
 from server.talking.conversation import Conversation
-from server.talking.errors import TalkError
 from server.talking.loop import Chat
-from server.talking.model import CHAT, open_model
-from server.talking.options import add_decoding, add_place, decoding, default_key, default_url, loading
+from server.talking.model import CHAT, Model
+from server.talking.options import add_decoding, add_place
+from server.talking.session import settings_of, talk
 from server.terminal.parser import OneLineParser
-from server.terminal.style import note, say
 
 PROG = "octavo chat"
 DESCRIPTION = """\
@@ -37,20 +35,10 @@ def run(arguments: list[str]) -> int:
     """Talk; 0 done, 1 it could not, 2 wrong flags, 130 stopped by Ctrl-C."""
     made = parser()
     given = made.parse_args(arguments)
-    try:
-        settings = decoding(given)
-    except InvalidRequestError as problem:
-        made.error(str(problem))
-    try:
-        with open_model(
-            given.model, given.url, api_key=given.api_key or default_key(), default_url=default_url(),
-            timeout=given.timeout, loading=loading(given),
-        ) as model:  # fmt: skip
-            model.require(CHAT)
-            return Chat(model, Conversation(given.system), settings, PROG).run()
-    except TalkError as problem:
-        say(PROG, str(problem))
-        return 1
-    except KeyboardInterrupt:
-        note("stopped")
-        return 130
+    settings = settings_of(made, given)
+
+    def with_model(model: Model) -> int:
+        model.require(CHAT)
+        return Chat(model, Conversation(given.system), settings, PROG).run()
+
+    return talk(PROG, given, with_model)

@@ -6,13 +6,12 @@ import json
 import sys
 from typing import Any
 
-from engine import InvalidRequestError
 from server.talking.answers import Answer, stream, whole
-from server.talking.errors import TalkError
-from server.talking.model import COMPLETIONS, Model, open_model
-from server.talking.options import add_decoding, add_place, decoding, default_key, default_url, loading
+from server.talking.model import COMPLETIONS, Model
+from server.talking.options import add_decoding, add_place
+from server.talking.session import settings_of, talk
 from server.terminal.parser import OneLineParser
-from server.terminal.style import harmless, note, say, styled
+from server.terminal.style import harmless, note, styled
 
 PROG = "octavo complete"
 DESCRIPTION = """\
@@ -54,10 +53,7 @@ def run(arguments: list[str]) -> int:
     """Complete; 0 done, 1 it could not, 2 wrong flags, 130 stopped by Ctrl-C."""
     made = parser()
     given = made.parse_args(arguments)
-    try:
-        fields = decoding(given)
-    except InvalidRequestError as problem:
-        made.error(str(problem))
+    fields = settings_of(made, given)
     if given.logprobs is not None and not given.json:
         made.error("--logprobs needs --json, which shows them")
     fields |= {
@@ -66,22 +62,15 @@ def run(arguments: list[str]) -> int:
         if (value := getattr(given, name)) is not None
     }
     prompt = _prompt(made, given.prompt)
-    try:
-        with open_model(
-            given.model, given.url, api_key=given.api_key or default_key(), default_url=default_url(),
-            timeout=given.timeout, loading=loading(given),
-        ) as model:  # fmt: skip
-            model.require(COMPLETIONS)
-            body = {"prompt": prompt, **fields}
-            body.setdefault("max_tokens", model.room({"prompt": prompt}, given.decoder_prompt or ""))
-            _complete(model, body, given)
-    except TalkError as problem:
-        say(PROG, str(problem))
-        return 1
-    except KeyboardInterrupt:
-        note("stopped")
-        return 130
-    return 0
+
+    def with_model(model: Model) -> int:
+        model.require(COMPLETIONS)
+        body = {"prompt": prompt, **fields}
+        body.setdefault("max_tokens", model.room({"prompt": prompt}, given.decoder_prompt or ""))
+        _complete(model, body, given)
+        return 0
+
+    return talk(PROG, given, with_model)
 
 
 def _prompt(made: OneLineParser, given: str | None) -> str:
