@@ -27,11 +27,12 @@ import torch
 from offline import ROOT, SHAPE, machine, make_checkpoint
 
 from engine import LLM, Engine, EngineConfig, SamplingParams
+from engine.attention.formats import format_named
 from engine.config import parse_bytes
 from engine.execution.kv_cache import page_bytes
 
 TRAINED = ROOT.parent / "shared" / "data" / "stories260k" / "hf"
-FORMATS = ("float32", "bfloat16", "float16", "int8")
+FORMATS = ("float32", "bfloat16", "float16", "int8", "fp8")
 # (layers, kv_heads, head_dim) of what is measured here, and of models that people serve.
 SHAPES = {
     "stories260k": (5, 4, 8),
@@ -50,7 +51,7 @@ def count_tokens(memory: int) -> list[dict[str, Any]]:
     """Tokens by shape and format."""
     rows = []
     for name, (layers, heads, dim) in SHAPES.items():
-        sizes = {kind: page_bytes([(heads, dim)] * layers, BLOCK, getattr(torch, kind)) for kind in FORMATS}
+        sizes = {kind: page_bytes([(heads, dim)] * layers, BLOCK, format_named(kind)) for kind in FORMATS}
         rows.append(
             {
                 "shape": name,

@@ -62,8 +62,8 @@ class EngineConfig:
         block_size: tokens a page holds.
         kv_cache_memory: bytes for the pages, such as "4GiB" (CPU: a quarter of the free memory, at
             most 4 GiB; GPU: what gpu_memory_utilization leaves).
-        kv_cache_dtype: format of the pages; auto takes dtype's. int8 has a scale per head and token, and
-            holds about twice the tokens of a 16-bit format in the same memory.
+        kv_cache_dtype: format of the pages; auto takes dtype's. int8 and fp8 (e4m3) have a scale per head and token,
+            and hold about twice the tokens of a 16-bit format in the same memory.
         gpu_memory_utilization: share of the GPU's memory to use for weights, activations and pages.
         num_gpu_blocks_override: number of pages, on any device, instead of a size.
         enable_prefix_caching: reuse pages of earlier prompts.
@@ -90,7 +90,7 @@ class EngineConfig:
     max_step_time: float | None = None
     block_size: int = 16
     kv_cache_memory: int | str | None = None
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = "auto"
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
@@ -125,9 +125,9 @@ class EngineConfig:
             raise ConfigError(f"quantization must be none, int8 or int4, got {self.quantization!r}.")
         if self.quantization_cache == "":
             raise ConfigError('quantization_cache must be a folder or off, got "".')
-        if self.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16", "int8"):
+        if self.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16", "int8", "fp8"):
             raise ConfigError(
-                f"kv_cache_dtype must be auto, float32, bfloat16, float16 or int8, got {self.kv_cache_dtype!r}."
+                f"kv_cache_dtype must be auto, float32, bfloat16, float16, int8 or fp8, got {self.kv_cache_dtype!r}."
             )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}.")

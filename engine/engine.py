@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.attention import select
+from engine.attention.formats import LARGEST, format_name
 from engine.cache_map import CacheMap
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
@@ -103,7 +104,7 @@ class Engine:
             num_blocks = count_blocks(
                 config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len
             )
-        centres = mean_keys(model) if cache_dtype == torch.int8 and not whole else None
+        centres = mean_keys(model) if cache_dtype in LARGEST and not whole else None
         cache = KVCache(shapes, num_blocks, config.block_size, cache_dtype, device, centres)
         self.runner = ModelRunner(
             model,
@@ -135,7 +136,7 @@ class Engine:
             model=config.model,
             model_path=str(path),
             dtype=str(dtype).removeprefix("torch."),
-            kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+            kv_cache_dtype=format_name(cache_dtype),
             device=str(device),
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,

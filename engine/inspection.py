@@ -10,6 +10,7 @@ import torch
 
 from engine import native
 from engine.attention import select
+from engine.attention.formats import format_name
 from engine.config import EngineConfig
 from engine.cpus import Threads, choose_threads, given_environment
 from engine.engine import choose_device, choose_dtype
@@ -162,7 +163,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         weight_files=len(files),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        kv_cache_dtype=format_name(cache_dtype),
         weights=weights,
         num_blocks=num_blocks,
         pages=pages,

@@ -238,7 +238,7 @@ BAD_CONFIG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"gpu_memory_utilization": math.nan}, ("gpu_memory_utilization", "nan")),
     ({"dtype": "int8"}, ("dtype", "bfloat16", "'int8'")),
     ({"quantization": "awq"}, ("quantization", "int4", "'awq'")),
-    ({"kv_cache_dtype": "fp8"}, ("kv_cache_dtype", "int8", "'fp8'")),
+    ({"kv_cache_dtype": "fp4"}, ("kv_cache_dtype", "int8 or fp8", "'fp4'")),
     ({"device": "tpu"}, ("device", "cuda:N", "'tpu'")),
     ({"device": "cuda:x"}, ("device", "'cuda:x'")),
     ({"generation_config": "vllm"}, ("generation_config", "none", "'vllm'")),

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.formats import convert, quantise
+from engine.attention.formats import convert, movable, quantise
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class Paged:
         keys, values: [num_blocks, block_size, kv_heads, head_dim], in a format of `engine.attention.formats`,
             which need not be that of the queries. Block 0 belongs to no sequence.
         block_tables: [R, max blocks] int32. Pages that no query of a row sees may be 0: they must not be read.
-        key_scales, value_scales: [num_blocks, block_size, kv_heads] of int8 pages; None for all others.
-        key_centre: [kv_heads, head_dim] float32 that was subtracted from keys before they became int8, and that
+        key_scales, value_scales: [num_blocks, block_size, kv_heads] of int8 and fp8 pages; None for all others.
+        key_centre: [kv_heads, head_dim] float32 that was subtracted from keys before they were quantised, and that
             readers add; None for nothing. It adds the same to all scores of a query, so that a backend may leave
             it out where no softcap follows.
     """
@@ -97,8 +97,8 @@ class Paged:
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store new tokens, in the pages' format.
 
-        Numbers that are not finite, or that the format cannot hold, are read back as NaN: in int8 their whole
-        vector is; only pages in the format of the new tokens take everything as it is.
+        Numbers that are not finite, or that the format cannot hold, are read back as NaN: in int8 and fp8 their
+        whole vector is; only pages in the format of the new tokens take everything as it is.
 
         Args:
             slots: [T] int64, block * block_size + offset of each token.
@@ -111,9 +111,10 @@ class Paged:
             return
         if self.key_centre is not None:
             keys, values = keys - self.key_centre, values.float()
-        steps, scales = quantise(torch.stack((keys, values)))
-        self.keys.view(-1, heads, head_dim).index_copy_(0, slots, steps[0])
-        self.values.view(-1, heads, head_dim).index_copy_(0, slots, steps[1])
+        quantised, scales = quantise(torch.stack((keys, values)), self.keys.dtype)
+        steps = movable(quantised)
+        movable(self.keys).view(-1, heads, head_dim).index_copy_(0, slots, steps[0])
+        movable(self.values).view(-1, heads, head_dim).index_copy_(0, slots, steps[1])
         self.key_scales.view(-1, heads).index_copy_(0, slots, scales[0])
         self.value_scales.view(-1, heads).index_copy_(0, slots, scales[1])
 

@@ -1,11 +1,16 @@
-"""The formats in which pages hold K and V: those of floating point, and int8 with scales.
+"""The formats in which pages hold K and V: those of floating point, and int8 and fp8 with scales.
 
-A *vector* is one token's K or V of one head. As int8 it is symmetric and has one scale: value = int8 * scale.
+A *vector* is one token's K or V of one head. In 8 bits it is symmetric and has one scale: value = step * scale.
 
 Scales are bfloat16. That format has float32's range, so no vector is too large or too small for its scale, and
 the 8 bits that it keeps are enough: a vector is quantised with the scale as it was rounded, and a scale rounded
-down by at most 1/257 takes the largest value to 127.496, which still rounds to 127. So the error is at most half
-a scale, and a dequantised value, the product of 7 and 8 bits, is exact in float32.
+down by at most 1/257 takes the largest value of int8 to 127.496, which still rounds to 127. So the error is at most
+half a scale, and a dequantised value, the product of 7 and 8 bits, is exact in float32.
+
+fp8 is float8_e4m3fn: 3 bits after the leading one, steps of 2^-9 below 2^-6, nothing above 448, no infinity. The same
+scale takes the largest value to 449.75, which rounds to 448. So the error of a value x is at most
+max(abs(x) / 16, scale / 1024): less than int8's where abs(x) < 8 * scale, a 56th of the largest value, and more above.
+A dequantised value, the product of 4 and 8 bits, is exact in float32.
 """
 
 from __future__ import annotations
@@ -13,17 +18,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+FP8 = torch.float8_e4m3fn
+# The largest step of each format that has scales.
+LARGEST = {torch.int8: 127.0, FP8: 448.0}
+FORMATS = (torch.float32, torch.bfloat16, torch.float16, *LARGEST)
 SCALE = torch.bfloat16
 
-_LARGEST = 127
 # Far below any scale that matters, and above 0: vectors of zeros need no case of their own.
 _SMALLEST_SCALE = 2.0**-126
 
 
 def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:
     """Bytes that a vector takes, its scale included."""
-    return head_dim * dtype.itemsize + (SCALE.itemsize if dtype == torch.int8 else 0)
+    return head_dim * dtype.itemsize + (SCALE.itemsize if dtype in LARGEST else 0)
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """What `EngineConfig.kv_cache_dtype` calls a format."""
+    return "fp8" if dtype == FP8 else str(dtype).removeprefix("torch.")
+
+
+def format_named(name: str) -> torch.dtype:
+    """The format of a name."""
+    found: torch.dtype = FP8 if name == "fp8" else getattr(torch, name)
+    return found
+
+
+def movable(pages: Tensor) -> Tensor:
+    """Pages as torch can copy and index them: of fp8, which few operators know, the same bytes as uint8."""
+    return pages.view(torch.uint8) if pages.dtype == FP8 else pages
 
 
 def convert(vectors: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,19 +61,22 @@ def convert(vectors: Tensor, dtype: torch.dtype) -> Tensor:
     return converted.masked_fill_(converted.isinf(), torch.nan)
 
 
-def quantise(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [..., head_dim], scales [...]) of vectors [..., head_dim] in any floating-point format.
+def quantise(vectors: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """(int8 or fp8 [..., head_dim], scales [...]) of vectors [..., head_dim] in any floating-point format.
 
-    abs(dequantise(*quantise(x)) - x) <= scale / 2. A vector that is not finite everywhere comes back as NaN
-    everywhere.
+    abs(dequantise(*quantise(x)) - x) is at most scale / 2 for int8, max(abs(x) / 16, scale / 1024) for fp8. A vector
+    that is not finite everywhere comes back as NaN everywhere.
     """
-    vectors = vectors.float()
-    scales = vectors.abs().amax(-1).div_(_LARGEST).clamp_min_(_SMALLEST_SCALE).to(SCALE)
+    vectors, largest = vectors.float(), LARGEST[dtype]
+    scales = vectors.abs().amax(-1).div_(largest).clamp_min_(_SMALLEST_SCALE).to(SCALE)
     # Where a vector is not finite, neither is its scale, and 0 times that is NaN.
-    steps = vectors.div(scales.float().unsqueeze(-1)).round_().nan_to_num_(0.0)
-    return steps.to(torch.int8), scales
+    steps = vectors.div(scales.float().unsqueeze(-1)).nan_to_num_(0.0)
+    if dtype == torch.int8:
+        steps.round_()
+    # Without a limit, what conversion to fp8 makes of 449.75 depends on torch's version and device.
+    return steps.clamp_(-largest, largest).to(dtype), scales
 
 
 def dequantise(steps: Tensor, scales: Tensor) -> Tensor:
-    """float32 [..., head_dim] of int8 [..., head_dim] and scales [...]."""
+    """float32 [..., head_dim] of int8 or fp8 [..., head_dim] and scales [...]."""
     return steps.float().mul_(scales.float().unsqueeze(-1))

@@ -25,7 +25,7 @@ from engine.attention.base import (
     Ragged,
     Window,
 )
-from engine.attention.formats import FORMATS
+from engine.attention.formats import format_name
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _QUERIES = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,14 +89,14 @@ class NativeAttention(AttentionBackend):
     def unsupported(
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
-        """Computes every part but those with a content bias, over every format of the cache, on the CPU."""
+        """Computes every part but those with a content bias, over every format of the cache but fp8, on the CPU."""
         if device.type != "cpu":
             return [f"{cls.name} attention runs on cpu; the device is {device.type}"]
         reasons = []
         if part.content_bias:
             reasons.append(f"{cls.name} attention has no content bias")
-        if cache_dtype is not None and cache_dtype not in FORMATS:
-            reasons.append(f"{cls.name} attention reads no {cache_dtype} pages")
+        if cache_dtype is not None and cache_dtype not in _FORMATS:
+            reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
         if not reasons and not native.available():
             reasons.append("there is no native library")
         return reasons

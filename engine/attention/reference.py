@@ -22,7 +22,7 @@ from engine.attention.base import (
     Ragged,
     Window,
 )
-from engine.attention.formats import FORMATS, dequantise
+from engine.attention.formats import FORMATS, dequantise, format_name, movable
 from engine.attention.tiles import TILE, Group, Shape, Step, plan
 
 # MKL multiplies rows four at a time, and a remainder by kernels whose sums differ in the last bits. Tiles
@@ -34,7 +34,7 @@ class TorchReference(AttentionBackend):
     """Tiles of queries walk chunks of keys with a running softmax.
 
     The running softmax is arXiv:1805.02867, its tiling arXiv:2205.14135. Scores, softmax and sums are in
-    float32 for every dtype; keys and values are gathered by slot, dequantised where pages are int8, and never
+    float32 for every dtype; keys and values are gathered by slot, dequantised where pages are int8 or fp8, and never
     expanded over grouped queries.
 
     A query's result is the same to the bit whoever else is in the batch and however its prompt was
@@ -63,7 +63,7 @@ class TorchReference(AttentionBackend):
         if device.type not in ("cpu", "cuda"):
             reasons.append(f"{cls.name} attention runs on cpu and cuda; the device is {device.type}")
         if cache_dtype is not None and cache_dtype not in FORMATS:
-            reasons.append(f"{cls.name} attention reads no {cache_dtype} pages")
+            reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
         return reasons
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class _Vectors:
 
     def chunks(self, rows: Tensor, size: int, width: int) -> Tensor:
         """float32 [len(rows) / size, size, width] of rows laid out by tile, head, key; zeros past head_dim."""
-        found = self.stored.index_select(0, rows)
+        found = movable(self.stored).index_select(0, rows).view(self.stored.dtype)
         found = found.float() if self.scales is None else dequantise(found, self.scales.view(-1).index_select(0, rows))
         found = found.view(-1, size, found.shape[-1])
         if self.centre is not None:

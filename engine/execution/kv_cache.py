@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine import native
 from engine.attention.base import Paged
-from engine.attention.formats import SCALE, vector_bytes
+from engine.attention.formats import LARGEST, SCALE, format_named, movable, vector_bytes
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError
 from engine.execution.memory import available_memory
@@ -23,8 +23,8 @@ DEFAULT_CPU_LIMIT = 4 * 2**30
 
 
 class KVCache:
-    """K and V of every layer, [num_blocks + 1, block_size, kv_heads, head_dim] each; of int8 also their scales,
-    [num_blocks + 1, block_size, kv_heads].
+    """K and V of every layer, [num_blocks + 1, block_size, kv_heads, head_dim] each; of int8 and fp8 also their
+    scales, [num_blocks + 1, block_size, kv_heads].
 
     Block 0 belongs to no sequence: tables are padded with it, and what it holds stays zero.
     """
@@ -40,7 +40,7 @@ class KVCache:
     ):
         """Allocate num_blocks pages and block 0 in a format of `engine.attention.formats`.
 
-        `key_centres`, for int8 only: what is subtracted from each layer's keys (`Paged.key_centre`).
+        `key_centres`, for int8 and fp8 only: what is subtracted from each layer's keys (`Paged.key_centre`).
 
         Raises:
             ConfigError: the memory for them is not there.
@@ -62,7 +62,7 @@ class KVCache:
     def _allocate(
         shapes: Sequence[tuple[int, int]], pages: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> list[tuple[Tensor, ...]]:
-        """(keys, values) of each layer; (keys, values, key_scales, value_scales) where they are int8."""
+        """(keys, values) of each layer; (keys, values, key_scales, value_scales) where they have scales."""
         # Zeros, not garbage: on a CPU the system hands out such memory untouched until it is written.
         on_cpu = device.type == "cpu"
         layers = []
@@ -72,7 +72,7 @@ class KVCache:
                 memory.zeros(*shape, dtype=dtype) if on_cpu else torch.zeros(*shape, dtype=dtype, device=device)
                 for _ in range(2)
             ]
-            if dtype == torch.int8:
+            if dtype in LARGEST:
                 tensors += [torch.zeros(*pages, heads, dtype=SCALE, device=device) for _ in range(2)]
             layers.append(tuple(tensors))
         return layers
@@ -90,7 +90,8 @@ class KVCache:
         source, target = torch.from_numpy(copies).to(device, torch.int64).unbind(1)
         for layer in self.layers:
             for tensor in layer:
-                tensor[target] = tensor[source]
+                pages = movable(tensor)
+                pages[target] = pages[source]
 
     def clear_scratch(self) -> None:
         """Make block 0 zero again after it was written (`engine.execution.warmup`)."""
@@ -112,8 +113,7 @@ class KVCache:
 
 def choose_cache_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
     """The pages' format; auto takes the model's."""
-    chosen: torch.dtype = dtype if setting == "auto" else getattr(torch, setting)
-    return chosen
+    return dtype if setting == "auto" else format_named(setting)
 
 
 def page_bytes(shapes: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:

@@ -79,6 +79,8 @@ def rotate_and_store(
     """
     if not take(turning) or turning.shape[2] > rotary.LONGEST_HEAD:
         return False
+    if cache is not None and cache.keys.dtype not in rotary.PAGES:
+        return False
     rotation = None
     if part is not None and angles is not None:
         rotation = rotary.Rotation(*angles, part.interleaved)

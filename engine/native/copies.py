@@ -22,7 +22,7 @@ class PageCopier:
         for tensor in tensors:
             if not tensor.is_cpu or not tensor.is_contiguous() or len(tensor) != len(tensors[0]):
                 raise ValueError(f"pages must be as many in each tensor and lie side by side, not {list(tensor.shape)}")
-        self._tensors = list(tensors)
+        self._tensors = [tensor.view(torch.uint8) for tensor in tensors]
         count = len(tensors)
         self._addresses = (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in tensors))
         self._sizes = (ctypes.c_int64 * count)(*(tensor[:1].nbytes for tensor in tensors))

@@ -19,13 +19,12 @@ from engine.native.activations import FUNCTIONS
 from engine.native.arguments import FORMATS, vector_of
 from engine.native.gemm import Packed, scratch
 from engine.native.loading import kernels
-from engine.native.rotary import LONGEST_HEAD
+from engine.native.rotary import LONGEST_HEAD, PAGES
 
 _RUN = kernels("program", "ppi")
 _NORM, _PRODUCT, _TURN, _ATTEND, _ACTIVATE, _ADD, _CLIP = range(7)
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _ROUNDED, _EXACT, _OFFSET = range(3)
-_PAGES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _THREADS = os.cpu_count() or 1
 _OUTSIDE = (
     "",
@@ -115,12 +114,12 @@ class Pages:
             ValueError: they have gaps, or a format that pages cannot have.
         """
         every = (tensors.keys, tensors.values, tensors.key_scales, tensors.value_scales, tensors.key_centre)
-        if tensors.keys.dtype not in _PAGES or any(t is not None and not t.is_contiguous() for t in every):
+        if tensors.keys.dtype not in PAGES or any(t is not None and not t.is_contiguous() for t in every):
             raise ValueError(f"pages of {tensors.keys.dtype} and what belongs to them must lie side by side")
         self._tensors = tensors
         for name, tensor in zip(("keys", "values", "key_scales", "value_scales", "centre"), every, strict=True):
             setattr(self._structure, name, None if tensor is None else tensor.data_ptr())
-        self._structure.format = _PAGES[tensors.keys.dtype]
+        self._structure.format = PAGES[tensors.keys.dtype]
         self._structure.slots = tensors.keys.shape[0] * tensors.keys.shape[1]
 
 

@@ -17,7 +17,7 @@ _TURN = {
     (torch.bfloat16, torch.float32): Kernel("turn_bf16_exact", _SIGNATURE),
 }
 # The numbers are those of src/pages.h.
-_PAGES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+PAGES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _NOWHERE = (None,) * 6
 LONGEST_HEAD = 1024
 
@@ -70,7 +70,7 @@ def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None,
         _whole(cache.value_scales),
         _whole(cache.key_centre),
     )
-    kind = _PAGES[pages.dtype]
+    kind = PAGES[pages.dtype]
     _call(turning, values, rotation, addresses, stored, heads - kv_heads, kv_heads, kind, pages.dtype == values.dtype)
 
 
