@@ -44,13 +44,13 @@ BROKEN_STEPS = f"""
 import time
 
 def patch(module):
-    execute = module.ModelRunner.execute
+    launch = module.ModelRunner.launch
     def broken(self, plan):
         time.sleep(0.004)
         if ((plan.positions == 0) & (plan.token_ids == {ord(POISON)}) | (plan.positions == {LATE})).any():
             raise RuntimeError("made by the test")
-        return execute(self, plan)
-    module.ModelRunner.execute = broken
+        return launch(self, plan)
+    module.ModelRunner.launch = broken
 """
 # The first engine's scheduler breaks; from its 100th step on, the second one's device.
 DEATHS = """
@@ -58,17 +58,17 @@ def patch(module):
     mark = sys.modules["sitecustomize"].__file__ + ".second"
     second = os.path.exists(mark)
     open(mark, "w").close()
-    update, execute, steps = module.Scheduler.update, module.ModelRunner.execute, []
+    update, launch, steps = module.Scheduler.update, module.ModelRunner.launch, []
     def broken_update(self, *arguments):
         if self.stats.num_steps == 50 and not second:
             raise AssertionError("an invariant is broken")
         return update(self, *arguments)
-    def broken_execute(self, plan):
+    def broken_launch(self, plan):
         steps.append(plan)
         if len(steps) > 100 and second:
             raise RuntimeError("the device is lost\\n  says the test")
-        return execute(self, plan)
-    module.Scheduler.update, module.ModelRunner.execute = broken_update, broken_execute
+        return launch(self, plan)
+    module.Scheduler.update, module.ModelRunner.launch = broken_update, broken_launch
 """
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionMetadata
 from engine.execution.kv_cache import KVCache
+from engine.execution.pending import PendingStep
 from engine.execution.pooler import Pooler
 from engine.execution.sampler import sample, score_prompt
 from engine.model.layers import CrossPages
@@ -103,27 +103,38 @@ class ModelRunner:
         self._tables = _Buffer(1024, torch.int32, device)
         self._cross_tables = _Buffer(1024, torch.int32, device)
         self._types = _Buffer(size, torch.int64, device)
+        self._sources = _Buffer(size, torch.int64, device)
+        self._sampled = torch.zeros(0, dtype=torch.int32, device=device)  # [S] by the last step that sampled
         self._last_cross: tuple[CrossRows, CrossPages] | None = None
         self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(model.spec.head, self._logits, project=project, activation=activation)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin to compute a step. A CPU computes it here and now.
+
+        Steps run in the order in which they were launched. Tokens that the plan does not know (`StepPlan.sources`)
+        are those that the step launched before it sampled.
+        """
         self.cache.copy_pages(plan.copies)
         if plan.encoder is not None:
             self._encode(plan.encoder)
         hidden = self._read(plan) if plan.whole else self._forward(plan)
+        candidates = StepResult.empty()
         if plan.sampling is not None:
-            result = sample(self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens)), plan.sampling)
-        else:
-            result = StepResult.empty()
+            candidates = sample(self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens)), plan.sampling)
+            self._sampled = torch.from_numpy(candidates.tokens)[:, 0].to(self.model.device)
+        step = PendingStep(candidates=candidates)
         if plan.pooling:
-            result = replace(result, pooled=self._pooler.pool(hidden, plan))
+            step.pooled = self._pooler.pool(hidden, plan)
         if plan.prompt_logprobs is not None:
             wanted = hidden[_index(plan.prompt_logprobs.rows, hidden)]
-            result = replace(result, prompt_logprobs=score_prompt(self._logits, wanted, plan.prompt_logprobs))
-        return result
+            step.prompt_logprobs = score_prompt(self._logits, wanted, plan.prompt_logprobs)
+        return step
 
     def _read(self, plan: StepPlan) -> Tensor:
         """Hidden states of whole inputs."""
@@ -173,11 +184,20 @@ class ModelRunner:
         self._last_cross = plan.cross, pages
         return pages
 
+    def _tokens(self, plan: StepPlan, padded: int) -> Tensor:
+        """[padded] token ids; those that the host does not know are taken from what was sampled last."""
+        tokens = self._token_ids.fill(plan.token_ids, padded)
+        if plan.sources is not None:
+            sources = self._sources.fill(plan.sources)
+            known = tokens[: plan.num_tokens]
+            torch.where(sources < 0, known, self._sampled[sources.clamp(min=0)], out=known)
+        return tokens
+
     def _forward(self, plan: StepPlan) -> Tensor:
         padded = max(plan.num_tokens, self.min_rows)
         metadata = AttentionMetadata.of(plan.query_start, plan.context_lens, self.model.device)
         hidden: Tensor = self.model(
-            self._token_ids.fill(plan.token_ids, padded),
+            self._tokens(plan, padded),
             self._positions.fill(plan.positions, padded),
             self.cache.paged(self._tables.fill(plan.block_tables)),
             self._slots.fill(plan.slots),

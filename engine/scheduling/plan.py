@@ -140,6 +140,9 @@ class StepPlan:
 
     Attributes:
         token_ids, positions: [T].
+        sources: [T] for a token that is not known yet, and 0 in `token_ids`, the number of the token among the S
+            sampled ones of the step launched before this one (its first column); -1 for all others. None if all
+            are known.
         slots: [T] where each token's K and V go: block * block_size + offset.
         query_start: [R + 1] first flat token of each row.
         context_lens: [R] tokens of the sequence known to the cache after this step.
@@ -170,6 +173,7 @@ class StepPlan:
     pooling: tuple[PoolingRow, ...] = ()
     whole: bool = False
     token_types: Int32 | None = None
+    sources: Int32 | None = None
 
     @property
     def num_tokens(self) -> int:

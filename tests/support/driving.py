@@ -98,19 +98,19 @@ def preempt_all(engine: Engine) -> int:
 
 @contextmanager
 def watching(engine: Engine) -> Iterator[list[StepPlan]]:
-    """Collects the plans that are executed."""
+    """Collects the plans that are launched."""
     plans: list[StepPlan] = []
-    execute = engine.runner.execute
+    launch = engine.runner.launch
 
     def spy(plan: StepPlan) -> Any:
         plans.append(plan)
-        return execute(plan)
+        return launch(plan)
 
-    engine.runner.execute = spy  # type: ignore[method-assign]
+    engine.runner.launch = spy  # type: ignore[method-assign]
     try:
         yield plans
     finally:
-        engine.runner.execute = execute  # type: ignore[method-assign]
+        engine.runner.launch = launch  # type: ignore[method-assign]
 
 
 def beam_rows(plan: StepPlan) -> int:
