@@ -1,0 +1,199 @@
+"""RMSNorm and LayerNorm on a GPU, alone or together with the additions to the residual stream around them.
+
+Nothing here computes much: time is what is read and written. Alone, an addition and the norm after it move five rows
+(read two, write the sum, read it, write the norm), fused four; and a step that decodes few tokens pays for launches, of
+which there is one instead of two, or three where a sublayer's result has a norm of its own.
+
+A row is read once and kept in registers (up to `WIDEST` features), so that mean and variance are of the numbers
+themselves. A thread takes eight features, which is one load of 16 bytes in a 16-bit format, and of long rows up to 32;
+a row of 4096 has 16 warps. Arithmetic is in float32, and results are rounded where the modules of `engine.model.norms`
+round theirs. How a row is divided among threads depends on its width alone, so that its bits do not depend on how many
+rows there are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDEST = 32768
+_NOTHING, _ROUNDED, _EXACT, _OFFSET, _LAYER = range(5)
+
+
+class Norm(NamedTuple):
+    """A norm over the last dimension.
+
+    Attributes:
+        weight: [size], None for ones.
+        eps: added to the mean square, or to the variance.
+        centred: LayerNorm (arXiv:1607.06450) and not RMSNorm (arXiv:1910.07467).
+        bias: [size] of a LayerNorm, None for zeros.
+        unit_offset: an RMSNorm multiplies by 1 + weight, in float32.
+        in_float32: an RMSNorm multiplies before it is rounded to the format of its input, not after.
+    """
+
+    weight: Tensor | None
+    eps: float
+    centred: bool = False
+    bias: Tensor | None = None
+    unit_offset: bool = False
+    in_float32: bool = False
+
+
+@triton.jit
+def normalised(x, mask, at, weight, bias, eps, SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr):
+    """The norm of rows x [ROWS, BLOCK] float32, zeros where `mask` [1, BLOCK] is false, as float32 numbers of a format.
+
+    Args:
+        at: [1, BLOCK] where a row's features are in weight and bias.
+    """
+    if KIND == 4:
+        x = tl.where(mask, x - tl.sum(x, 1, keep_dims=True) / SIZE, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / SIZE + eps)
+    x = x * scale
+    if KIND == 1:
+        x = x.to(FORMAT).to(tl.float32)
+    if weight is not None:
+        factor = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+        if KIND == 3:
+            factor += 1.0
+        x = x * factor
+    if bias is not None:
+        x += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+    return x.to(FORMAT).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_kernel(
+    x, out, y, z, after_weight, after_bias, weight, bias,
+    rows, x_outer, x_inner, out_outer, out_inner, after_eps, eps,
+    INNER: tl.constexpr, SIZE: tl.constexpr, AFTER: tl.constexpr, KIND: tl.constexpr, STORE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = norm(x + after(y) + z), where y, z, both norms and out may be absent.
+
+    Row r of x begins at (r // INNER) * x_outer + (r % INNER) * x_inner, that of out likewise; rows of y and z lie side
+    by side. STORE: the sum, too, is stored, where x was.
+    """
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    feature = tl.arange(0, BLOCK)[None, :]
+    inside = feature < SIZE
+    mask = (row < rows) & inside
+    FORMAT: tl.constexpr = x.dtype.element_ty
+    source = x + (row // INNER) * x_outer + (row % INNER) * x_inner + feature
+    total = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if y is not None:
+        added = tl.load(y + row * SIZE + feature, mask=mask, other=0.0).to(tl.float32)
+        if AFTER > 0:
+            added = normalised(added, inside, feature, after_weight, after_bias, after_eps, SIZE, AFTER, FORMAT)
+        total = (total + added).to(FORMAT).to(tl.float32)
+    if z is not None:
+        total += tl.load(z + row * SIZE + feature, mask=mask, other=0.0).to(tl.float32)
+        total = total.to(FORMAT).to(tl.float32)
+    if STORE:
+        tl.store(source, total.to(FORMAT), mask=mask)
+    if KIND > 0:
+        total = normalised(total, inside, feature, weight, bias, eps, SIZE, KIND, FORMAT)
+        place = out + (row // INNER) * out_outer + (row % INNER) * out_inner + feature
+        tl.store(place, total.to(FORMAT), mask=mask)
+
+
+def norm(x: Tensor, how: Norm, out: Tensor | None = None) -> Tensor:
+    """The norm of x [..., size], up to two dimensions before the last, whose rows may lie apart.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        out: where it goes, rows may lie apart; may be x itself. None: new memory.
+
+    Raises:
+        ValueError: x has more dimensions, or more than `WIDEST` features.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _launch(x, out, None, None, None, how, False)
+    return out
+
+
+def add_norm(
+    stream: Tensor,
+    y: Tensor,
+    how: Norm | None,
+    *,
+    after: Norm | None = None,
+    also: Tensor | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """Add after(y) to a residual stream where it lies, and give the norm of the sum.
+
+    Args:
+        stream: [T, size] side by side.
+        y: what is added; `after` is its own norm.
+        how: None for no norm: the result is the stream.
+        also: what is added next.
+        in_place: the norm takes the place of the sum in the stream.
+
+    Raises:
+        ValueError: shapes, formats or places do not go together, or there are more than `WIDEST` features.
+    """
+    for part in (stream, y, also):
+        if part is not None and (part.shape != stream.shape or part.dtype != stream.dtype or not part.is_contiguous()):
+            raise ValueError(f"{list(part.shape)} of {part.dtype} is not added to {list(stream.shape)} side by side")
+    out = stream if how is None or in_place else torch.empty_like(stream)
+    _launch(stream, out, y, also, after, how, how is None or not in_place)
+    return out
+
+
+def _launch(
+    x: Tensor, out: Tensor, y: Tensor | None, z: Tensor | None, after: Norm | None, how: Norm | None, store: bool
+) -> None:
+    size = x.shape[-1]
+    if x.dim() > 3 or not 0 < size <= WIDEST or x.stride(-1) != 1 or out.stride(-1) != 1:
+        raise ValueError(f"norms are of [rows, rows, up to {WIDEST}] with features side by side, not {list(x.shape)}")
+    rows = x.numel() // size
+    if not rows:
+        return
+    inner = x.shape[1] if x.dim() == 3 else 1
+    block = triton.next_power_of_2(size)
+    together = max(1, 1024 // block)  # rows of a program, which does not depend on how many there are
+    none = Norm(None, 0.0)
+    first, last = after or none, how or none
+    norm_kernel[(triton.cdiv(rows, together),)](
+        x,
+        out,
+        y,
+        z,
+        first.weight,
+        first.bias,
+        last.weight,
+        last.bias,
+        rows,
+        *_strides(x),
+        *_strides(out),
+        first.eps,
+        last.eps,
+        INNER=inner,
+        SIZE=size,
+        AFTER=_kind(after),
+        KIND=_kind(how),
+        STORE=store,
+        ROWS=together,
+        BLOCK=block,
+        num_warps=max(1, min(16 if block <= 8192 else 32, together * block // 256)),
+    )
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Numbers from one outer row to the next, and from one inner row to the next."""
+    strides = x.stride()[:-1]
+    return (strides[0] if strides else 0, strides[1] if len(strides) > 1 else 0)
+
+
+def _kind(how: Norm | None) -> int:
+    if how is None:
+        return _NOTHING
+    if how.centred:
+        return _LAYER
+    return _OFFSET if how.unit_offset else _EXACT if how.in_float32 else _ROUNDED
