@@ -66,6 +66,8 @@ class EngineConfig:
             and hold about twice the tokens of a 16-bit format in the same memory.
         gpu_memory_utilization: share of the GPU's memory to use for weights, activations and pages.
         num_gpu_blocks_override: number of pages, on any device, instead of a size.
+        enforce_eager: start each kernel of a decoding step by itself on a GPU, instead of recording steps as CUDA
+            graphs when the engine starts: it starts sooner and needs less memory, small steps take longer.
         enable_prefix_caching: reuse pages of earlier prompts.
         generation_config: "auto" honours the model's generation_config.json, "none" ignores it.
         max_num_beams: most beams a request may ask for.
@@ -93,6 +95,7 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = "auto"
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
+    enforce_eager: bool = False
     enable_prefix_caching: bool = True
     generation_config: Literal["auto", "none"] = "auto"
     max_num_beams: int = 16

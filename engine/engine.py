@@ -22,7 +22,7 @@ from engine.execution.kv_cache import KVCache, choose_cache_dtype, count_blocks
 from engine.execution.loading import check_weights_fit, explained, find_max_model_len, find_quantization
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
-from engine.execution.warmup import measure, trial
+from engine.execution.warmup import measure, record, trial
 from engine.generation import GenerationDefaults, load_defaults, resolve
 from engine.inputs import check_terms, decoder_start, read_input, read_pooling_input
 from engine.model.abilities import find_abilities
@@ -80,15 +80,14 @@ class Engine:
         check_weights_fit(path, stored, dtype, device, quantization)
         max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
         abilities = find_abilities(hf_config, spec, pipeline)
+        backend = select(device, [b.attention for b in spec.trunk.blocks], cache_dtype if spec.decoder else None)
         model = load_model(
             path,
             hf_config,
             spec,
             dtype=dtype,
             device=device,
-            backend=select(
-                device, [block.attention for block in spec.trunk.blocks], cache_dtype if spec.decoder else None
-            ),
+            backend=backend,
             max_model_len=max_model_len,
             show_progress=config.show_progress,
             quantization=quantization,
@@ -131,6 +130,7 @@ class Engine:
             window=spec.attention_span,
             whole_inputs=whole,
         )
+        record(self.runner, backend, 0 if config.enforce_eager else limits.max_num_seqs)
         self.scheduler = Scheduler(limits, BlockPool(num_blocks))
         self.info = EngineInfo(
             model=config.model,

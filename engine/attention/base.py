@@ -144,6 +144,8 @@ class AttentionMetadata:
         query_start: [R + 1] int32 (device).
         context: [R] int32 (device).
         cache: a backend's own per-step work (tiles, masks), keyed by the backend.
+        max_context: no row has more keys; None: the longest of `context_lens`. Where a step is recorded once and
+            started again with other lengths (`engine.execution.cuda_graphs`), only the device knows those.
     """
 
     query_lens: list[int]
@@ -151,6 +153,7 @@ class AttentionMetadata:
     query_start: Tensor
     context: Tensor
     cache: dict[object, object]
+    max_context: int | None = None
 
     @staticmethod
     def build(query_lens: list[int], context_lens: list[int], device: torch.device) -> AttentionMetadata:
@@ -204,9 +207,15 @@ class AttentionPart(Protocol):
 
 
 class AttentionBackend(ABC):
-    """One way to compute attention."""
+    """One way to compute attention.
+
+    Attributes:
+        recordable: lengths and tables are read on the device, and how far they reach is `max_context`'s to say: what
+            was started can be started again with others in their place (`engine.execution.cuda_graphs`).
+    """
 
     name: str
+    recordable = False
 
     @classmethod
     def unsupported(

@@ -101,13 +101,16 @@ class KVCache:
 
     def paged(self, block_tables: Tensor) -> list[Paged]:
         """Each layer's pages under one set of block tables; the same objects again for the same tensor."""
-        if self._paged and self._paged[0].block_tables is block_tables:
-            return self._paged
+        if not self._paged or self._paged[0].block_tables is not block_tables:
+            self._paged = self.views(block_tables)
+        return self._paged
+
+    def views(self, block_tables: Tensor) -> list[Paged]:
+        """Each layer's pages under one set of block tables."""
         views = []
         for (keys, values, *scales), centre in zip(self.layers, self.key_centres, strict=True):
             key_scales, value_scales = scales or (None, None)
             views.append(Paged(keys, values, block_tables, key_scales, value_scales, centre))
-        self._paged = views
         return views
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionMetadata
+from engine.execution.buffers import Buffer
+from engine.execution.cuda_graphs import DecodeGraphs, Recorder
 from engine.execution.kv_cache import KVCache
 from engine.execution.pending import PendingStep
 from engine.execution.pooler import Pooler
@@ -17,40 +17,6 @@ from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
 from engine.outputs import Activation
 from engine.scheduling.plan import CrossRows, EncoderBatch, Int32, StepPlan, StepResult
-
-
-class _Buffer:
-    """Device memory that one of a plan's arrays goes to, made once and reused in every step.
-
-    A step that decodes is short on a CPU: what runs once in a step is not in its caches and costs ten times what it
-    costs in a loop, tensor operations most of all. So a CPU's memory is written by numpy, and the tensor over it is
-    kept as long as its shape stays.
-    """
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
-        self._dtype, self._device = dtype, device
-        self._allocate(size)
-
-    def _allocate(self, size: int) -> None:
-        self._data = torch.zeros(size, dtype=self._dtype, device=self._device)
-        self._host = self._data.numpy() if self._device.type == "cpu" else None
-        self._tensor = self._data[:0]
-
-    def fill(self, values: Int32, length: int | None = None) -> Tensor:
-        """The values on the device, in their shape, or followed by zeros up to `length`; valid until the next call."""
-        shape = values.shape if length is None else (length,)
-        count, size = values.size, math.prod(shape)
-        if size > len(self._data):
-            self._allocate(2 * size)
-        if self._tensor.shape != shape:
-            self._tensor = self._data[:size].view(shape)
-        if self._host is None:
-            self._data[:count].copy_(torch.from_numpy(values).view(-1))
-            self._data[count:size].zero_()
-        else:
-            self._host[:count] = values.reshape(-1)
-            self._host[count:size] = 0
-        return self._tensor
 
 
 class _Logits:
@@ -97,14 +63,15 @@ class ModelRunner:
         self.min_rows = min_rows
         device = model.device
         size = max(max_num_batched_tokens, min_rows)
-        self._token_ids = _Buffer(size, torch.int64, device)
-        self._positions = _Buffer(size, torch.int64, device)
-        self._slots = _Buffer(size, torch.int64, device)
-        self._tables = _Buffer(1024, torch.int32, device)
-        self._cross_tables = _Buffer(1024, torch.int32, device)
-        self._types = _Buffer(size, torch.int64, device)
-        self._sources = _Buffer(size, torch.int64, device)
-        self._sampled = torch.zeros(0, dtype=torch.int32, device=device)  # [S] by the last step that sampled
+        self._token_ids = Buffer(size, torch.int64, device)
+        self._positions = Buffer(size, torch.int64, device)
+        self._slots = Buffer(size, torch.int64, device)
+        self._tables = Buffer(1024, torch.int32, device)
+        self._cross_tables = Buffer(1024, torch.int32, device)
+        self._types = Buffer(size, torch.int64, device)
+        self._sources = Buffer(size, torch.int64, device)
+        self._sampled = Buffer(size, torch.int32, device)  # [S] tokens of the last step that sampled
+        self.graphs: DecodeGraphs | None = None
         self._last_cross: tuple[CrossRows, CrossPages] | None = None
         self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(model.spec.head, self._logits, project=project, activation=activation)
@@ -123,11 +90,11 @@ class ModelRunner:
         self.cache.copy_pages(plan.copies)
         if plan.encoder is not None:
             self._encode(plan.encoder)
-        hidden = self._read(plan) if plan.whole else self._forward(plan)
+        hidden = self._hidden(plan)
         candidates = StepResult.empty()
         if plan.sampling is not None:
             candidates = sample(self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens)), plan.sampling)
-            self._sampled = torch.from_numpy(candidates.tokens)[:, 0].to(self.model.device)
+            self._sampled.fill(candidates.tokens[:, 0])
         step = PendingStep(candidates=candidates)
         if plan.pooling:
             step.pooled = self._pooler.pool(hidden, plan)
@@ -135,6 +102,21 @@ class ModelRunner:
             wanted = hidden[_index(plan.prompt_logprobs.rows, hidden)]
             step.prompt_logprobs = score_prompt(self._logits, wanted, plan.prompt_logprobs)
         return step
+
+    def use_graphs(self, max_rows: int, record: Recorder) -> None:
+        """Record decoding steps of up to max_rows rows, and run them so from now on."""
+        graphs = DecodeGraphs(
+            self.model, self.cache, self._sampled.data, max_rows=max_rows, record=record, min_rows=self.min_rows
+        )
+        graphs.capture()
+        self.graphs = graphs
+
+    def _hidden(self, plan: StepPlan) -> Tensor:
+        if plan.whole:
+            return self._read(plan)
+        if self.graphs is not None and self.graphs.serves(plan):
+            return self.graphs.run(plan)
+        return self._forward(plan)
 
     def _read(self, plan: StepPlan) -> Tensor:
         """Hidden states of whole inputs."""
@@ -190,7 +172,7 @@ class ModelRunner:
         if plan.sources is not None:
             sources = self._sources.fill(plan.sources)
             known = tokens[: plan.num_tokens]
-            torch.where(sources < 0, known, self._sampled[sources.clamp(min=0)], out=known)
+            torch.where(sources < 0, known, self._sampled.data[sources.clamp(min=0)], out=known)
         return tokens
 
     def _forward(self, plan: StepPlan) -> Tensor:

@@ -5,10 +5,13 @@ They read and write block 0, which belongs to no sequence, and leave it as it wa
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
+from engine.attention.base import AttentionBackend
 from engine.attention.tiles import TILE
+from engine.execution.cuda_graphs import CudaRecorder
 from engine.execution.runner import ModelRunner
 from engine.model.spec import Lm, MaskedLm
 from engine.pooling import Pooling
@@ -17,6 +20,8 @@ from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.budget import Costs, StepWork
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup, pages_needed
+
+logger = logging.getLogger("octavo.execution")
 
 Measured = list[tuple[StepWork, float]]
 
@@ -33,6 +38,27 @@ def trial(runner: ModelRunner) -> None:
         runner.execute(_read_plan(runner, [1]) if runner.model.decoder is None else _plan(runner, 0, 1))
     finally:
         runner.cache.clear_scratch()
+
+
+def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int) -> None:
+    """Let steps of up to max_rows decoding rows run as CUDA graphs from now on, where that can be."""
+    device = runner.model.device
+    if device.type != "cuda" or runner.model.decoder is None or not max_rows:
+        return
+    if not backend.recordable:
+        logger.info("decoding steps run eagerly: %s attention cannot be recorded", backend.name)
+        return
+    began = time.perf_counter()
+    try:
+        runner.use_graphs(max_rows, CudaRecorder(device))
+    except RuntimeError as error:  # serving slowly is better than not at all
+        logger.warning(
+            "decoding steps run eagerly, which is slower: they cannot be recorded as CUDA graphs (%s). Set "
+            "--enforce-eager to start without the attempt.",
+            error,
+        )
+        return
+    logger.info("recorded decoding steps of up to %d rows in %.1f s", max_rows, time.perf_counter() - began)
 
 
 def measure(

@@ -1,0 +1,190 @@
+"""Decoding steps as CUDA graphs: recorded once for each number of rows, then started by one call.
+
+A layer's kernels are over sooner than Python has started them, when few rows decode. A graph starts all of a step's
+kernels at once, but with the same arguments each time: so what a step reads lies at fixed addresses (`DecodeState`),
+rows are filled up to the next recorded number with padding, and how far grids reach is set by a bound on the contexts.
+Steps that hold prompts run eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionMetadata
+from engine.execution.decode_state import DecodeInputs, DecodeState
+from engine.execution.kv_cache import KVCache
+from engine.model.layers import CrossPages
+from engine.model.transformer import Transformer
+from engine.scheduling.plan import StepPlan
+
+logger = logging.getLogger("octavo.execution")
+
+# The shortest bound on contexts, and how much longer each next one is: programs of a grid that find nothing to do end
+# at once, so that a bound four times too far costs little, and few bounds mean few graphs.
+_SHORTEST, _FACTOR = 1024, 4
+
+
+class Recorder(Protocol):
+    """Makes of a function without arguments one that does the same again."""
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]: ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory: the largest should be recorded first."""
+
+    def __init__(self, device: torch.device):
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            function()  # libraries and Triton set themselves up, which cannot be recorded
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            function()
+        return graph.replay
+
+
+def eager(function: Callable[[], None]) -> Callable[[], None]:
+    """The `Recorder` of devices without graphs."""
+    return function
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows that are recorded: 1, 2, 4, 8, then every multiple of 8 that max_rows needs."""
+    top = math.ceil(max_rows / 8) * 8
+    return [size for size in (1, 2, 4) if size < max_rows] + (
+        list(range(8, top + 1, 8)) if max_rows > 4 else [1 << (max_rows - 1).bit_length()]
+    )
+
+
+def context_bounds(longest: int) -> list[int]:
+    """Bounds on contexts that are recorded, the last being the longest context there can be."""
+    bounds, bound = [], _SHORTEST
+    while bound < longest:
+        bounds.append(bound)
+        bound *= _FACTOR
+    return [*bounds, longest]
+
+
+class DecodeGraphs:
+    """The graphs of a decoder, from what was sampled to the hidden states of the next tokens.
+
+    Args:
+        model, cache: as the runner's.
+        sampled: [at least max_rows] int32, where the step before left its tokens.
+        max_rows: most rows of a decoding step.
+        record: makes a graph of a function.
+        min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
+
+    Attributes:
+        num_replayed: steps that ran as a graph.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        sampled: Tensor,
+        *,
+        max_rows: int,
+        record: Recorder,
+        min_rows: int = 1,
+    ):
+        self._model, self._cache, self._sampled, self._record = model, cache, sampled, record
+        self._max_rows = max_rows
+        self._sizes = graph_sizes(max(max_rows, min_rows))
+        self._sizes = [size for size in self._sizes if size >= min_rows]
+        self._bounds = context_bounds(model.max_model_len)
+        self._min_rows = min_rows
+        size = cache.block_size
+        memory_blocks = math.ceil((model.max_encoder_len or 0) / size)
+        self._blocks = math.ceil(model.max_model_len / size)
+        self.state = DecodeState(self._sizes[-1], self._blocks, memory_blocks, model.device)
+        self._hidden = torch.zeros(
+            self._sizes[-1], model.spec.trunk.output_size, dtype=model.dtype, device=model.device
+        )
+        self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=model.device)
+        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self.num_replayed = 0
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Record all graphs, the largest first; the state is padding, so that they write into block 0 alone."""
+        for size in reversed(self._sizes):
+            for bound in reversed(self._bounds):
+                self._graphs[size, bound] = self._record(self._step(size, bound))
+        self._cache.clear_scratch()
+
+    def serves(self, plan: StepPlan) -> bool:
+        """The plan is of rows that decode, and of nothing else."""
+        sampling = plan.sampling
+        return (
+            bool(self._graphs)
+            and sampling is not None
+            and plan.num_tokens == plan.num_rows == len(sampling.rows) <= self._max_rows
+            and plan.encoder is None
+            and plan.prompt_logprobs is None
+            and not plan.pooling
+            and not plan.whole
+        )
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """Hidden states [R, features] of a plan that this serves; valid until the next step."""
+        self.state.load(plan)
+        size = self._sizes[bisect_left(self._sizes, plan.num_rows)]
+        bound = self._bounds[bisect_left(self._bounds, int(plan.context_lens.max()))]
+        self._graphs[size, bound]()
+        self.state.advanced()
+        self.num_replayed += 1
+        return self._hidden[: plan.num_rows]
+
+    def _step(self, size: int, bound: int) -> Callable[[], None]:
+        """What a graph does: `size` rows, no context longer than `bound`."""
+        inputs = self.state.inputs(size)
+        blocks = math.ceil(bound / self._cache.block_size)
+        caches = self._cache.views(inputs.tables)
+        metadata = self._metadata(inputs.contexts, size, min(bound, blocks * self._cache.block_size))
+        shapes, cross = [metadata], None
+        if self._model.max_encoder_len is not None:
+            cross = CrossPages(inputs.memories, self._metadata(inputs.memory_lens, size, self._model.max_encoder_len))
+            shapes.append(cross.metadata)
+
+        def step() -> None:
+            known = self._sampled[inputs.sources.clamp_min(0)]
+            tokens = torch.where(inputs.sources >= 0, known, inputs.tokens)
+            slots = self._slots(inputs)
+            hidden = self._model(tokens, inputs.positions, caches, slots, metadata, self._min_rows, cross)
+            self._hidden[:size].copy_(hidden)
+            inputs.advance()
+            # What backends work out once in a step is part of the graph, and nothing to keep: lengths change.
+            for shape in shapes:
+                shape.cache.clear()
+
+        return step
+
+    def _slots(self, inputs: DecodeInputs) -> Tensor:
+        """[N] int64 where the tokens' K and V go."""
+        size, positions = self._cache.block_size, inputs.positions.long()
+        blocks = inputs.tables.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
+        return blocks.long() * size + positions % size
+
+    def _metadata(self, contexts: Tensor, size: int, bound: int) -> AttentionMetadata:
+        return AttentionMetadata(
+            query_lens=[1] * size,
+            context_lens=[bound] * size,
+            query_start=self._starts[: size + 1],
+            context=contexts,
+            cache={},
+            max_context=bound,
+        )

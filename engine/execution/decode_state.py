@@ -1,0 +1,180 @@
+"""What a decoding step reads, kept on the device from step to step.
+
+A step in which every row computes one token differs from the step before in little: each row's token is the one that
+was just sampled, which the device knows; its position is one further, which the device can count; and now and then a
+row gets a new page. So all of it lies in one array on the device, which each step leaves as it expects the next one to
+find it. The host keeps a mirror of that expectation, compares it with what a plan asks for, and uploads the
+differences alone: nothing in most steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.buffers import PinnedRing
+from engine.scheduling.plan import Int32, StepPlan
+
+# Most differences that are uploaded at a time.
+_FEW = 4096
+# The numbers of a row: its token where the host knows it; else the sampled row that its token is in, -1 for none; its
+# position; how many tokens its context has; how far both go on in a step, 0 for padding; its encoder input's length.
+_TOKEN, _SOURCE, _POSITION, _CONTEXT, _ADVANCE, _MEMORY = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """What the N rows of a step read, padding included: at the same addresses in every step of N rows.
+
+    Attributes:
+        tokens: [N] int32 ids, where the host knows them.
+        sources: [N] int32 in which sampled row of the step before the token is else; -1 for none.
+        positions, contexts: [N] int32.
+        moving: [N] int32, 1 for rows that go on, 0 for padding.
+        tables: [N, max blocks] int32.
+        memory_lens: [N] int32 tokens of encoder inputs.
+        memories: [N, max encoder blocks] int32 their pages.
+    """
+
+    tokens: Tensor
+    sources: Tensor
+    positions: Tensor
+    contexts: Tensor
+    moving: Tensor
+    tables: Tensor
+    memory_lens: Tensor
+    memories: Tensor
+
+    def advance(self) -> None:
+        """The end of a step: positions and contexts go on."""
+        self.positions.add_(self.moving)
+        self.contexts.add_(self.moving)
+
+
+class _Mirrored:
+    """A part of the device's array, as the host expects it there, and as the plan wants it."""
+
+    def __init__(self, rows: int, columns: int):
+        self.expected = np.zeros((rows, columns), dtype=np.int32)
+        self.wanted = self.expected.copy()
+        self.first = 0  # where the part begins in the whole
+        self.used = 0  # columns that may hold something else than padding
+
+    def differences(self, rows: slice, columns: int) -> tuple[Int32, Int32]:
+        """Where the two differ, as places in the whole, and what is wanted there; they do not afterwards."""
+        wanted, expected = self.wanted[rows, :columns], self.expected[rows, :columns]
+        row, column = np.nonzero(wanted != expected)
+        values = wanted[row, column]
+        expected[row, column] = values
+        return ((row + rows.start) * self.wanted.shape[1] + column + self.first).astype(np.int32), values
+
+
+class DecodeState:
+    """The state of up to `max_rows` decoding rows.
+
+    Rows past those of a plan are padding: token 0 at position 0 of block 0, the page that belongs to no sequence.
+
+    Args:
+        max_rows: most rows of a step, padding included.
+        max_blocks, max_memory_blocks: most pages of a row's own tokens, and of its encoder input.
+
+    Attributes:
+        num_uploaded: numbers sent to the device so far.
+    """
+
+    def __init__(self, max_rows: int, max_blocks: int, max_memory_blocks: int, device: torch.device):
+        self.max_rows = max_rows
+        self._fixed, self._tables = _Mirrored(6, max_rows), _Mirrored(max_rows, max_blocks)
+        self._memories = _Mirrored(max_rows, max_memory_blocks)
+        for numbers in (self._fixed.expected, self._fixed.wanted):
+            numbers[_SOURCE], numbers[_CONTEXT] = -1, 1
+        parts = (self._fixed, self._tables, self._memories)
+        for before, part in pairwise(parts):
+            part.first = before.first + before.wanted.size
+        self._state = torch.from_numpy(np.concatenate([part.expected.ravel() for part in parts])).to(device)
+        self._num_rows = 0  # of the last plan
+        self._sender = _Sender(self._state)
+
+    @property
+    def num_uploaded(self) -> int:
+        return self._sender.count
+
+    def inputs(self, rows: int) -> DecodeInputs:
+        """What a step of so many rows, padding included, reads."""
+        fixed, tables, memories = (
+            self._state[part.first : part.first + part.wanted.size].view(part.wanted.shape)
+            for part in (self._fixed, self._tables, self._memories)
+        )
+        return DecodeInputs(
+            tokens=fixed[_TOKEN, :rows],
+            sources=fixed[_SOURCE, :rows],
+            positions=fixed[_POSITION, :rows],
+            contexts=fixed[_CONTEXT, :rows],
+            moving=fixed[_ADVANCE, :rows],
+            tables=tables[:rows],
+            memory_lens=fixed[_MEMORY, :rows],
+            memories=memories[:rows],
+        )
+
+    def load(self, plan: StepPlan) -> None:
+        """Bring the device's state to what a plan of R <= max_rows rows of one token asks for."""
+        count, fixed, known = plan.num_rows, self._fixed.wanted, self._fixed.expected
+        if plan.sources is None:
+            fixed[_TOKEN, :count], fixed[_SOURCE, :count] = plan.token_ids, -1
+        else:  # tokens that the device finds elsewhere are not sent
+            fixed[_TOKEN, :count] = np.where(plan.sources < 0, plan.token_ids, known[_TOKEN, :count])
+            fixed[_SOURCE, :count] = plan.sources
+        fixed[_POSITION, :count], fixed[_CONTEXT, :count] = plan.positions, plan.context_lens
+        fixed[_ADVANCE, :count], fixed[_MEMORY, :count] = 1, 0 if plan.cross is None else plan.cross.lens
+        rows = slice(0, max(count, self._num_rows))
+        padding = slice(count, rows.stop)
+        fixed[:, padding], fixed[_SOURCE, padding], fixed[_CONTEXT, padding] = 0, -1, 1
+        found = [
+            self._lay(self._tables, plan.block_tables, rows),
+            self._lay(self._memories, None if plan.cross is None else plan.cross.tables, rows),
+            self._fixed.differences(slice(0, 6), rows.stop),
+        ]
+        self._sender.send(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+        self._num_rows = count
+
+    def advanced(self) -> None:
+        """A step has been started that ends with `DecodeInputs.advance`: the mirror follows."""
+        numbers = self._fixed.expected[:, : self._num_rows]
+        numbers[_POSITION] += numbers[_ADVANCE]
+        numbers[_CONTEXT] += numbers[_ADVANCE]
+
+    @staticmethod
+    def _lay(part: _Mirrored, tables: Int32 | None, rows: slice) -> tuple[Int32, Int32]:
+        count, width = (0, 0) if tables is None else tables.shape
+        used = max(part.used, width)
+        part.wanted[rows, :used] = 0
+        if tables is not None:
+            part.wanted[:count, :width] = tables
+        part.used = width
+        return part.differences(rows, used)
+
+
+class _Sender:
+    """Writes single numbers into an array on the device, without waiting for it.
+
+    Attributes:
+        count: numbers sent so far.
+    """
+
+    def __init__(self, target: Tensor):
+        self._target = target
+        self._ring = PinnedRing(2 * _FEW, torch.int64, target.device)
+        self._landing = torch.zeros(2 * _FEW, dtype=torch.int64, device=target.device)
+        self.count = 0
+
+    def send(self, places: Int32, values: Int32) -> None:
+        for start in range(0, len(places), _FEW):
+            where, what = places[start : start + _FEW], values[start : start + _FEW]
+            landed = self._landing[: 2 * len(where)]
+            self._ring.send(np.concatenate((where, what)), landed)
+            self._target.index_copy_(0, landed[: len(where)], landed[len(where) :].to(torch.int32))
+        self.count += len(places)
