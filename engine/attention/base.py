@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.formats import convert, movable, quantise
+from engine.gpu import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +159,13 @@ class AttentionMetadata:
     @staticmethod
     def build(query_lens: list[int], context_lens: list[int], device: torch.device) -> AttentionMetadata:
         """Metadata for R rows."""
-        starts = [0]
-        for length in query_lens:
-            starts.append(starts[-1] + length)
+        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=starts[1:])
         return AttentionMetadata(
             query_lens=query_lens,
             context_lens=context_lens,
-            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
-            context=torch.tensor(context_lens, dtype=torch.int32, device=device),
+            query_start=upload(starts, device),
+            context=upload(np.array(context_lens, dtype=np.int32), device),
             cache={},
         )
 
@@ -175,15 +175,10 @@ class AttentionMetadata:
         return AttentionMetadata(
             query_lens=(query_start[1:] - query_start[:-1]).tolist(),
             context_lens=context_lens.tolist(),
-            query_start=_tensor(query_start, device),
-            context=_tensor(context_lens, device),
+            query_start=upload(query_start, device),
+            context=upload(context_lens, device),
             cache={},
         )
-
-
-def _tensor(values: NDArray[np.int32], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 class AttentionPart(Protocol):

@@ -14,6 +14,7 @@ from engine.attention.formats import LARGEST, SCALE, format_named, movable, vect
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError
 from engine.execution.memory import available_memory
+from engine.gpu import upload
 from engine.native import memory
 from engine.native.copies import PageCopier
 from engine.scheduling.plan import Int32
@@ -87,7 +88,7 @@ class KVCache:
                 self._copier = PageCopier([tensor for layer in self.layers for tensor in layer])
             self._copier.copy(copies)
             return
-        source, target = torch.from_numpy(copies).to(device, torch.int64).unbind(1)
+        source, target = upload(copies, device).long().unbind(1)
         for layer in self.layers:
             for tensor in layer:
                 pages = movable(tensor)

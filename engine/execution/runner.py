@@ -13,6 +13,7 @@ from engine.execution.kv_cache import KVCache
 from engine.execution.pending import PendingStep
 from engine.execution.pooler import Pooler
 from engine.execution.sampler import sample, score_prompt
+from engine.gpu import upload
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
 from engine.outputs import Activation
@@ -207,4 +208,4 @@ def _rows(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:
 
 
 def _index(rows: Int32, like: Tensor) -> Tensor:
-    return torch.from_numpy(rows).to(like.device, torch.int64)
+    return upload(rows, like.device).long()

@@ -12,7 +12,10 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 _interpreting = False
 
@@ -49,3 +52,13 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _interpreting = before
+
+
+def upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """An array on a device; on a CPU the tensor shares its memory.
+
+    A GPU reads it from pinned memory when it comes to that, and nobody waits: a copy from other memory would, until
+    all steps before are computed. torch keeps such memory for the next upload, once it has been read.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
