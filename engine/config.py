@@ -59,6 +59,8 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step.
         max_step_time: seconds that a step should stay under: prompts come in smaller chunks where a step would
             take longer (default: 0.25 on a CPU, no limit on a GPU and in `LLM`; 0: no limit).
+        async_scheduling: plan and launch each step while the one before it runs (default: on a GPU; a CPU gains
+            nothing by it).
         block_size: tokens a page holds.
         kv_cache_memory: bytes for the pages, such as "4GiB" (CPU: a quarter of the free memory, at
             most 4 GiB; GPU: what gpu_memory_utilization leaves).
@@ -90,6 +92,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 2048
     max_step_time: float | None = None
+    async_scheduling: bool | None = None
     block_size: int = 16
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = "auto"

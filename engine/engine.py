@@ -17,12 +17,11 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.calibration import mean_keys
 from engine.execution.invariance import min_invariant_rows
-from engine.execution.isolation import join, run_apart
 from engine.execution.kv_cache import KVCache, choose_cache_dtype, count_blocks
 from engine.execution.loading import check_weights_fit, explained, find_max_model_len, find_quantization
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
-from engine.execution.warmup import measure, record, trial
+from engine.execution.warmup import measure, record
 from engine.generation import GenerationDefaults, load_defaults, resolve
 from engine.inputs import check_terms, decoder_start, read_input, read_pooling_input
 from engine.model.abilities import find_abilities
@@ -35,11 +34,11 @@ from engine.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDel
 from engine.pooling import check_task, resolve_pooling
 from engine.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.budget import UNLIMITED, StepBudget, StepWork
+from engine.scheduling.budget import StepBudget
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.mapping import draw_map
-from engine.scheduling.plan import StepResult
 from engine.scheduling.scheduler import Scheduler
+from engine.stepping import Stepping
 
 logger = logging.getLogger("octavo.engine")
 
@@ -132,6 +131,8 @@ class Engine:
         )
         record(self.runner, backend, 0 if config.enforce_eager else limits.max_num_seqs)
         self.scheduler = Scheduler(limits, BlockPool(num_blocks))
+        ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        self._stepping = Stepping(self.scheduler, self._budget, depth=int(ahead))
         self.info = EngineInfo(
             model=config.model,
             model_path=str(path),
@@ -263,7 +264,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests that it brought news for, each with its whole answer so far."""
         outputs = []
-        for delta in self._advance():
+        for delta in self._stepping.advance(self.runner):
             output = self._outputs[delta.request_id]
             output.accumulate(delta)
             outputs.append(output.copy())
@@ -273,7 +274,7 @@ class Engine:
 
     def step_deltas(self) -> list[RequestDelta]:
         """Run one step; only what is new. Do not mix with `step` for the same request."""
-        deltas = self._advance()
+        deltas = self._stepping.advance(self.runner)
         for delta in deltas:
             if delta.finished:
                 self._outputs.pop(delta.request_id, None)
@@ -298,52 +299,9 @@ class Engine:
         self._outputs.clear()
         if hasattr(self, "runner"):
             on_gpu = self.runner.model.device.type == "cuda"
-            del self.runner
+            del self.runner, self._stepping  # a step in flight, too
             if on_gpu:
                 torch.cuda.empty_cache()
-
-    def _advance(self) -> list[RequestDelta]:
-        started = time.perf_counter()
-        plan = self.scheduler.schedule(self._budget.limit if self._budget else UNLIMITED)
-        if plan is None:
-            return self.scheduler.take_outbox()
-        try:
-            result = self.runner.execute(plan)
-        except Exception as error:
-            logger.exception("a step of %d tokens in %d rows failed", plan.num_tokens, plan.num_rows)
-            return self._isolate(error)
-        except BaseException:  # Ctrl-C: whoever catches it may go on with other requests
-            self.scheduler.fail("interrupted")
-            raise
-        deltas = self.scheduler.update(plan, result)
-        seconds = time.perf_counter() - started
-        self.scheduler.stats.step_seconds += seconds
-        if self._budget is not None:
-            self._budget.observe(StepWork.of(plan), seconds)
-        return deltas
-
-    def _isolate(self, error: Exception) -> list[RequestDelta]:
-        """Fail the requests that a step's exception belongs to, and finish the step for the others.
-
-        Raises:
-            EngineDeadError: no request could be computed, and no step at all can be.
-        """
-        parts = self.scheduler.parts()
-        results: dict[str, StepResult] = {}
-        failures: dict[str, Exception] = dict.fromkeys(parts, error)
-        if len(parts) > 1:
-            results, failures = run_apart(self.runner, parts)
-        causes = {name: f"the engine failed to compute a step: {_named(failures[name])}" for name in failures}
-        deltas = self.scheduler.fail(causes)
-        if not results:
-            try:
-                trial(self.runner)
-            except Exception as second:
-                raise EngineDeadError(
-                    f"no step can be computed any more: {_named(error)}; a step of one token: {_named(second)}"
-                ) from second
-            return deltas
-        return deltas + self.scheduler.update(self.scheduler.remainder(), join(list(results.values())))
 
     def _log_start(self, seconds: float) -> None:
         info = self.info
@@ -393,7 +351,3 @@ def has_fast_bfloat16() -> bool:
     return bool(capability is not None and capability()) or bool(
         getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     )
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

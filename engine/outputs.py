@@ -219,6 +219,7 @@ class EngineStats:
     `prompt_tokens` and `prompt_tokens_cached` count encoder inputs, too.
     `prefix_hits` counts what requests that were preempted found again, `prompt_tokens_cached` does not.
     `num_encoder_hits` counts how often a request found its encoder input encoded already.
+    `num_steps_ahead` counts the steps that were planned before the answer of the one before them was known.
     """
 
     num_running: int = 0
@@ -229,6 +230,7 @@ class EngineStats:
     pages_cached: int = 0
     block_size: int = 0
     num_steps: int = 0
+    num_steps_ahead: int = 0
     step_seconds: float = 0.0
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0

@@ -65,15 +65,16 @@ def shared_llm(checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[[st
 
 
 @pytest.fixture
-def engines(checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[..., Engine]]:
-    """Makes engines (`support.driving.make_engine`) with the given settings and closes them."""
+def engines(checkpoint: Callable[[str], Checkpoint], request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
+    """Makes engines (`support.driving.make_engine`) with the given settings and closes them. Tests with the mark
+    `support.driving.BOTH_DEPTHS` run twice."""
     from support.driving import make_engine
     from support.jobs import CHECKPOINT
 
     made: list[Engine] = []
 
     def make(**settings: Any) -> Engine:
-        made.append(make_engine(checkpoint(CHECKPOINT).path, **settings))
+        made.append(make_engine(checkpoint(CHECKPOINT).path, **(getattr(request, "param", {}) | settings)))
         return made[-1]
 
     yield make

@@ -11,7 +11,7 @@ token, each of the whole input; every token of a decoder takes all of them in, a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace, TracebackType
 from unittest import mock
@@ -317,7 +317,7 @@ class Simulator:
         if plan is None:
             deltas = self.scheduler.take_outbox()
         else:
-            parts = self.scheduler.parts()
+            parts = self.scheduler.flights.parts()
             members = {name: [r for r in self._rows() if r.group.request.request_id == name] for name in parts}
             assert [row for rows in members.values() for row in rows] == self._rows()
             self._garble(plan, set())
@@ -333,7 +333,7 @@ class Simulator:
             self.events["apart"] += 0 < len(results) < len(parts)
             deltas = self.scheduler.fail({name: "it broke" for name in parts if name[-1] in last_digits})
             if results:
-                deltas += self.scheduler.update(self.scheduler.remainder(), join(results))
+                deltas += self.scheduler.update(self.scheduler.flights.remainder(), join(results))
         self._deliver(deltas)
         self.check()
         return deltas
@@ -343,7 +343,7 @@ class Simulator:
         self.tokens.reshape(-1)[[slot for slot in slots if slot not in spared]] = -7
 
     def _rows(self) -> list[Row]:
-        return list(self.scheduler._step or [])
+        return self.scheduler.flights.newest.live() if self.scheduler.flights else []
 
     def step_bound(self) -> int:
         """Steps after which everything must be over: in each, the first in line does something."""
@@ -423,23 +423,28 @@ class Simulator:
 
     def _schedule(self) -> StepPlan | None:
         """Plan a step, in which something runs: the first in line, if it ran before."""
+        return self._planned(self.scheduler.schedule)
+
+    def _planned(self, schedule: Callable[[], StepPlan | None], *, ahead: bool = False) -> StepPlan | None:
+        """Plan a step, and check it. If it is planned ahead of an answer, nothing need run."""
         running = {group for group in self.scheduler.groups() if group.status is Status.RUNNING}
         came_before = {group for group in self.scheduler.groups() if group.admitted and group not in running}
-        plan = self.scheduler.schedule()
+        plan = schedule()
         if plan is not None:
             self._check_taken_over(plan)
+        in_flight = {row.group for flight in self.scheduler.flights for row in flight.live()}
         groups = list(self.scheduler.groups())
         for group in groups:
             if group.memory is not None and group.memory.pages:
                 known = self.pool.match(group.memory.hashes) == group.memory.pages
                 self.events["encoder_pages_found_again"] += known and group in came_before
                 self.inputs_found.setdefault(group.request.request_id, len(group.memory.tokens) if known else 0)
-                assert known or any(row.group is group for row in self._rows()), "encoded for nobody in the step"
-        if groups:
+                assert known or group in in_flight, "encoded for nobody in the step"
+        if groups and not ahead:
             assert plan is not None, "a step in which nothing runs"
             first = min(groups, key=lambda group: group.key)
             if first in running:
-                assert any(row.group is first for row in self.scheduler._step or ()), "the first in line gave way"
+                assert any(row.group is first for row in self._rows()), "the first in line gave way"
         return plan
 
     # -------------------------------------------------------------- what a runner does
@@ -525,7 +530,8 @@ class Simulator:
 
     def _check_taken_over(self, plan: StepPlan) -> None:
         """What a plan has of the step before is what would be made anew."""
-        anew = build_plan(self._rows(), [], self.size)
+        unknown = {row.sequence: 0 for row in self._rows() if row.start >= row.sequence.num_tokens}
+        anew = build_plan(self._rows(), [], self.size, pending=unknown)
         for found, expected in ((plan.sampling, anew.sampling), (plan.cross, anew.cross)):
             assert (found is None) == (expected is None)
             for part in () if found is None else fields(found):
@@ -541,10 +547,11 @@ class Simulator:
         for row in rows:
             sampled.setdefault(row.group.request.request_id, set()).add(row.sampled)
             if row.sampled:
-                assert row.start + row.count == row.sequence.num_tokens
+                before = row.sequence.num_pending - 1 if row in self.scheduler.flights.newest.rows else 0
+                assert row.start + row.count == row.sequence.num_tokens + before
                 members = [r.sequence for r in rows if r.group is row.group]
                 assert members == row.group.sequences
-            elif row.count < row.sequence.remaining:
+            elif row.start + row.count < row.sequence.num_tokens:
                 self.events["chunked"] += 1
         assert all(len(kinds) == 1 for kinds in sampled.values())
         kinds = {row.group.beam is not None for row in rows if row.sampled}
@@ -562,12 +569,15 @@ class Simulator:
     def _check_memory(self, plan: StepPlan, i: int, row: Row, end: int) -> None:
         """The pages that row i names hold exactly its sequence's tokens up to end - 1, from the first one on that
         any of its queries sees; pages before that one are not named."""
-        expected = row.sequence.tokens.view(0, end).tolist()
+        expected = row.sequence.tokens.view(0, min(end, row.sequence.num_tokens)).tolist()
+        if len(expected) < end:  # the last one is not known to the scheduler
+            expected.append(int(plan.token_ids[plan.query_start[i + 1] - 1]))
         slots = self._slots(plan, i, end)
         first = self._first_seen(row.start)
         assert (slots[first:] >= self.size).all(), "page 0 is nobody's"
         assert self.tokens.reshape(-1)[slots[first:]].tolist() == expected[first:]
-        assert not plan.block_tables[i][: first // self.size].any(), "a page that no query sees is named"
+        if row.sequence.num_in_flight == row.count:  # else the answer of the step before lets go of it
+            assert not plan.block_tables[i][: first // self.size].any(), "a page that no query sees is named"
         if end:
             state = self.model.state(row.group.request, expected)
             assert int(self.states.reshape(-1)[slots[-1]]) == state
@@ -687,7 +697,7 @@ class Simulator:
         for page in memory.pages:
             self.events["encoder_pages_shared"] += page in owners
             assert owners.setdefault(page, who) == who, "an encoder input's page is somebody else's"
-        if running:
+        if running and not self.scheduler.flights.encodes(memory):
             assert self.pool.match(memory.hashes) == memory.pages
             assert self.inputs_seen.get(request.request_id) or self.config.enable_prefix_caching
 

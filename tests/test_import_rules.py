@@ -33,6 +33,7 @@ LAYERS = {
     "engine.inputs": 4,
     "engine.languages": 4,
     "engine.execution": 4,
+    "engine.stepping": 5,
     "engine.engine": 5,
     "engine.detokenizer": 5,
     "engine.encoding": 5,

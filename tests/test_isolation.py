@@ -89,7 +89,7 @@ def test_every_step_may_fail_once(engines: Callable[..., Engine], mixed_answers:
     def remembered(*arguments: Any) -> StepPlan | None:
         nonlocal copies
         plan = schedule(*arguments)
-        if plan is not None and len(one.scheduler.parts()) > 1:
+        if plan is not None and len(one.scheduler.flights.parts()) > 1:
             whole["plan"] = plan  # type: ignore[assignment]
             copies += len(plan.copies)
         return plan

@@ -564,14 +564,13 @@ class TestTime:
         with simulator(num_pages=99, budget=80) as sim:
             sim.limit = StepLimit(Costs(pair=0.01, score=0.5), work=1000.0, least=1.0)
             taken: list[float] = []
-            begin = sim.scheduler._memories.begin
+            plan_prompts = sim.scheduler._plan_prompts
 
-            def remember(step: Step) -> list[Memory]:
-                if step.num_prompts is not None:  # nobody asks what a step without prompts has left
-                    taken.append(step.limit.work - step.left)
-                return begin(step)
+            def remember(step: Step, chunked: list[SequenceGroup]) -> None:
+                plan_prompts(step, chunked)
+                taken.append(step.limit.work - step.left)
 
-            sim.scheduler._memories.begin = remember  # type: ignore[method-assign]
+            sim.scheduler._plan_prompts = remember  # type: ignore[method-assign]
             for number in range(4):
                 add(sim, f"r{number}", words(20, number), 3 * number + 1, max_tokens=3, min_tokens=3)
             while sim.scheduler.has_unfinished():

@@ -92,12 +92,12 @@ class Reader:
             assert self._read(plan) == [self.requests[name].prompt_token_ids for name in expected]
             deltas = self.scheduler.update(plan, self._run(plan))
         else:
-            parts = self.scheduler.parts()
+            parts = self.scheduler.flights.parts()
             assert list(parts) == expected
             deltas = self.scheduler.fail({name: "it broke" for name in parts if name in faults})
             left = [self._run(part) for name, part in parts.items() if name not in faults]
             if left:
-                deltas += self.scheduler.update(self.scheduler.remainder(), join(left))
+                deltas += self.scheduler.update(self.scheduler.flights.remainder(), join(left))
             self.events["apart"] += 0 < len(left) < len(parts)
         self._deliver(deltas, expected, faults or set())
         self.check()

@@ -306,8 +306,12 @@ def test_nothing_starves_and_no_answer_changes(work: float, least: float) -> Non
             sim.add(make_request(f"r{number}", words(5 + 2 * number, number % 5), max_tokens=12, **how))
             plan = sim._schedule()
             assert plan is not None
-            decoding = [row for row in sim.scheduler._step or [] if row.sequence.num_output]
-            live = [g for g in sim.scheduler._running if g.started and all(s.remaining == 1 for s in g.sequences)]
+            decoding = [row for row in sim._rows() if row.sequence.num_output]
+            live = [
+                g
+                for g in sim.scheduler._running
+                if g.started and all(s.num_tokens - s.num_computed == 1 for s in g.sequences)
+            ]
             assert {row.group for row in decoding} >= set(live), "a decoding sequence was left out"
             sim._deliver(sim.scheduler.update(plan, sim.execute(plan)))
             sim.check()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -65,7 +65,7 @@ class Answer:
     """A step's result as it is read: drawn tokens number by number, candidates of all searches ranked together.
 
     Args:
-        sampled: the groups that were sampled, with the first of their rows in the result.
+        sampled: the groups that were sampled, with the rows of the result that belong to their sequences.
 
     Attributes:
         tokens, logprobs: as in the result, as lists; empty where all groups search.
@@ -74,18 +74,18 @@ class Answer:
 
     __slots__ = ("logprobs", "rankings", "result", "tokens")
 
-    def __init__(self, result: StepResult, sampled: Seq[tuple[SequenceGroup, int]]):
+    def __init__(self, result: StepResult, sampled: Mapping[SequenceGroup, Seq[int]]):
         self.result = result
-        draws = any(group.beam is None for group, _ in sampled)
+        draws = any(group.beam is None for group in sampled)
         self.tokens: list[list[int]] = result.tokens.tolist() if draws else []
         self.logprobs: list[list[float]] = result.logprobs.tolist() if draws else []
         self.rankings: dict[SequenceGroup, Ranking | None] = {}
-        alike: dict[tuple[int, int], list[tuple[SequenceGroup, int]]] = {}
-        for group, first in sampled:
+        alike: dict[tuple[int, int], list[tuple[SequenceGroup, Seq[int]]]] = {}
+        for group, places in sampled.items():
             if group.beam is not None:
-                alike.setdefault((len(group.sequences), group.beam.num_candidates), []).append((group, first))
-        for (width, num_candidates), searches in alike.items():
-            rows = np.array([first for _, first in searches])[:, None] + np.arange(width)
+                alike.setdefault((len(places), group.beam.num_candidates), []).append((group, places))
+        for (_, num_candidates), searches in alike.items():
+            rows = np.array([places for _, places in searches])
             scores = result.scores[rows]
             beam_scores = [[sequence.score for sequence in group.sequences] for group, _ in searches]
             rankings = rank(beam_scores, result.tokens[rows], scores, num_candidates)
@@ -93,10 +93,9 @@ class Answer:
                 self.rankings[group] = None if any(map(math.isnan, best)) else ranking
 
 
-def apply_candidates(group: SequenceGroup, answer: Answer, first: int, prompt_logprobs_complete: bool) -> Outcome:
-    """Let the search decide on rows first, first + 1, … of the answer, one per sequence of the group."""
-    ranking = answer.rankings.get(group)
-    rows = range(first, first + len(group.sequences))
+def apply_candidates(group: SequenceGroup, answer: Answer, rows: Seq[int], prompt_logprobs_complete: bool) -> Outcome:
+    """Let the search decide on these rows of the answer, one per sequence of the group."""
+    ranking, first = answer.rankings.get(group), rows[0]
     if ranking is None and (group.beam is not None or any(math.isnan(answer.logprobs[row][0]) for row in rows)):
         # The sampler says NaN for both.
         message = "no token is possible: the model's output is not a number (NaN), or every token is banned"
@@ -108,7 +107,7 @@ def apply_candidates(group: SequenceGroup, answer: Answer, first: int, prompt_lo
     if group.beam is not None and ranking is not None:
         outcome = _apply_beams(group, group.beam, ranking, answer, first)
     elif group.started or group.request.decoding.n == 1:
-        outcome = _apply_samples(group, answer, first)
+        outcome = _apply_samples(group, answer, rows)
     else:
         outcome = _apply_draws(group, answer, first)
     if prompt_logprobs is not None or not group.started:
@@ -166,7 +165,8 @@ def final_abort(group: SequenceGroup, reason: FinishReason, message: str) -> Req
 
 
 def take_prompt_logprobs(rows: Seq[Row], result: StepResult) -> set[SequenceGroup]:
-    """Store the step's prompt log-probabilities; returns the groups whose list is complete now."""
+    """Store the step's prompt log-probabilities; returns the groups whose list is complete now. Those of void rows are
+    passed over."""
     scores = result.prompt_logprobs
     complete: set[SequenceGroup] = set()
     position = 0
@@ -175,6 +175,9 @@ def take_prompt_logprobs(rows: Seq[Row], result: StepResult) -> set[SequenceGrou
             continue
         known = row.group.prompt_logprobs
         end = min(row.start + row.count + 1, row.sequence.num_prompt)
+        if row.is_void:
+            position += max(end - len(known), 0)
+            continue
         if scores is not None:
             while len(known) < end:
                 token = row.sequence.tokens[len(known)]
@@ -218,12 +221,12 @@ def _stop_reason(group: SequenceGroup, token: int) -> int | None:
     return None if token in group.request.decoding.eos_ids else token
 
 
-def _apply_samples(group: SequenceGroup, answer: Answer, first: int) -> Outcome:
+def _apply_samples(group: SequenceGroup, answer: Answer, rows: Seq[int]) -> Outcome:
     """Each sequence goes on with the token that was drawn for it, or is over."""
     choices: list[ChoiceDelta] = []
     live: list[Sequence] = []
     dropped: list[Sequence] = []
-    for row, sequence in enumerate(group.sequences, start=first):
+    for row, sequence in zip(rows, group.sequences, strict=True):
         token, score = answer.tokens[row][0], sequence.score + answer.logprobs[row][0]
         choice = _choice(group, sequence, Continuation(0, token, score, 0), _token_logprobs(group, answer, row, 0))
         choices.append(choice)

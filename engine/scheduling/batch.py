@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,17 +26,33 @@ from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup
 
 # Positions of an answer that random numbers are made for at a time: many take hardly longer than one.
 _AHEAD = 32
+_UNKNOWN = np.zeros(1, dtype=np.int32)  # in the place of a token
 
 
 @dataclass(slots=True)
 class Row:
-    """A sequence's part in a step: `count` tokens from `start` on; sampled if that is all it has. Nobody changes it."""
+    """A sequence's part in a step: `count` tokens from `start` on; sampled if that is all it has. Nobody changes it.
+
+    Attributes:
+        num_releases: the sequence's, when this was planned.
+    """
 
     group: SequenceGroup
     sequence: Sequence
     start: int
     count: int
     sampled: bool
+    num_releases: int = 0
+
+    @property
+    def is_void(self) -> bool:
+        """The sequence has ended or given way since: what is computed here is for nothing."""
+        return self.num_releases != self.sequence.num_releases
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer before the one that is sampled here; not all of them need be known."""
+        return self.start + self.count - self.sequence.num_prompt
 
 
 @dataclass(slots=True)
@@ -66,11 +83,13 @@ def build_plan(
     block_size: int,
     memories: Seq[Memory] = (),
     last: LastStep | None = None,
+    pending: Mapping[Sequence, int] | None = None,
 ) -> StepPlan:
     """The step plan of these rows, in their order; the encoder runs over `memories` first. All rows have pages, or
-    none has. `last` is read and brought up to date."""
+    none has. `last` is read and brought up to date. `pending` has the sequences that are sampled by the step in flight,
+    and which of its sampled tokens is theirs."""
     groups = [row.group for row in rows]
-    decoding = all(row.sampled and row.count == 1 and row.group.started for row in rows)
+    decoding = all(row.sampled and row.count == 1 and row.start >= row.sequence.num_prompt for row in rows)
     known = last if decoding and last is not None and last.groups == groups else None
     whole = any(group.whole for group in groups)
     tables = _tables([row.sequence.table for row in rows])
@@ -78,7 +97,10 @@ def build_plan(
         starts = [row.start for row in rows]
         query_start = np.arange(len(rows) + 1, dtype=np.int32)
         context_lens, positions = _int32([start + 1 for start in starts]), _int32(starts)
-        token_ids = _int32([row.sequence.tokens[row.start] for row in rows])
+        if pending:
+            token_ids = _int32([0 if row.sequence in pending else row.sequence.tokens[row.start] for row in rows])
+        else:
+            token_ids = _int32([row.sequence.tokens[row.start] for row in rows])
         pages = [row.sequence.table[row.start // block_size] for row in rows]
         slots = _int32([page * block_size + start % block_size for page, start in zip(pages, starts, strict=True)])
     else:
@@ -88,7 +110,10 @@ def build_plan(
         context_lens = first + counts
         row_of_token = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
         positions = np.arange(query_start[-1], dtype=np.int32) + (first - query_start[:-1])[row_of_token]
-        token_ids = np.concatenate([row.sequence.tokens.view(row.start, row.start + row.count) for row in rows])
+        # What is pending is the only token of its row.
+        ends = [min(row.start + row.count, row.sequence.num_tokens) for row in rows]
+        parts = [row.sequence.tokens.view(row.start, end) for row, end in zip(rows, ends, strict=True)]
+        token_ids = np.concatenate([part if len(part) else _UNKNOWN for part in parts])
         slots = positions[:0]
         if not whole:
             slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
@@ -107,11 +132,18 @@ def build_plan(
         pooling=() if decoding else _pooling(rows),
         whole=whole,
         token_types=None if decoding else _token_types(rows),
+        sources=_sources(rows, query_start, pending) if pending else None,
     )
     if last is not None:
         last.groups = groups if decoding else []
         last.sampling, last.cross = plan.sampling, plan.cross
     return plan
+
+
+def _sources(rows: Seq[Row], query_start: Int32, pending: Mapping[Sequence, int]) -> Int32 | None:
+    sources = np.full(query_start[-1], -1, dtype=np.int32)
+    sources[query_start[1:] - 1] = [pending.get(row.sequence, -1) for row in rows]
+    return sources if (sources >= 0).any() else None
 
 
 def _tables(tables: Seq[IntBuffer]) -> Int32:
@@ -254,38 +286,38 @@ def _uniforms(rows: Seq[Row], draws: Seq[int]) -> Float64:
     for i, row in drawing:
         sequence, count = row.sequence, draws[i]
         if count == 1:
-            numbers[i, 0] = sequence.uniforms[sequence.num_output]
+            numbers[i, 0] = sequence.uniforms[row.num_output]
         else:
             choices = range(sequence.index, sequence.index + count)
-            numbers[i, :count] = uniforms([row.group.seed] * count, choices, [sequence.num_output] * count)
+            numbers[i, :count] = uniforms([row.group.seed] * count, choices, [row.num_output] * count)
     return numbers
 
 
 def _look_ahead(rows: Seq[Row]) -> None:
     """Let each row's sequence have its number for the next token, and those for the tokens after it."""
-    rows = [row for row in rows if row.sequence.num_output not in row.sequence.uniforms]
+    rows = [row for row in rows if row.num_output not in row.sequence.uniforms]
     if not rows:
         return
     made = uniforms(
         [row.group.seed for row in rows for _ in range(_AHEAD)],
         [row.sequence.index for row in rows for _ in range(_AHEAD)],
-        [row.sequence.num_output + place for row in rows for place in range(_AHEAD)],
+        [row.num_output + place for row in rows for place in range(_AHEAD)],
     )
     for row, numbers in zip(rows, made.reshape(len(rows), _AHEAD).tolist(), strict=True):
-        row.sequence.uniforms = dict(enumerate(numbers, start=row.sequence.num_output))
+        row.sequence.uniforms = dict(enumerate(numbers, start=row.num_output))
 
 
 def banned_tokens(row: Row) -> set[int]:
     """Tokens that must not come next, as the logits processors of `transformers` have it."""
     decoding, sequence = row.group.request.decoding, row.sequence
     banned = set(decoding.suppress_tokens)
-    if sequence.num_output < decoding.min_tokens:
+    if row.num_output < decoding.min_tokens:
         banned |= decoding.stop_ids
-    if sequence.num_tokens < decoding.min_length:
+    if sequence.num_prompt + row.num_output < decoding.min_length:
         banned |= decoding.eos_ids
     # With a forced BOS after a single prompt token, the first free choice is the second one.
     begin = 1 if sequence.num_prompt == 1 and decoding.forced_bos_token_id is not None else 0
-    if decoding.begin_suppress_tokens and sequence.num_output == begin:
+    if decoding.begin_suppress_tokens and row.num_output == begin:
         banned.update(decoding.begin_suppress_tokens)
     tokens = sequence.tokens.view()
     if decoding.no_repeat_ngram_size:
@@ -299,10 +331,10 @@ def banned_tokens(row: Row) -> set[int]:
 
 def forced_tokens(row: Row) -> tuple[int, ...]:
     """The only tokens that may come next; empty where there is a free choice."""
-    decoding, sequence = row.group.request.decoding, row.sequence
-    if decoding.forced_eos_token_ids and sequence.num_output == decoding.max_tokens - 1:
+    decoding = row.group.request.decoding
+    if decoding.forced_eos_token_ids and row.num_output == decoding.max_tokens - 1:
         return decoding.forced_eos_token_ids
-    if decoding.forced_bos_token_id is not None and sequence.num_tokens == 1:
+    if decoding.forced_bos_token_id is not None and row.start + row.count == 1:
         return (decoding.forced_bos_token_id,)
     return ()
 

@@ -186,8 +186,8 @@ class BlockPool:
         """[total] FREE, CACHED or HELD for each page, the first being page 1; a copy, at the price of one."""
         return np.frombuffer(self._states, dtype=np.uint8)[1:].copy()
 
-    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare all state with the tables that exist.
+    def check_integrity(self, tables: Iterable[Sequence[int]], pinned: Iterable[int] = ()) -> None:
+        """Compare all state with the tables that exist, and with the pages that are `pinned`, as often as they are.
 
         Raises:
             AssertionError: a page is lost, held twice or counted wrongly.
@@ -199,9 +199,14 @@ class BlockPool:
         if expected != self._refs:
             wrong = [p for p in range(self.total + 1) if expected[p] != self._refs[p]]
             raise AssertionError(f"reference counts differ from the block tables for pages {wrong[:10]}")
-        if any(self._pins):
-            raise AssertionError("pages are still pinned")
-        states = sorted([*self._free, *self._cached, *(p for p in range(1, self.total + 1) if self._refs[p] > 0)])
+        pins = [0] * (self.total + 1)
+        for page in pinned:
+            pins[page] += 1
+        if pins != self._pins:
+            wrong = [p for p in range(self.total + 1) if pins[p] != self._pins[p]]
+            raise AssertionError(f"other pages are pinned than steps in flight copy from: {wrong[:10]}")
+        held = [page for page in range(1, self.total + 1) if self._refs[page] or self._pins[page]]
+        states = sorted([*self._free, *self._cached, *held])
         if states != list(range(1, self.total + 1)):
             raise AssertionError("free, held and cached pages do not add up to the pool")
         for state, pages in ((FREE, self._free), (CACHED, list(self._cached))):

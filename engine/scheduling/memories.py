@@ -8,9 +8,10 @@ from engine.outputs import EngineStats
 from engine.request import Request
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.encoding import Memory
+from engine.scheduling.flights import Flight
 from engine.scheduling.limits import SchedulerConfig
-from engine.scheduling.sequence import SequenceGroup, Status
-from engine.scheduling.step import Encoding, Step
+from engine.scheduling.sequence import SequenceGroup
+from engine.scheduling.step import Step
 
 
 class Memories:
@@ -25,7 +26,6 @@ class Memories:
         self._hasher = hasher
         self._config = config
         self._stats = stats
-        self._planned: list[Encoding] = []
 
     def of(self, request: Request, arrival: int) -> Memory | None:
         """The encoder input of a new request."""
@@ -72,26 +72,13 @@ class Memories:
             self._stats.prompt_tokens += len(memory.tokens)
             self._stats.prompt_tokens_cached += memory.num_cached
 
-    def begin(self, step: Step) -> list[Memory]:
-        """The step is complete: what the encoder runs over."""
-        self._planned = list(step.encodings.values())
-        return [encoding.memory for encoding in self._planned]
-
-    def encoded(self, group: SequenceGroup) -> list[Memory]:
-        """What of that concerns a request."""
-        return [group.memory for encoding in self._planned if group in encoding.groups and group.memory is not None]
-
-    def publish(self) -> None:
+    def publish(self, flight: Flight) -> None:
         """The step has succeeded: later requests may find the pages that the encoder filled."""
-        planned, self._planned = self._planned, []
-        for encoding in planned:
-            encoding.groups = [group for group in encoding.groups if group.status is Status.RUNNING]
-            if encoding.groups:
-                memory = encoding.memory
-                self._stats.num_encoder_runs += 1
-                self._stats.num_encoder_hits += len(encoding.groups) - 1
-                for page, page_hash in zip(memory.pages, memory.hashes, strict=True):
-                    self._pool.publish(page, page_hash)
+        for memory in flight.memories({row.group for row in flight.live()}):
+            self._stats.num_encoder_runs += 1
+            for page, page_hash in zip(memory.pages, memory.hashes, strict=True):
+                self._pool.publish(page, page_hash)
+        self._stats.num_encoder_hits += sum(len(encoding.groups) - 1 for encoding in flight.encodings)
 
     def release(self, group: SequenceGroup) -> None:
         """A request gives its pages up."""

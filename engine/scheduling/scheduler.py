@@ -7,10 +7,9 @@ scheduler; that groups of sequences (beams, n answers) run, wait and give way wh
 
 from __future__ import annotations
 
-import heapq
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from engine.errors import InvalidRequestError
 from engine.outputs import EngineStats, RequestDelta
@@ -19,10 +18,12 @@ from engine.scheduling.apply import Answer, Outcome, apply_candidates, apply_poo
 from engine.scheduling.batch import LastStep, Row, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
+from engine.scheduling.flights import Flight, Flights
 from engine.scheduling.limits import SchedulerConfig, check_fits
 from engine.scheduling.memories import Memories
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.sequence import Sequence, SequenceGroup, Status, pages_needed
+from engine.scheduling.queues import Deadlines, WaitingQueue
+from engine.scheduling.sequence import Sequence, SequenceGroup, Status
 from engine.scheduling.step import Step
 from engine.scheduling.tables import Tables
 
@@ -30,7 +31,8 @@ from engine.scheduling.tables import Tables
 class Scheduler:
     """Queues, budget, preemption. The only writer of sequences and groups.
 
-    Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run.
+    Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
+    `schedule_ahead()` may give the next one; answers are applied in the order of the plans.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, hasher: PageHasher | None = None):
@@ -38,13 +40,12 @@ class Scheduler:
         self.pool = pool
         self._hasher = hasher or PageHasher()
         self._groups: dict[str, SequenceGroup] = {}
-        self._waiting: list[tuple[tuple[int, int], SequenceGroup]] = []  # heap; may hold finished groups
-        self._num_waiting = 0
+        self._waiting = WaitingQueue()
         self._running: list[SequenceGroup] = []  # in order of service
-        self._deadlines: list[tuple[float, int, str]] = []  # heap; may name finished requests
+        self._deadlines = Deadlines()
         self._arrivals = 0
-        self._step: list[Row] | None = None
-        self._copies: dict[SequenceGroup, list[tuple[int, int]]] = {}
+        self.flights = Flights(pool, config.block_size)
+        self._drains = False  # somebody has to give way for the next step: none is planned ahead until that is done
         self._last = LastStep()
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
@@ -73,9 +74,8 @@ class Scheduler:
         group = SequenceGroup(request, self._arrivals, root, memory, whole=self.config.whole_inputs)
         self._arrivals += 1
         self._groups[request.request_id] = group
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, group.arrival, request.request_id))
-        self._enqueue(group)
+        self._deadlines.add(group)
+        self._waiting.push(group)
 
     def abort(self, request_id: str, choice: int | None = None) -> bool:
         """End a request, or one of its answers, without a further delta; False if it is not known."""
@@ -116,14 +116,31 @@ class Scheduler:
             limit: how long the step may take, or who is to be asked about it if there are prompts; how they are cut
                 depends on it, and no answer does.
         """
-        if self._step is not None:
+        if self.flights:
             raise AssertionError("schedule() was called twice without update() or fail()")
+        self._drains = False
+        return self._schedule(limit, ahead=False)
+
+    def schedule_ahead(self, limit: StepLimit | Callable[[], StepLimit] = UNLIMITED) -> StepPlan | None:
+        """Plan the step after the one in flight, whose answer is not known; None if nothing can run before it is.
+
+        What a group samples in flight is `StepPlan.sources` here. Groups wait whose step depends on more of that
+        answer than its place (`SequenceGroup.may_run_ahead`). Nobody gives way: where that is needed, no step is
+        planned ahead until `schedule()` has seen to it.
+        """
+        if len(self.flights) != 1:
+            raise AssertionError(f"schedule_ahead() was called with {len(self.flights)} steps in flight")
+        plan = None if self._drains else self._schedule(limit, ahead=True)
+        self.stats.num_steps_ahead += plan is not None
+        return plan
+
+    def _schedule(self, limit: StepLimit | Callable[[], StepLimit], ahead: bool) -> StepPlan | None:
         self._expire()
-        step = Step(self.config.max_num_batched_tokens)
+        step = Step(self.config.max_num_batched_tokens, ahead=ahead)
         chunked = []
         for group in list(self._running):
-            if group.status is not Status.RUNNING:
-                continue  # gave way to an older group
+            if group.status is not Status.RUNNING or (ahead and not group.may_run_ahead()):
+                continue  # gave way to an older group, or must know an answer first
             work = group.work()
             if sum([count for _, count in work]) == len(work):
                 self._plan_group(step, group, work)
@@ -132,86 +149,82 @@ class Scheduler:
         if chunked or self._waiting:
             step.limit = limit() if callable(limit) else limit
             self._plan_prompts(step, chunked)
-        self._copies = step.copies
-        copies = [pair for pairs in self._copies.values() for pair in pairs]
-        for source, _ in copies:
-            self.pool.unpin(source)
         rows = [row for group in self._running for row in step.rows.get(group, ())]
         if not rows:
             return None
+        flight = Flight(rows, step.copies, list(step.encodings.values()))
+        copies = [pair for pairs in step.copies.values() for pair in pairs]
         self.stats.num_page_copies += len(copies)
-        self._step = rows
-        return build_plan(rows, copies, self.config.block_size, self._memories.begin(step), self._last)
+        pending = self.flights.pending() if ahead else None
+        memories = [encoding.memory for encoding in flight.encodings]
+        plan = build_plan(rows, copies, self.config.block_size, memories, self._last, pending)
+        self.flights.begin(flight)
+        return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
-        """Apply a step's answer: progress, published pages, continuations, finished requests."""
-        if self._step is None:
+        """Apply the answer of the oldest step: progress, published pages, continuations, finished requests."""
+        if not self.flights:
             raise AssertionError("update() was called without schedule()")
-        rows, self._step = self._step, None
+        flight = self.flights.end()
+        rows = flight.live()
         self.stats.num_steps += 1
         self.stats.computed_tokens += plan.num_tokens
-        self._memories.publish()
+        self._memories.publish(flight)
         self._tables.advance(rows)
-        with_prompt_logprobs = take_prompt_logprobs(rows, result)
-        sampled: list[tuple[SequenceGroup, int]] = []
+        with_prompt_logprobs = take_prompt_logprobs(flight.rows, result)
+        sampled: dict[SequenceGroup, list[int]] = {}
         position = 0
-        for group, is_sampled in {row.group: row.sampled for row in rows}.items():
-            if is_sampled:
-                sampled.append((group, position))
-                position += len(group.sequences)
-            else:
-                self._tables.fork_from_first(group)
+        for row in flight.rows:
+            if not row.is_void:
+                if row.sampled:
+                    sampled.setdefault(row.group, []).append(position)
+                else:
+                    self._tables.fork_from_first(row.group)
+            position += row.sampled
         answer = Answer(result, sampled)
         deltas = []
-        for group, first in sampled:
-            outcome = apply_candidates(group, answer, first, group in with_prompt_logprobs)
+        for group, places in sampled.items():
+            outcome = apply_candidates(group, answer, places, group in with_prompt_logprobs)
             delta = outcome.delta
             about_prompt = not group.started or delta.prompt_logprobs is not None
             if delta.choices or delta.finished or about_prompt or delta.beams is not None:
                 deltas.append(delta)
             self._apply(group, outcome)
         for wanted, pooled in zip(plan.pooling, result.pooled, strict=True):
-            row = rows[wanted.row]
-            if (ending := apply_pooled(row.group, row, pooled)) is not None:
+            row = flight.rows[wanted.row]
+            if not row.is_void and (ending := apply_pooled(row.group, row, pooled)) is not None:
                 deltas.append(ending.delta)
                 self._apply(row.group, ending)
-        return self._flush(deltas)
-
-    def parts(self) -> dict[str, StepPlan]:
-        """The planned step as one plan per request, in the same order; each brings its own copies."""
-        rows: dict[SequenceGroup, list[Row]] = {}
-        for row in self._step or []:
-            rows.setdefault(row.group, []).append(row)
-        size, encoded = self.config.block_size, self._memories.encoded
-        return {
-            group.request.request_id: build_plan(own, self._copies.get(group, []), size, encoded(group))
-            for group, own in rows.items()
-        }
-
-    def remainder(self) -> StepPlan:
-        """What is planned still, after `fail` has ended some of it; without its copies."""
-        return build_plan(self._step or [], [], self.config.block_size)
+        return self.take_outbox(deltas)
 
     def fail(self, causes: str | Mapping[str, str]) -> list[RequestDelta]:
-        """The planned step could not be run: end its requests with an error, and no others.
+        """The oldest step could not be run: end its requests with an error, and no others.
 
         Args:
             causes: why; or for each request at fault why, and the others stay planned, awaiting `update`.
         """
-        rows, self._step = self._step or [], None
         deltas = []
-        for group in dict.fromkeys(row.group for row in rows):
+        groups = dict.fromkeys(row.group for row in self.flights.oldest.live()) if self.flights else ()
+        for group in groups:
             name = group.request.request_id
             message = causes if isinstance(causes, str) else causes.get(name)
             if message is not None:
                 deltas.append(final_abort(group, "error", message))
                 self._finish(group)
-        self._step = [row for row in rows if row.group.status is Status.RUNNING] or None
-        return self._flush(deltas)
+        self.skip()
+        return self.take_outbox(deltas)
 
-    def take_outbox(self) -> list[RequestDelta]:
-        """News that no step brought (deadlines), when there was nothing to run."""
-        return self._flush([])
+    def skip(self) -> bool:
+        """Forget the oldest step if nobody waits for its answer; whether that is so."""
+        if not self.flights or self.flights.oldest.live():
+            return False
+        self.flights.end()
+        return True
+
+    def take_outbox(self, deltas: Iterable[RequestDelta] = ()) -> list[RequestDelta]:
+        """News that no step brought (deadlines), and after them those that one did."""
+        news, self._outbox = [*self._outbox, *deltas], []
+        return news
 
     # ---------------------------------------------------------------- planning
 
@@ -221,7 +234,7 @@ class Scheduler:
         for group in chunked:
             if group.status is Status.RUNNING and step.is_open:
                 self._plan_group(step, group, group.work())
-        if not step.preempted:
+        if not (step.preempted or self._drains):
             self._admit(step)
 
     def _plan_group(self, step: Step, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
@@ -235,22 +248,23 @@ class Scheduler:
         for sequence, count in work:
             # All sequences of a group sample in the same step: until all can, each keeps its last token.
             allowed = count if completes else min(count if len(work) == 1 else count - 1, budget)
-            if allowed == 0:
-                continue
-            if not group.whole and not self._reserve(step, group, sequence, sequence.num_computed + allowed):
+            if allowed:
+                budget -= allowed
+                rows.append(Row(group, sequence, sequence.num_scheduled, allowed, sampled, sequence.num_releases))
+        if not group.whole:
+            ends = [(row.sequence, row.start + row.count) for row in rows]
+            if step.ahead and not self._has_room(group, ends):
                 return
-            budget -= allowed
-            rows.append(Row(group, sequence, sequence.num_computed, allowed, sampled))
+            for sequence, end in ends:
+                if not self._reserve(step, group, sequence, end):
+                    return
         if rows:
             step.take(group, rows)
 
     def _reserve(self, step: Step, group: SequenceGroup, sequence: Sequence, end: int) -> bool:
         """Make the pages up to token `end` writable by this sequence alone; False if the group itself
         had to give way."""
-        size, held = self.config.block_size, sequence.table.size
-        page = sequence.num_computed // size
-        copy = page < held and self.pool.is_shared(sequence.table[page])
-        needed = pages_needed(end, size) - held + copy
+        needed, copy = self._tables.missing(sequence, end)
         if needed <= 0:
             return True
         while (pages := self.pool.reserve(needed)) is None:
@@ -258,26 +272,32 @@ class Scheduler:
             self._preempt(step, victim)
             if victim is group:
                 return False
-            # The victim may have been the other holder of the page.
-            if copy and not self.pool.is_shared(sequence.table[page]):
-                copy, needed = False, needed - 1
+            needed, copy = self._tables.missing(sequence, end)  # the victim may have been the other holder of a page
         if copy:
-            source, target = sequence.table[page], pages.pop()
-            self.pool.pin(source)
-            self.pool.free([source])
-            sequence.table[page] = target
-            step.copies.setdefault(group, []).append((source, target))
+            step.copies.setdefault(group, []).append(self._tables.replace_shared(sequence, pages.pop()))
         sequence.table.extend(pages)
         return True
 
+    def _has_room(self, group: SequenceGroup, ends: list[tuple[Sequence, int]]) -> bool:
+        """Nobody has to give way for these tokens of a running group, and nobody older waits for pages."""
+        needed = sum([max(self._tables.missing(sequence, end)[0], 0) for sequence, end in ends])
+        short = needed > 0 and (self._drains or needed > self.pool.num_available)
+        self._drains |= short
+        return not short
+
     def _admit(self, step: Step) -> None:
         """Take waiting groups in, in order, as long as rows, budget and pages last."""
-        while step.is_open and (group := self._next_waiting()) is not None:
+        while step.is_open and (group := self._waiting.first()) is not None:
             if not self._memories.may_start(step, group) or (group.whole and not step.can_read(group)):
                 return
+            if self.flights.encodes(group.memory):
+                return  # after that it is found
             while not self._can_admit(step, group):
                 lowest = self._running[-1] if self._running else None
                 if lowest is None or lowest.request.priority <= group.request.priority:
+                    return
+                if step.ahead:
+                    self._drains = True
                     return
                 self._preempt(step, lowest)
             self._start(group)
@@ -293,8 +313,7 @@ class Scheduler:
         return needed <= self.pool.num_available
 
     def _start(self, group: SequenceGroup) -> None:
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
+        self._waiting.pop()
         sequence = group.sequences[0]
         if not group.whole:
             self._tables.adopt(group)
@@ -314,26 +333,15 @@ class Scheduler:
         self._last.forget()  # it may come back to other pages
         self.stats.num_preemptions += 1
         self._running.remove(group)
-        for sequence in group.sequences:
-            self._tables.release(sequence)
+        self._give_up(group)
         for source, _ in step.drop(group):
             self.pool.unpin(source)
         self._memories.release(group)
         group.pooled = None
         group.fork_point = group.common_prefix() if len(group.sequences) > 1 else None
-        self._enqueue(group)
+        self._waiting.push(group)
 
     # ---------------------------------------------------------------- bookkeeping
-
-    def _enqueue(self, group: SequenceGroup) -> None:
-        group.status = Status.WAITING
-        heapq.heappush(self._waiting, (group.key, group))
-        self._num_waiting += 1
-
-    def _next_waiting(self) -> SequenceGroup | None:
-        while self._waiting and self._waiting[0][1].status is Status.FINISHED:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
 
     def _apply(self, group: SequenceGroup, outcome: Outcome) -> None:
         """Fork, drop and finish as the search decided; forks come before anything is freed."""
@@ -348,13 +356,18 @@ class Scheduler:
             self.stats.num_finished += 1
             self._finish(group)
 
+    def _give_up(self, group: SequenceGroup) -> None:
+        """A running group's pages are given up; what is in flight for it is for nothing."""
+        for sequence in group.sequences:
+            self._tables.release(sequence)
+        self.flights.leave(group)
+
     def _finish(self, group: SequenceGroup) -> None:
         if group.status is Status.RUNNING:
             self._running.remove(group)
-            for sequence in group.sequences:
-                self._tables.release(sequence)
+            self._give_up(group)
         elif group.status is Status.WAITING:
-            self._num_waiting -= 1
+            self._waiting.leave()
         self._memories.finish(group)
         group.status = Status.FINISHED
         group.sequences = []
@@ -362,25 +375,15 @@ class Scheduler:
 
     def _expire(self) -> None:
         now = time.monotonic() if self._deadlines else 0.0
-        while self._deadlines:
-            deadline, arrival, request_id = self._deadlines[0]
-            group = self._groups.get(request_id)
-            if group is not None and group.arrival == arrival:
-                if deadline > now:
-                    return
-                self.stats.num_aborted += 1
-                self._outbox.append(final_abort(group, "abort", "deadline"))
-                self._finish(group)
-            heapq.heappop(self._deadlines)
-
-    def _flush(self, deltas: list[RequestDelta]) -> list[RequestDelta]:
-        news, self._outbox = [*self._outbox, *deltas], []
-        return news
+        for group in self._deadlines.due(now, self._groups):
+            self.stats.num_aborted += 1
+            self._outbox.append(final_abort(group, "abort", "deadline"))
+            self._finish(group)
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges of this moment."""
         stats, pool = self.stats, self.pool
-        stats.num_running, stats.num_waiting = len(self._running), self._num_waiting
+        stats.num_running, stats.num_waiting = len(self._running), len(self._waiting)
         stats.pages_free, stats.pages_held, stats.pages_cached = pool.num_free, pool.num_held, pool.num_cached
         stats.peak_pages_held = pool.peak_held
         return stats
@@ -394,4 +397,4 @@ class Scheduler:
         self._tables.check(self._groups.values())
         tables = [list(s.table) for g in self._groups.values() for s in g.sequences]
         tables += [g.memory.pages for g in self._groups.values() if g.memory is not None]
-        self.pool.check_integrity(tables)
+        self.pool.check_integrity(tables, self.flights.pinned())

@@ -92,6 +92,9 @@ class Sequence:
         tokens: prompt and output.
         num_prompt: tokens of the prompt.
         num_computed: tokens whose K and V are in the pages.
+        num_in_flight: tokens after those that steps compute whose answers are not applied yet.
+        num_pending: tokens that those steps sample: they follow `tokens`, and nobody knows them yet.
+        num_releases: how often it gave its pages up; rows that were planned before are for nothing.
         table: pages, in order; 0 for those that are out of every layer's window.
         hashes: of the full pages at the beginning, as far as they were needed.
         num_published: full pages already offered to the prefix cache.
@@ -105,8 +108,11 @@ class Sequence:
         "index",
         "logprobs",
         "num_computed",
+        "num_in_flight",
+        "num_pending",
         "num_prompt",
         "num_published",
+        "num_releases",
         "score",
         "table",
         "tokens",
@@ -117,7 +123,7 @@ class Sequence:
         self.index = index
         self.tokens = prompt if isinstance(prompt, IntBuffer) else IntBuffer(prompt)
         self.num_prompt = len(self.tokens)
-        self.num_computed = 0
+        self.num_computed = self.num_in_flight = self.num_pending = self.num_releases = 0
         self.table = IntBuffer()
         self.hashes: list[PageHash] = []
         self.num_published = 0
@@ -134,9 +140,14 @@ class Sequence:
         return self.tokens.size - self.num_prompt
 
     @property
+    def num_scheduled(self) -> int:
+        """Tokens that are computed, or will be by the steps in flight."""
+        return self.num_computed + self.num_in_flight
+
+    @property
     def remaining(self) -> int:
-        """Tokens that still have to be computed before the next one can be sampled."""
-        return self.tokens.size - self.num_computed
+        """Tokens that still have to be scheduled before the next one can be sampled."""
+        return self.tokens.size + self.num_pending - self.num_computed - self.num_in_flight
 
     def output(self) -> tuple[int, ...]:
         """Tokens generated so far."""
@@ -200,7 +211,8 @@ class SequenceGroup:
         parameters: its row of the sampler's parameters.
         draws: its tokens are drawn, with numbers that follow from the seed.
         has_penalties, has_bans, has_forced_tokens: sampling heeds such.
-        has_changing_bans: which tokens are banned depends on those before.
+        has_changing_bans: which tokens are banned changes as the answer grows.
+        heeds_tokens: how a token is sampled depends on which ones came before, not on their number alone.
     """
 
     def __init__(
@@ -269,6 +281,11 @@ class SequenceGroup:
             or decoding.encoder_no_repeat_ngram_size
             or decoding.bad_words
         )
+        self.heeds_tokens = self.has_penalties or bool(
+            decoding.no_repeat_ngram_size
+            or decoding.encoder_no_repeat_ngram_size
+            or any(len(word) > 1 for word in decoding.bad_words)
+        )
         self.has_bans = self.has_changing_bans or bool(decoding.suppress_tokens)
         self.has_forced_tokens = bool(decoding.forced_eos_token_ids) or decoding.forced_bos_token_id is not None
 
@@ -285,11 +302,28 @@ class SequenceGroup:
         return len(self.sequences)
 
     def work(self) -> list[tuple[Sequence, int]]:
-        """Which sequences have how many tokens to compute now."""
+        """Which sequences have how many tokens to schedule now."""
         if self.fork_point is not None:
             first = self.sequences[0]
             return [(first, self.fork_point - first.num_computed)]
-        return [(sequence, sequence.tokens.size - sequence.num_computed) for sequence in self.sequences]
+        if len(self.sequences) == 1:  # most of them, in every step
+            (one,) = self.sequences
+            return [(one, one.tokens.size + one.num_pending - one.num_computed - one.num_in_flight)]
+        return [(sequence, sequence.remaining) for sequence in self.sequences]
+
+    def may_run_ahead(self) -> bool:
+        """Its next step can be planned although the answer of one in flight is not known. If it runs in that."""
+        first = self.sequences[0]
+        if not (first.num_in_flight or any(sequence.num_in_flight for sequence in self.sequences[1:])):
+            return True
+        decoding = self.request.decoding
+        if self.beam is not None or self.fork_point is not None or self.request.pooling is not None:
+            return False
+        if not self.started and (decoding.prompt_logprobs is not None or (first.num_pending and decoding.n > 1)):
+            return False
+        if not first.num_pending:  # sequences of a group are sampled together
+            return True
+        return not self.heeds_tokens and first.num_output + first.num_pending < decoding.max_tokens
 
     def common_prefix(self) -> int:
         """Tokens all sequences share, leaving each at least one to compute."""

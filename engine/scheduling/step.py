@@ -40,6 +40,7 @@ class Step:
         left: work (see `StepLimit`) that may still be planned; counted since prompts have their turn.
         num_prompts: groups planned since prompts have their turn; None before.
         encodings: runs of the encoder, by the key of their input.
+        ahead: another step is in flight: nobody gives way for this one.
     """
 
     budget: int
@@ -50,6 +51,7 @@ class Step:
     copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
     encodings: dict[PageHash, Encoding] = field(default_factory=dict)
     preempted: bool = False
+    ahead: bool = False
 
     def begin_prompts(self) -> None:
         """All decoding rows have their token: whatever they took, prompts get their least."""
@@ -66,7 +68,7 @@ class Step:
 
     def room(self, group: SequenceGroup) -> int:
         """Tokens that a prompt may have now: at least one while the step is open."""
-        fits = self.limit.costs.fits(self.left, group.sequences[0].num_computed, _scores(group), _beside(group))
+        fits = self.limit.costs.fits(self.left, group.sequences[0].num_scheduled, _scores(group), _beside(group))
         return min(max(fits, int(self.is_open)), self.budget)
 
     def can_read(self, group: SequenceGroup) -> bool:

@@ -50,6 +50,23 @@ class Tables:
             sequence.num_published = first.num_published
         group.fork_point = None
 
+    def missing(self, sequence: Sequence, end: int) -> tuple[int, bool]:
+        """Pages that a sequence lacks to write its tokens up to `end`; and whether one of them is to replace a page
+        that others hold too, in which it would write first."""
+        page, held = sequence.num_scheduled // self._config.block_size, sequence.table.size
+        shared = page < held and self._pool.is_shared(sequence.table[page])
+        return pages_needed(end, self._config.block_size) - held + shared, shared
+
+    def replace_shared(self, sequence: Sequence, target: int) -> tuple[int, int]:
+        """Put `target` in the place of the page that a sequence would write first: what is to be copied to where. The
+        source is pinned."""
+        page = sequence.num_scheduled // self._config.block_size
+        source = sequence.table[page]
+        self._pool.pin(source)
+        self._pool.free([source])
+        sequence.table[page] = target
+        return source, target
+
     def advance(self, rows: Iterable[Row]) -> None:
         """The rows' tokens are computed: publish what is full, give up what no later query sees."""
         size, has_pages = self._config.block_size, not self._config.whole_inputs
@@ -64,11 +81,17 @@ class Tables:
                 self._leave_window(sequence, row.start)
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence gives its pages up."""
+        """A sequence gives its pages up; what is in flight for it is for nothing.
+
+        They are free at once. A step in flight may write them still, but steps run in the order in which they were
+        launched: whatever a later one writes there comes after that, and it reads nothing there that it, or one after
+        the release, has not written.
+        """
         self._pool.free(sequence.table.tolist())
         sequence.table = IntBuffer()
-        sequence.num_computed = 0
-        sequence.num_published = 0
+        sequence.num_computed = sequence.num_published = 0
+        sequence.num_in_flight = sequence.num_pending = 0
+        sequence.num_releases += 1
 
     def check(self, groups: Iterable[SequenceGroup]) -> None:
         """Raise AssertionError if a table lacks a page that is seen, or holds one that is not."""

@@ -10,7 +10,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "where it computes, and in which numbers": (
         "device", "dtype", "quantization", "quantization_cache", "threads", "enforce_eager", "seed",
     ),
-    "the batch": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time"),
+    "the batch": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling"),
     "the pages": (
         "kv_cache_memory", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "num_gpu_blocks_override",
         "enable_prefix_caching",

@@ -7,11 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.step import Step
 
 Tokens = list[list[int]]
+
+# Lets a test that takes `engines` run at depth 0 and at depth 1.
+BOTH_DEPTHS = pytest.mark.parametrize(
+    "engines", [{"async_scheduling": False}, {"async_scheduling": True}], ids=["in-turn", "ahead"], indirect=True
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,173 @@
+"""The paged simulator one step ahead: driven by `engine.stepping` as an engine is, with a runner that computes in its
+memory. Steps may fail when they are launched or when their answers are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from paged_simulator import Simulator
+
+from engine.execution.pending import PendingStep
+from engine.outputs import RequestDelta
+from engine.scheduling.batch import Row
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.stepping import Stepping
+
+EVERYONE = "0123456789"
+
+
+class Broken(RuntimeError):
+    """Made by the test."""
+
+
+@dataclass
+class Late:
+    """A result that is asked for later, or an error that shows only then."""
+
+    made: StepResult
+    garble: Any = None
+    ready: bool = False
+
+    @property
+    def tokens(self) -> Any:
+        return self.made.tokens
+
+    def result(self) -> StepResult:
+        if self.garble is not None:
+            self.garble()
+            raise Broken
+        return self.made
+
+
+class AheadRunner:
+    """What `Stepping` sees of a runner."""
+
+    def __init__(self, simulator: AheadSimulator):
+        self.sim = simulator
+        self.model = SimpleNamespace(decoder=object(), spec=SimpleNamespace(head=None))
+        self.cache = self
+        self.block_size = simulator.size
+        self.sampled = np.zeros(0, dtype=np.int32)
+        self.strike: tuple[str, bool] | None = None  # who breaks alone, too, when the next step breaks; and if late
+        self.guilty = ""
+        self.written: set[int] = set()
+
+    def copy_pages(self, copies: np.ndarray) -> None:
+        self.sim._copy(*copies.T)
+
+    def clear_scratch(self) -> None:
+        """Nothing was written there."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        sim = self.sim
+        if not (plan.slots >= self.block_size).any():
+            return PendingStep(candidates=StepResult.empty())  # a trial
+        if id(plan.slots) in sim.parts:
+            return self._launch_part(plan, *sim.parts[id(plan.slots)])
+        if plan.sources is not None:
+            assert not plan.token_ids[plan.sources >= 0].any()
+            plan = replace(plan, token_ids=np.where(plan.sources < 0, plan.token_ids, self.sampled[plan.sources]))
+        strike, self.strike = self.strike, None
+        rows = sim.scheduler.flights.newest.rows
+        if strike is not None:
+            self.guilty, late = strike
+            sim.ahead["broken late" if late else "broken"] += 1
+            sim.ahead["broken ahead"] += len(sim.scheduler.flights) > 1
+            self.written = set()
+            if not late:
+                sim._copy(*plan.copies[: len(plan.copies) // 2].T)
+                sim._garble(plan, set())
+                raise Broken
+            result = sim.execute(plan, rows)
+            made = Late(result, garble=lambda: sim._garble(plan, set()))
+        else:
+            result = sim.execute(plan, rows)
+            made = Late(result)
+        if plan.sampling is not None:
+            self.sampled = result.tokens[:, 0]
+        return PendingStep(candidates=made, prompt_logprobs=result.prompt_logprobs)
+
+    def _launch_part(self, plan: StepPlan, name: str, rows: list[Row]) -> PendingStep:
+        if name[-1] in self.guilty:
+            self.sim._garble(plan, self.written)
+            raise Broken
+        result = self.sim.execute(plan, rows)
+        self.written.update([] if plan.encoder is None else plan.encoder.slots.tolist())
+        return PendingStep(candidates=result)
+
+
+class AheadSimulator(Simulator):
+    """The simulator at depth 1, or at depth 0 for comparison.
+
+    Attributes:
+        ahead: what happened.
+    """
+
+    def __init__(self, *, depth: int = 1, **settings: Any):
+        super().__init__(**settings)
+        self.ahead = dict.fromkeys(
+            ("planned", "none", "pending", "void", "drained", "broken", "broken late", "broken ahead", "again"), 0
+        )
+        self.parts: dict[int, tuple[str, list[Row]]] = {}
+        self.runner: Any = AheadRunner(self)
+        self.stepping = Stepping(self.scheduler, None, depth=depth)
+        scheduler, flights = self.scheduler, self.scheduler.flights
+        schedule, ahead, parts, end, again = (
+            scheduler.schedule, scheduler.schedule_ahead, flights.parts, flights.end, flights.again
+        )  # fmt: skip
+
+        def planned_ahead(limit: Any) -> StepPlan | None:
+            plan = self._planned(ahead, ahead=True)
+            self.ahead["none" if plan is None else "planned"] += 1
+            self.ahead["drained"] += scheduler._drains
+            if plan is not None and plan.sources is not None:
+                self.ahead["pending"] += int((plan.sources >= 0).sum())
+            return plan
+
+        def taken_apart() -> dict[str, StepPlan]:
+            plans = parts()
+            for name, plan in plans.items():
+                rows = [row for row in flights.oldest.live() if row.group.request.request_id == name]
+                self.parts[id(plan.slots)] = name, rows
+            return plans
+
+        def ended() -> Any:
+            flight = end()
+            self.ahead["void"] += sum(row.is_void for row in flight.rows)
+            return flight
+
+        def planned_again() -> StepPlan | None:
+            plan = again()
+            self.ahead["again"] += plan is not None
+            assert plan is None or plan.sources is None
+            return plan
+
+        scheduler.schedule = lambda limit: self._planned(schedule)  # type: ignore[method-assign, assignment, misc]
+        scheduler.schedule_ahead = planned_ahead  # type: ignore[method-assign, assignment]
+        flights.parts = taken_apart  # type: ignore[method-assign]
+        flights.end = ended  # type: ignore[method-assign]
+        flights.again = planned_again  # type: ignore[method-assign]
+
+    def step(self) -> list[RequestDelta]:
+        self.parts.clear()
+        deltas = self.stepping.advance(self.runner)
+        self._deliver(deltas)
+        self.check()
+        return deltas
+
+    def fail(self) -> list[RequestDelta]:
+        return self.fail_apart(EVERYONE)
+
+    def fail_apart(self, last_digits: Any) -> list[RequestDelta]:
+        """The next step that is launched breaks; it need not be the one whose answer is applied next."""
+        self.runner.strike = "".join(sorted(last_digits)), len(self.requests) % 2 == 0
+        return self.step()
+
+    def step_bound(self) -> int:
+        return 3 * super().step_bound()

@@ -1,0 +1,359 @@
+"""One step ahead: the next step is planned and launched while one runs, and no answer differs by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.ahead import Late
+from support.driving import (
+    Job,
+    Tokens,
+    add,
+    beam_rows,
+    check_idle,
+    check_pages,
+    finish,
+    other_rows,
+    run,
+    tokens_of,
+    watching,
+)
+from support.jobs import MIXED, beams, greedy, prompt, sampled
+
+from engine import Engine, RequestOutput
+from engine.execution.pending import PendingStep
+from engine.scheduling.flights import Flight
+from engine.scheduling.plan import StepPlan
+
+MORE = [
+    Job(prompt(70, 9), greedy(24, logprobs=3)),
+    Job(prompt(71, 30), sampled(3, 18, logprobs=0, prompt_logprobs=2)),
+    Job(prompt(72, 6), greedy(15, min_tokens=9, ignore_eos=False)),
+    Job(prompt(73, 25), sampled(5, 12, n=4, temperature=0.9)),
+    Job(prompt(74, 8), greedy(14, bad_words_ids=[[7], [12, 3]], logit_bias={5: 1.5})),
+    Job(prompt(75, 10), greedy(1)),
+    Job(prompt(76, 2), greedy(2)),
+]
+
+
+@contextmanager
+def void_rows(engine: Engine) -> Iterator[list[int]]:
+    """Collects how many rows of each step were for nothing when its answer came."""
+    flights, seen = engine.scheduler.flights, []
+    end = flights.end
+
+    def spy() -> Flight:
+        flight = end()
+        seen.append(len(flight.rows) - len(flight.live()))
+        return flight
+
+    flights.end = spy  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        flights.end = end  # type: ignore[method-assign]
+
+
+def answers(engine: Engine, jobs: list[Job]) -> list[RequestOutput]:
+    """All that is said of the jobs, run together."""
+    for number, job in enumerate(jobs):
+        add(engine, str(number), job)
+    outputs = finish(engine)
+    return [outputs[str(number)] for number in range(len(jobs))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 12}, {"block_size": 4, "num_gpu_blocks_override": 45}],
+    ids=["roomy", "chunks", "few pages"],
+)
+def test_nothing_that_is_said_differs(settings: dict[str, Any], engines: Callable[..., Engine]) -> None:
+    """Tokens, log-probabilities, reasons, scores: bit by bit, for everything that can be asked for."""
+    jobs = [*MIXED, *MORE]
+    plain, ahead = engines(**settings), engines(async_scheduling=True, **settings)
+    for _ in range(2):  # the second time, prompts are found
+        with watching(ahead) as plans:
+            assert answers(ahead, jobs) == answers(plain, jobs)
+        assert sum(plan.sources is not None for plan in plans) > 10
+    assert plain.stats().num_steps_ahead == 0
+    assert ahead.stats().num_steps_ahead > ahead.stats().num_steps // 3
+    assert ahead.stats().prefix_hits > 0
+    assert bool(ahead.stats().num_preemptions) == ("num_gpu_blocks_override" in settings)
+
+
+def test_a_cpu_is_not_run_ahead_unless_it_is_asked_for(engines: Callable[..., Engine]) -> None:
+    one = engines()
+    with watching(one) as plans:
+        run(one, MIXED[:3])
+    assert one.stats().num_steps_ahead == 0
+    assert all(plan.sources is None for plan in plans)
+
+
+def test_a_lone_request_s_tokens_come_as_early_as_they_are_known(engines: Callable[..., Engine]) -> None:
+    """The n-th step gives the n-th token, although the one after it is on its way."""
+    one = engines(async_scheduling=True)
+    add(one, "r", Job(prompt(80, 9), greedy(6)))
+    lengths = []
+    with watching(one) as plans:
+        while one.has_unfinished_requests():
+            (output,) = one.step()
+            lengths.append(len(output.outputs[0].token_ids))
+    assert lengths == [1, 2, 3, 4, 5, 6]
+    assert len(plans) == 6, "a step after the last one would be for nothing: its length is known"
+    assert [None if plan.sources is None else plan.sources.tolist() for plan in plans] == [None, *[[0]] * 5]
+    assert all(not plan.token_ids.any() for plan in plans[1:]), "the host does not know these tokens"
+
+
+def test_beams_take_turns_while_others_run_on(engines: Callable[..., Engine]) -> None:
+    """What a search does depends on the answer, so it skips the steps that are planned before it is known."""
+    jobs = [Job(prompt(81, 9), greedy(40)), Job(prompt(82, 9), beams(3, 12, ignore_eos=True))]
+    expected = run(engines(), jobs)
+    one = engines(async_scheduling=True)
+    with watching(one) as plans:
+        assert run(one, jobs) == expected
+    searching = [number for number, plan in enumerate(plans) if beam_rows(plan)]
+    assert searching == list(range(0, 24, 2))
+    assert [other_rows(plan) for plan in plans] == [1] * 40
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[4, 5]]}],
+    ids=lambda how: next(iter(how)),
+)
+def test_who_must_know_the_last_token_waits_for_it(how: dict[str, Any], engines: Callable[..., Engine]) -> None:
+    jobs = [Job(prompt(83, 9), greedy(12, **how))]
+    expected = run(engines(), jobs)
+    one = engines(async_scheduling=True)
+    assert run(one, jobs) == expected
+    assert one.stats().num_steps_ahead == 0
+    free = [Job(prompt(83, 9), greedy(12, min_tokens=3, bad_words_ids=[[4]]))]  # the tokens' number is enough
+    assert run(one, free) == run(engines(), free)
+    assert one.stats().num_steps_ahead == 11
+
+
+def test_a_stop_token_ends_a_request_that_runs_on(engines: Callable[..., Engine]) -> None:
+    """Its row of the next step is for nothing; the others' rows beside it count."""
+    plain = engines(enable_prefix_caching=False)
+    jobs = [Job(prompt(84, 9), greedy(20)), Job(prompt(85, 9), greedy(20)), Job(prompt(86, 5), sampled(2, 20, n=3))]
+    free = run(plain, jobs)
+    stops = [free[0][0][6], free[2][1][4]]
+    stopped = [
+        Job(jobs[0].prompt, greedy(20, stop_token_ids=stops[:1])),
+        jobs[1],
+        Job(jobs[2].prompt, sampled(2, 20, n=3, stop_token_ids=stops[1:])),
+    ]
+    expected = answers(plain, stopped)
+    one = engines(async_scheduling=True, enable_prefix_caching=False)
+    with void_rows(one) as void:
+        assert answers(one, stopped) == expected
+    assert sum(void) >= 2, "nobody ran on beyond an end"
+    assert expected[0].outputs[0].finish_reason == expected[2].outputs[1].finish_reason == "stop"
+    # Alone, nobody waits for the row that is for nothing.
+    add(one, "alone", stopped[0])
+    steps = 0
+    while one.has_unfinished_requests():
+        one.step()
+        steps += 1
+    assert steps == len(expected[0].outputs[0].token_ids)
+    check_idle(one)
+    assert run(one, [jobs[1]]) == [free[1]]
+
+
+def test_requests_and_answers_that_leave_in_flight(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
+    """Their pages are free at once, although a step writes them still; whoever gets these is not disturbed."""
+    one = engines(async_scheduling=True, block_size=4, num_gpu_blocks_override=60, enable_prefix_caching=False)
+    for number, job in enumerate(MIXED):
+        add(one, str(number), job)
+    outputs = {}
+    gone = {3: "0", 5: "4", 6: "6", 8: "2"}
+    with void_rows(one) as void:
+        for step in range(500):
+            outputs |= {output.request_id: output for output in one.step()}
+            if step in gone:
+                assert len(one.scheduler.flights) <= 1
+                one.abort_request(gone[step])
+            if step == 4:
+                held = one.stats().pages_held
+                one.abort_request("3", choice=1)
+                assert one.stats().pages_held < held
+            check_pages(one)
+            if not one.has_unfinished_requests():
+                break
+    check_idle(one)
+    assert sum(void) >= 3
+    for number, answer in enumerate(mixed_answers):
+        told = tokens_of(outputs[str(number)])
+        for choice, whole in enumerate(answer):
+            left = str(number) in gone.values() or (number, choice) == (3, 1)
+            assert told[choice] == (whole[: len(told[choice])] if left else whole)
+    assert len(tokens_of(outputs["3"])[1]) < 20
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at the launch", "with the answer"])
+def test_a_step_that_fails_in_flight(late: bool, engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
+    """Each third launch breaks: nobody fails but who breaks alone, too, and what was launched after it runs again."""
+    one = engines(async_scheduling=True, block_size=4, num_gpu_blocks_override=60)
+    launch, count, broken = one.runner.launch, 0, 0
+    poison = 300
+
+    def error() -> None:
+        raise RuntimeError("made by the test")
+
+    def fragile(plan: StepPlan) -> PendingStep:
+        nonlocal count, broken
+        if ((plan.positions == 0) & (plan.token_ids == poison)).any():
+            error()
+        step = launch(plan)  # so that pages are written before it fails
+        if len(plan.context_lens) > 4:
+            count += 1
+            if count % 3 == 0:
+                broken += 1
+                if not late:
+                    error()
+                step.candidates = Late(step.result(), garble=error)
+        return step
+
+    one.runner.launch = fragile  # type: ignore[method-assign]
+    for number, job in enumerate([Job([poison, 4, 5], greedy()), *MIXED]):
+        add(one, str(number), job)
+    again = 0
+    plan_again = one.scheduler.flights.again
+
+    def spy() -> StepPlan | None:
+        nonlocal again
+        plan = plan_again()
+        again += plan is not None
+        return plan
+
+    one.scheduler.flights.again = spy  # type: ignore[method-assign]
+    outputs = finish(one)
+    assert broken > 5
+    assert (again > 0) == late, "an answer that fails has a step behind it"
+    assert outputs["0"].outputs[0].finish_reason == "error"
+    assert [tokens_of(outputs[str(1 + number)]) for number in range(len(MIXED))] == mixed_answers
+    assert one.stats().num_steps_ahead > 5
+
+
+def test_short_of_pages_the_flights_land_first(
+    engines: Callable[..., Engine], mixed_answers: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody gives way to a step that is planned ahead."""
+    one = engines(async_scheduling=True, block_size=4, num_gpu_blocks_override=40)
+    preempt, drained = one.scheduler._preempt, 0
+
+    def spy(*arguments: Any) -> None:
+        assert not one.scheduler.flights, "somebody gives way while a step is in flight"
+        preempt(*arguments)
+
+    monkeypatch.setattr(one.scheduler, "_preempt", spy)
+
+    def count(_: int) -> None:
+        nonlocal drained
+        drained += one.scheduler._drains
+
+    for number, job in enumerate(MIXED):
+        add(one, str(number), job)
+    outputs = finish(one, count)
+    assert [tokens_of(outputs[str(number)]) for number in range(len(MIXED))] == mixed_answers
+    assert drained > 2
+    assert one.stats().num_preemptions > 2
+    assert one.stats().num_steps_ahead > 5
+
+
+def test_an_urgent_request_takes_its_place_after_the_flight(engines: Callable[..., Engine]) -> None:
+    one = engines(async_scheduling=True, max_num_seqs=2)
+    jobs = [
+        Job(prompt(90 + number, 9), greedy(12), {"priority": priority}) for number, priority in enumerate((9, 8, 0))
+    ]
+    expected = run(engines(), jobs)
+    for name in (0, 1):
+        add(one, str(name), jobs[name])
+    one.step()
+    add(one, "2", jobs[2])
+    outputs = {}
+    for _ in range(3):
+        outputs |= {output.request_id: output for output in one.step()}
+    assert tokens_of(outputs["2"])[0], "it waits for longer than the step in flight and its own"
+    assert one.stats().num_preemptions == 1
+    outputs |= finish(one)
+    assert [tokens_of(outputs[str(number)]) for number in range(3)] == expected
+
+
+def test_a_deadline_passes_in_flight(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engines(async_scheduling=True)
+    now = SimpleNamespace(value=1000.0)
+    monkeypatch.setattr("engine.scheduling.scheduler.time", SimpleNamespace(monotonic=lambda: now.value))
+    (expected,) = run(engines(), [Job(prompt(95, 9), greedy(10))])
+    add(one, "good", Job(prompt(95, 9), greedy(10)))
+    add(one, "late", Job(prompt(96, 9), greedy(30), {"deadline": 2000.0}))
+    one.step()
+    now.value = 3000.0
+    with void_rows(one) as void:
+        outputs = {output.request_id: output for output in one.step()}
+        assert outputs["late"].outputs[0].finish_reason == "abort"
+        assert len(outputs["late"].outputs[0].token_ids) == 1
+        assert void == [1]
+        outputs |= finish(one)
+    assert tokens_of(outputs["good"]) == expected
+    check_idle(one)
+
+
+def test_ctrl_c_ends_all_that_is_in_flight(engines: Callable[..., Engine]) -> None:
+    """And nothing that waits; the engine goes on."""
+    one = engines(async_scheduling=True, max_num_seqs=2)
+    jobs = [Job(prompt(100 + number, 9), greedy(8)) for number in range(3)]
+    expected = run(engines(), jobs)
+    for number in range(3):
+        add(one, str(number), jobs[number])
+    launch = one.runner.launch
+    calls = 0
+
+    def interrupted(plan: StepPlan) -> PendingStep:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return launch(plan)
+
+    one.runner.launch = interrupted  # type: ignore[method-assign]
+    one.step()
+    one.step()
+    with pytest.raises(KeyboardInterrupt):
+        one.step()
+    assert not one.scheduler.flights
+    assert [group.request.request_id for group in one.scheduler.groups()] == ["2"]
+    outputs = finish(one)
+    assert tokens_of(outputs["2"]) == expected[2]
+    assert run(one, jobs) == expected
+
+
+def test_closing_with_a_step_in_flight(engines: Callable[..., Engine]) -> None:
+    one = engines(async_scheduling=True)
+    for number, job in enumerate(MIXED):
+        add(one, str(number), job)
+    for _ in range(3):
+        one.step()
+    assert one.scheduler.flights
+    one.close()
+    assert not one.has_unfinished_requests()
+    one.check_integrity()
+    assert one.scheduler.snapshot().pages_held == 0
+
+
+def test_who_looks_on_sees_what_is_known(engines: Callable[..., Engine]) -> None:
+    """The map of the cache and the statistics know nothing of the step in flight."""
+    one = engines(async_scheduling=True)
+    add(one, "r", Job(prompt(110, 9), greedy(8)))
+    for number in range(1, 5):
+        one.step()
+        (live,) = one.cache_map().running
+        assert (live.num_prompt, live.num_output, live.num_computed) == (9, number, 9 + number - 1)
+        assert one.stats().num_steps == number
+        assert one.stats().generation_tokens == number
+    assert one.stats().num_steps_ahead == 4
+    finish(one)
