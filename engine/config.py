@@ -123,6 +123,8 @@ class EngineConfig:
             self._at_least("seed", -_LARGEST)
         if self.max_step_time is not None:
             self._not_negative("max_step_time")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ConfigError(f"async_scheduling must be true, false or None, got {self.async_scheduling!r}.")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}.")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):

@@ -103,6 +103,18 @@ def test_every_setting_is_a_flag(load: Callable[..., Loaded]) -> None:
     assert loaded.origins["model"].name == "MODEL"
 
 
+def test_a_switch_without_a_default(load: Callable[..., Loaded]) -> None:
+    """On, off, or left to the engine."""
+    given = (["--async-scheduling"], ["--no-async-scheduling"], [])
+    assert [load(arguments).engine.async_scheduling for arguments in given] == [True, False, None]
+    assert load(["--no-async-scheduling"]).origins["async_scheduling"].name == "--no-async-scheduling"
+    assert load([], {"OCTAVO_ASYNC_SCHEDULING": "false"}).engine.async_scheduling is False
+    with pytest.raises(ConfigError, match="OCTAVO_ASYNC_SCHEDULING must be true or false, got '7'"):
+        load([], {"OCTAVO_ASYNC_SCHEDULING": "7"})
+    with pytest.raises(ConfigError, match="async_scheduling must be true, false or None, got 'off'"):
+        EngineConfig(model="m", async_scheduling="off")  # type: ignore[arg-type]
+
+
 def test_every_setting_is_a_variable(load: Callable[..., Loaded]) -> None:
     loaded = load([], {variable(name): as_text(value) for name, value in VALUES.items()})
     assert values_of(loaded) == VALUES

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from paged_simulator import VOCAB, FakeModel, Simulator, make_request
+from support.ahead import AheadSimulator
 
 from engine.errors import InvalidRequestError
 from engine.request import Request
@@ -80,6 +81,8 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    kind: type[Simulator] = Simulator
+
     def __init__(self) -> None:
         super().__init__()
         self.simulator: Simulator | None = None
@@ -101,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         window: int | None,
     ) -> None:
-        self.simulator = Simulator(
+        self.simulator = self.kind(
             num_pages=num_pages,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -175,10 +178,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulator.__exit__(None, None, None)
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+class AheadMachine(SchedulerMachine):
+    """The same one step ahead: whatever happens, happens with a step in flight."""
+
+    kind = AheadSimulator
+
+
+TestSchedulerMachine, TestAheadMachine = SchedulerMachine.TestCase, AheadMachine.TestCase
 TestSchedulerMachine.settings = settings(
     max_examples=75, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
+TestAheadMachine.settings = settings(TestSchedulerMachine.settings, max_examples=40)
 
 
 def random_request(rng: random.Random, name: str, longest: int, encoder_input: tuple[int, ...] = ()) -> Request:
@@ -210,18 +220,19 @@ def random_request(rng: random.Random, name: str, longest: int, encoder_input: t
     )
 
 
-@pytest.mark.parametrize(
-    ("windows", "inputs", "seeds"),
-    [([None], [()], 40), ([3, 6, 12], [()], 24), ([None], [(), *INPUTS, tuple(TEXTS[1][:18])], 24)],
+CROWDS = pytest.mark.parametrize(
+    ("windows", "inputs"), [([None], [()]), ([3, 6, 12], [()]), ([None], [(), *INPUTS, tuple(TEXTS[1][:18])])]
 )
-def test_crowds_get_the_answers_they_get_alone(
-    windows: list[int | None], inputs: list[tuple[int, ...]], seeds: int
-) -> None:
-    """Thousands of steps over small pools; everything that can happen to a request did happen."""
+
+
+def run_crowds(
+    kind: type[Simulator], windows: list[int | None], inputs: list[tuple[int, ...]], seeds: int, faults: float
+) -> Counter[str]:
+    """Thousands of steps over small pools: everybody's answer is the one that he gets alone. What happened."""
     events: Counter[str] = Counter()
     for seed in range(seeds):
         rng, chooser = random.Random(seed), random.Random(-seed)
-        simulator = Simulator(
+        simulator = kind(
             num_pages=rng.randint(13, 22),
             block_size=rng.randint(2, 4),
             max_num_seqs=rng.randint(5, 12),
@@ -246,7 +257,7 @@ def test_crowds_get_the_answers_they_get_alone(
                     sim.abort(request_id, rng.choice([None, 0]))
                 if rng.random() < 0.02:
                     sim.fail()
-                if inputs != [()] and chooser.random() < 0.15:
+                if faults and chooser.random() < faults:
                     sim.fail_apart(chooser.sample("0123456789", 3))
             sim.drain()
             sim.compare()
@@ -255,6 +266,16 @@ def test_crowds_get_the_answers_they_get_alone(
         events.update(preemptions=stats.num_preemptions, copies=stats.num_page_copies, hits=stats.prefix_hits)
         events.update(finished=stats.num_finished, aborted=stats.num_aborted, steps=stats.num_steps)
         events.update(encoder_runs=stats.num_encoder_runs, encoder_hits=stats.num_encoder_hits)
+        events.update(ahead=stats.num_steps_ahead)
+        events.update(sim.ahead if isinstance(sim, AheadSimulator) else {})
+    return events
+
+
+@CROWDS
+def test_crowds_get_the_answers_they_get_alone(windows: list[int | None], inputs: list[tuple[int, ...]]) -> None:
+    """And everything that can happen to a request did happen."""
+    plain = windows == [None] and inputs == [()]
+    events = run_crowds(Simulator, windows, inputs, 40 if plain else 24, 0.0 if inputs == [()] else 0.15)
     least = {
         "preemptions": 200,
         "copies": 600,
@@ -283,4 +304,28 @@ def test_crowds_get_the_answers_they_get_alone(
         least = {name: count // 3 for name, count in least.items()} | encoder
     if windows != [None]:
         least = {name: count // 3 for name, count in least.items()} | {"unseen": 10_000, "late_hits": 30}
+    assert all(events[name] >= count for name, count in least.items()), events
+
+
+@CROWDS
+def test_crowds_one_step_ahead(windows: list[int | None], inputs: list[tuple[int, ...]]) -> None:
+    """Steps are planned before the answer of the one in flight is known, and break at their launch or later."""
+    events = run_crowds(AheadSimulator, windows, inputs, 10, 0.15)
+    least = {
+        "steps": 700,
+        "ahead": 300,
+        "tokens not known": 400,
+        "rows for nothing": 80,
+        "left to the next step": 30,
+        "drained": 40,
+        "broken at the launch": 15,
+        "broken later": 15,
+        "broken ahead": 15,
+        "planned again": 4,
+        "preemptions": 8,
+        "copies": 60,
+        "hits": 100,
+        "beam_with_others": 50,
+        "finished": 80,
+    }
     assert all(events[name] >= count for name, count in least.items()), events

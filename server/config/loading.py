@@ -14,7 +14,7 @@ from pydantic_settings import CliApp, CliSettingsSource
 
 from engine import ConfigError, EngineConfig
 from server.config.groups import GROUPS, OTHER, group_of
-from server.config.settings import Settings, SettingsBase, description, flag, variable
+from server.config.settings import Settings, SettingsBase, description, flag, is_switch, variable
 from server.config.sources import VariableSource, read_file, unknown_variables
 from server.terminal.parser import OneLineParser
 
@@ -71,6 +71,9 @@ class SettingsParser(OneLineParser):
         def add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:
             name = options.get("dest", flags[0])
             options["help"] = _help(name).replace("%", "%%")
+            if is_switch(_FIELDS[name]):
+                options.pop("metavar", None)  # of one that has no default
+                options["action"] = argparse.BooleanOptionalAction
             if "metavar" in options:
                 options["metavar"] = _metavar(name)
             if get_origin(_FIELDS[name].annotation) is tuple:
@@ -123,7 +126,7 @@ def _place(places: Mapping[str, int], action: argparse.Action) -> int:
 
 
 def _as_given(name: str, value: Any) -> str:
-    switched_off = _FIELDS[name].annotation is bool and str(value) == "False"
+    switched_off = is_switch(_FIELDS[name]) and str(value) == "False"
     return flag(f"no_{name}" if switched_off else name)
 
 

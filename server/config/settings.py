@@ -110,8 +110,7 @@ class ServerSettings(BaseModel):
     @classmethod
     def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         # To pydantic, true is 1.
-        kind = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and kind is not bool:
+        if isinstance(value, bool) and not is_switch(cls.model_fields[info.field_name or ""]):
             raise ValueError
         return value
 
@@ -260,6 +259,11 @@ def shown(name: str, value: Any) -> Any:
     if name not in SECRETS or not value:
         return value
     return "(hidden)"
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """The setting is on or off, or neither until something else decides."""
+    return field.annotation is bool or set(get_args(field.annotation)) == {bool, type(None)}
 
 
 def allowed(field: FieldInfo) -> str:

@@ -3,9 +3,11 @@ memory. Steps may fail when they are launched or when their answers are read."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from paged_simulator import Simulator
@@ -17,6 +19,10 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.stepping import Stepping
 
 EVERYONE = "0123456789"
+EVENTS = (
+    "tokens not known", "rows for nothing", "left to the next step", "drained", "broken at the launch", "broken later",
+    "broken ahead", "planned again",
+)  # fmt: skip
 
 
 class Broken(RuntimeError):
@@ -77,7 +83,7 @@ class AheadRunner:
         rows = sim.scheduler.flights.newest.rows
         if strike is not None:
             self.guilty, late = strike
-            sim.ahead["broken late" if late else "broken"] += 1
+            sim.ahead["broken later" if late else "broken at the launch"] += 1
             sim.ahead["broken ahead"] += len(sim.scheduler.flights) > 1
             self.written = set()
             if not late:
@@ -111,9 +117,8 @@ class AheadSimulator(Simulator):
 
     def __init__(self, *, depth: int = 1, **settings: Any):
         super().__init__(**settings)
-        self.ahead = dict.fromkeys(
-            ("planned", "none", "pending", "void", "drained", "broken", "broken late", "broken ahead", "again"), 0
-        )
+        self.ahead = dict.fromkeys(EVENTS, 0)
+        self.silence = ExitStack()
         self.parts: dict[int, tuple[str, list[Row]]] = {}
         self.runner: Any = AheadRunner(self)
         self.stepping = Stepping(self.scheduler, None, depth=depth)
@@ -124,10 +129,10 @@ class AheadSimulator(Simulator):
 
         def planned_ahead(limit: Any) -> StepPlan | None:
             plan = self._planned(ahead, ahead=True)
-            self.ahead["none" if plan is None else "planned"] += 1
+            self.ahead["left to the next step"] += plan is None
             self.ahead["drained"] += scheduler._drains
             if plan is not None and plan.sources is not None:
-                self.ahead["pending"] += int((plan.sources >= 0).sum())
+                self.ahead["tokens not known"] += int((plan.sources >= 0).sum())
             return plan
 
         def taken_apart() -> dict[str, StepPlan]:
@@ -139,12 +144,12 @@ class AheadSimulator(Simulator):
 
         def ended() -> Any:
             flight = end()
-            self.ahead["void"] += sum(row.is_void for row in flight.rows)
+            self.ahead["rows for nothing"] += sum(row.is_void for row in flight.rows)
             return flight
 
         def planned_again() -> StepPlan | None:
             plan = again()
-            self.ahead["again"] += plan is not None
+            self.ahead["planned again"] += plan is not None
             assert plan is None or plan.sources is None
             return plan
 
@@ -153,6 +158,16 @@ class AheadSimulator(Simulator):
         flights.parts = taken_apart  # type: ignore[method-assign]
         flights.end = ended  # type: ignore[method-assign]
         flights.again = planned_again  # type: ignore[method-assign]
+
+    def __enter__(self) -> AheadSimulator:
+        super().__enter__()
+        for name in ("engine.stepping.logger", "engine.execution.isolation.logger"):  # hundreds of tracebacks
+            self.silence.enter_context(mock.patch(name))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.silence.close()
+        super().__exit__(*error)
 
     def step(self) -> list[RequestDelta]:
         self.parts.clear()
