@@ -10,12 +10,13 @@ import torch
 from engine.attention.base import AttentionBackend, AttentionPart
 from engine.attention.native import NativeAttention
 from engine.attention.reference import TorchReference
+from engine.attention.triton import TritonAttention
 from engine.errors import ConfigError
 
 __all__ = ["select"]
 
 # Fastest first; the reference computes everything and comes last.
-BACKENDS: tuple[type[AttentionBackend], ...] = (NativeAttention, TorchReference)
+BACKENDS: tuple[type[AttentionBackend], ...] = (TritonAttention, NativeAttention, TorchReference)
 
 logger = logging.getLogger("octavo.attention")
 

@@ -156,6 +156,11 @@ class AttentionMetadata:
     cache: dict[object, object]
     max_context: int | None = None
 
+    @property
+    def longest(self) -> int:
+        """Most keys of a row."""
+        return max(self.context_lens, default=0) if self.max_context is None else self.max_context
+
     @staticmethod
     def build(query_lens: list[int], context_lens: list[int], device: torch.device) -> AttentionMetadata:
         """Metadata for R rows."""

@@ -1,0 +1,86 @@
+"""Tile sizes of attention's kernels: a pure function of head size, formats and the GPU's generation.
+
+Nothing is tuned by trial at serving time: a choice that differs from start to start, or from batch to batch, would
+change bits. Shared memory bounds the tiles (163 KiB a multiprocessor on sm_80, 227 KiB on sm_90 and sm_100), and so do
+registers: a result of 128 x 128 float32 takes 64 of each thread's 255 with 8 warps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LONGEST_HEAD = 256
+LARGEST_GROUP = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel is launched.
+
+    Attributes:
+        block_m: pairs of query and head of a tile.
+        block_n: keys of a tile.
+        block_d: features, with those that pad a head.
+        num_warps, num_stages: as Triton means them.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+# Keys of a chunk, the unit in which decoding is split: 256 keys are a few tiles, enough to have some under way while
+# others are multiplied, and few enough that a single row of 1,000 tokens is spread over 4 programs a head.
+CHUNK = 256
+# Programs of the decode kernel on a multiprocessor.
+DECODERS = 4
+
+
+def max_chunks(kv_heads: int) -> int:
+    """Most chunks of a row, beyond which they grow: merging them takes time, and with this many a single row has work
+    for twice the multiprocessors of a large GPU."""
+    return min(max(256 // kv_heads, 16), 64)
+
+
+def padded(size: int) -> int:
+    """The next power of two, at least the 16 that a matrix instruction takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def decode_tiles(head_dim: int, group: int, product_bytes: int) -> Tiles:
+    """Of rows with few queries; a tile of keys has about 16 KB.
+
+    Args:
+        group: heads that share keys.
+        product_bytes: of a number in the products.
+    """
+    block_d = padded(head_dim)
+    block_n = min(max(16384 // (block_d * product_bytes), 16), 64)
+    return Tiles(padded(group), block_n, block_d, num_warps=4, num_stages=5)
+
+
+def prefill_tiles(head_dim: int, group: int, product_bytes: int, stored_bytes: int, capability: int) -> Tiles:
+    """Of rows with many queries.
+
+    128 rows of queries are two warpgroups of 64, the height of Hopper's matrix instruction. What is read of keys and
+    values is then 1/64 byte for a multiplication in 16 bits: 790 TFLOP/s would want 6 TB/s, which the second cache has
+    to give, and does, since the tiles of a row run at the same time.
+
+    Args:
+        product_bytes, stored_bytes: of a number in the products and in the pages.
+        capability: 80, 90, ...
+    """
+    block_d = padded(head_dim)
+    if product_bytes == 4:  # three products of tf32 for one, and twice the memory
+        return Tiles(max(64, padded(group)), 32 if block_d <= 128 else 16, block_d, num_warps=8, num_stages=2)
+    # Widening 8 bits takes registers of its own.
+    large, narrow = capability >= 90, stored_bytes == 1
+    if block_d <= 64:
+        return Tiles(128, 128 if large and not narrow else 64, block_d, num_warps=8, num_stages=3)
+    if block_d <= 128:
+        block_n = (128 if large else 64) // (2 if narrow else 1)
+        return Tiles(128, block_n, block_d, num_warps=8, num_stages=2 if large else 3)
+    block_m = 128 if large and not narrow else max(64, padded(group))
+    return Tiles(block_m, 32, block_d, num_warps=8, num_stages=2)
