@@ -45,15 +45,13 @@ class Norm(NamedTuple):
 
 
 @triton.jit
-def normalised(x, mask, at, weight, bias, eps, SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr):
-    """The norm of rows x [ROWS, BLOCK] float32, zeros where `mask` [1, BLOCK] is false, as float32 numbers of a format.
+def scaled(x, scale, mask, at, weight, bias, KIND: tl.constexpr, FORMAT: tl.constexpr):
+    """x * scale * weight + bias of a norm, rounded where its kind is, as float32 numbers of a format.
 
     Args:
-        at: [1, BLOCK] where a row's features are in weight and bias.
+        x: [ROWS, BLOCK] float32, less their mean for a LayerNorm; scale [ROWS, 1].
+        mask, at: [1, BLOCK], what of a row there is, and where its features are in weight and bias.
     """
-    if KIND == 4:
-        x = tl.where(mask, x - tl.sum(x, 1, keep_dims=True) / SIZE, 0.0)
-    scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / SIZE + eps)
     x = x * scale
     if KIND == 1:
         x = x.to(FORMAT).to(tl.float32)
@@ -65,6 +63,15 @@ def normalised(x, mask, at, weight, bias, eps, SIZE: tl.constexpr, KIND: tl.cons
     if bias is not None:
         x += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
     return x.to(FORMAT).to(tl.float32)
+
+
+@triton.jit
+def normalised(x, mask, at, weight, bias, eps, SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr):
+    """The norm of rows x, zeros where `mask` is false; otherwise as `scaled`."""
+    if KIND == 4:
+        x = tl.where(mask, x - tl.sum(x, 1, keep_dims=True) / SIZE, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / SIZE + eps)
+    return scaled(x, scale, mask, at, weight, bias, KIND, FORMAT)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -176,8 +183,8 @@ def _launch(
         last.eps,
         INNER=inner,
         SIZE=size,
-        AFTER=_kind(after),
-        KIND=_kind(how),
+        AFTER=kind(after),
+        KIND=kind(how),
         STORE=store,
         ROWS=together,
         BLOCK=block,
@@ -191,7 +198,8 @@ def _strides(x: Tensor) -> tuple[int, int]:
     return (strides[0] if strides else 0, strides[1] if len(strides) > 1 else 0)
 
 
-def _kind(how: Norm | None) -> int:
+def kind(how: Norm | None) -> int:
+    """KIND of the kernels."""
     if how is None:
         return _NOTHING
     if how.centred:
