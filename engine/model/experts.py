@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine import gpu
 from engine.model import spec
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.layers import Linear, Step
@@ -68,6 +69,8 @@ class ExpertsFeedForward(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]; padding is sent to no expert and gives zeros."""
         tokens = step.tokens
+        if gpu.serves(x.device) and self.up.packed is None:
+            return self.mix(x, tokens)
         out = torch.zeros_like(x)
         if not tokens:
             return out
@@ -84,6 +87,23 @@ class ExpertsFeedForward(nn.Module):
                 answer.copy_(self.compute(x.index_select(0, own), expert))
         for slot, weight in zip(slots.unbind(1), weights.unsqueeze(2).unbind(1), strict=True):
             out[:tokens] += (answers.index_select(0, slot) * weight).to(x.dtype)
+        return out
+
+    def mix(self, x: Tensor, tokens: int) -> Tensor:
+        """The same by kernels that do not ask the device how many tokens an expert has."""
+        from engine.gpu import experts
+
+        out: Tensor = experts.mix(
+            x,
+            self.router(x),
+            self.up.weight,
+            self.down.weight,
+            tokens=tokens,
+            active=self.part.active,
+            activation=self.activation,
+            gated=self.gated,
+            normalize=self.part.normalize,
+        )
         return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine import native
+from engine import gpu, native
 from engine.model import quantisation
 from engine.model.quantisation import Quantization
 from engine.native import gemm
@@ -48,7 +48,7 @@ def pack_product(
         return PackedProduct(compute, invariant=True, native=packed)
     assert isinstance(weight, Tensor)
     weight = weight.detach()
-    if weight.device.type != "cpu":
+    if weight.device.type != "cpu" or gpu.serves(weight.device):
         return None
     if _native_is_best(weight.dtype):
         return native_product(gemm.pack(weight, bias))

@@ -1,0 +1,150 @@
+"""Which experts a token goes to, and which tokens an expert gets: by kernels that ask the device nothing."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Pairs that one program of `_place` looks through; up to so many are counted there, too.
+_CHUNK = 4096
+
+
+@triton.jit
+def _route(logits, chosen, shares, count, ACTIVE: tl.constexpr, NORMALIZE: tl.constexpr, BINS: tl.constexpr):
+    """One token's likeliest experts in the order of their numbers, and the weights of their answers."""
+    token = tl.program_id(0).to(tl.int64)
+    bins = tl.arange(0, BINS)
+    real = bins < count
+    x = tl.load(logits + token * count + bins, mask=real, other=-float("inf")).to(tl.float32)
+    powers = tl.exp(x - tl.max(x, 0))
+    shared = powers / tl.sum(powers, 0)
+    # Experts are chosen even if the probabilities are not numbers: indices must be within bounds.
+    left = tl.where(real, tl.where(shared == shared, shared, 0.0), -2.0)
+    for _ in tl.static_range(ACTIVE):
+        left = tl.where(bins == tl.argmax(left, 0), -1.0, left)
+    taken = left == -1.0
+    if NORMALIZE:
+        shared = shared / tl.sum(tl.where(taken, shared, 0.0), 0)
+    at = token * ACTIVE + tl.cumsum(taken.to(tl.int32), 0) - 1
+    tl.store(chosen + at, bins, mask=taken)
+    tl.store(shares + at, shared, mask=taken)
+
+
+@triton.jit
+def _found(chosen, begin, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """How many of the pairs from `begin` on go to each expert."""
+    found = tl.zeros((BINS,), tl.int32)
+    for start in range(0, CHUNK, BLOCK):
+        at = begin + start + tl.arange(0, BLOCK)
+        real = at < pairs
+        found += tl.histogram(tl.load(chosen + at, mask=real, other=0), BINS, mask=real)
+    return found
+
+
+@triton.jit
+def _count(chosen, counts, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """counts [chunks, BINS]: how many pairs of each chunk go to each expert."""
+    chunk = tl.program_id(0)
+    found = _found(chosen, chunk * CHUNK, pairs, CHUNK, BLOCK, BINS)
+    tl.store(counts + chunk * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit
+def _place(
+    chosen,
+    counts,
+    order,
+    tiles,
+    pairs,
+    chunks,
+    COUNTED: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Write down which pairs of a chunk are an expert's; the first chunk's program also the tiles of them all.
+
+    order: [pairs], expert by expert. tiles: how many there are, then (expert, first place in order, pairs) of each.
+    """
+    expert, chunk = tl.program_id(0), tl.program_id(1)
+    bins = tl.arange(0, BINS)
+    earlier = tl.zeros((BINS,), tl.int32)
+    if COUNTED:
+        found = tl.zeros((BINS,), tl.int32)
+        for other in range(0, chunks):
+            some = tl.load(counts + other * BINS + bins)
+            found += some
+            earlier += tl.where(other < chunk, some, 0)
+    else:
+        found = _found(chosen, 0, pairs, CHUNK, BLOCK, BINS)
+    first = tl.sum(tl.where(bins < expert, found, 0), 0)
+    own = tl.sum(tl.where(bins == expert, found, 0), 0)
+    if chunk == 0:
+        tile = tl.sum(tl.where(bins < expert, (found + SIZE - 1) // SIZE, 0), 0)
+        for start in range(0, own, SIZE):
+            entry = tiles + 1 + 3 * (tile + start // SIZE)
+            tl.store(entry, expert)
+            tl.store(entry + 1, first + start)
+            tl.store(entry + 2, tl.minimum(own - start, SIZE))
+        if expert == tl.num_programs(0) - 1:
+            tl.store(tiles, tile + (own + SIZE - 1) // SIZE)
+    place = first + tl.sum(tl.where(bins == expert, earlier, 0), 0)
+    for start in range(0, CHUNK, BLOCK):
+        at = chunk * CHUNK + start + tl.arange(0, BLOCK)
+        mine = (tl.load(chosen + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine, 0) - 1, at, mask=mine == 1)
+        place += tl.sum(mine, 0)
+
+
+def route(logits: Tensor, active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Weights (float32) and experts (int32) of each token, [T, active] both, in the order of the experts' numbers.
+
+    Args:
+        logits: [T, count]. Of equal ones, the first is the likelier.
+        active: at most count.
+        normalize: a token's weights add up to 1.
+    """
+    tokens, count = logits.shape
+    chosen = logits.new_empty(tokens, active, dtype=torch.int32)
+    shares = logits.new_empty(tokens, active, dtype=torch.float32)
+    bins = triton.next_power_of_2(count)
+    warps = 1 if bins <= 512 else 4  # within one warp nothing waits for another
+    _route[(tokens,)](
+        logits.contiguous(), chosen, shares, count, ACTIVE=active, NORMALIZE=normalize, BINS=bins, num_warps=warps
+    )
+    return shares, chosen
+
+
+def align(chosen: Tensor, count: int, size: int, chunk: int = _CHUNK) -> tuple[Tensor, Tensor]:
+    """Pairs in the order of their experts (an expert's in theirs), and how they are cut into tiles.
+
+    Args:
+        chosen: [T, active] int32, below count.
+        size: most pairs of a tile.
+        chunk: pairs that a program looks through; a power of 2.
+
+    Returns:
+        order: [T * active] int32.
+        tiles: int32: how many, then (expert, first place in the order, pairs) of each, with room for `most_tiles`.
+    """
+    pairs = chosen.numel()
+    order = torch.empty_like(chosen.view(-1))
+    tiles = chosen.new_empty(1 + 3 * most_tiles(pairs, count, size))
+    bins = max(triton.next_power_of_2(count), 32)
+    chunk = min(chunk, max(triton.next_power_of_2(pairs), 32))
+    chunks = triton.cdiv(pairs, chunk)
+    sizes = {"CHUNK": chunk, "BLOCK": min(chunk, 1024), "BINS": bins}
+    counts = chosen
+    if chunks > 1:
+        counts = chosen.new_empty(chunks, bins)
+        _count[(chunks,)](chosen, counts, pairs, **sizes)
+    _place[(count, chunks)](chosen, counts, order, tiles, pairs, chunks, COUNTED=chunks > 1, SIZE=size, **sizes)
+    return order, tiles
+
+
+def most_tiles(pairs: int, count: int, size: int) -> int:
+    """Tiles of `size` pairs that the experts take at most, each expert beginning a tile of its own."""
+    return (pairs + min(pairs, count) * (size - 1)) // size

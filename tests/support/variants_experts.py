@@ -1,0 +1,90 @@
+"""The kernels for mixtures of experts as Mixtral-8x7B and Qwen3-30B-A3B launch them, in bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from engine.gpu import experts, routing
+from support.gpu import Variant
+
+# Name, experts, active ones, hidden size, width.
+MODELS = [("Mixtral-8x7B", 8, 2, 4096, 14336), ("Qwen3-30B-A3B", 128, 8, 2048, 768)]
+
+
+def products(capability: int) -> list[Variant]:
+    """Both products of each model, for steps of one token to a long prompt."""
+    made: dict[tuple[Any, ...], Variant] = {}
+    for name, count, active, hidden, width in MODELS:
+        for tokens in (1, 64, 128, 512, 8192):
+            launch = experts.choose_launch(tokens, active, count, torch.bfloat16, capability)
+            for gated, shared, features in ((True, active, hidden), (False, 1, width)):
+                constants = {
+                    "SHARED": shared,
+                    "GATED": gated,
+                    "ACTIVATION": "silu" if gated else "",
+                    "WEIGHTED": not gated,
+                    "EVEN": features % launch.inputs == 0,
+                    "TOKENS": launch.tokens,
+                    "OUTPUTS": launch.outputs,
+                    "INPUTS": launch.inputs,
+                    "NEIGHBOURS": 8,
+                }
+                pointers = {"x": "*bf16", "weights": "*bf16", "shares": "*bf16" if gated else "*fp32", "out": "*bf16"}
+                integers = {"features": "i32", "width": "i32", "bound": "i32"}
+                made[(*constants.values(), launch)] = Variant(
+                    name=f"{name}, {tokens} tokens, {'up' if gated else 'down'}",
+                    kernel=experts._multiply,
+                    signature={**pointers, "order": "*i32", "tiles": "*i32", **integers},
+                    constants=constants,
+                    multiples=("features", "width"),
+                    num_warps=launch.warps,
+                    num_stages=launch.stages,
+                    capabilities=(capability,),
+                )
+    return list(made.values())
+
+
+def others() -> list[Variant]:
+    """What surrounds the products; the second model's experts are the most."""
+    _, count, active, _, _ = MODELS[1]
+    sizes = {"CHUNK": 4096, "BLOCK": 1024, "BINS": triton.next_power_of_2(count)}
+    integers = {"pairs": "i32", "chunks": "i32"}
+    placed = {"chosen": "*i32", "counts": "*i32", "order": "*i32", "tiles": "*i32", **integers}
+    variants = [
+        Variant(
+            name="route",
+            kernel=routing._route,
+            signature={"logits": "*bf16", "chosen": "*i32", "shares": "*fp32", "count": "i32"},
+            constants={"ACTIVE": active, "NORMALIZE": True, "BINS": sizes["BINS"]},
+            multiples=("count",),
+            num_warps=1,
+        ),
+        Variant(
+            name="count",
+            kernel=routing._count,
+            signature={"chosen": "*i32", "counts": "*i32", "pairs": "i32"},
+            constants=sizes,
+        ),
+        Variant(
+            name="add",
+            kernel=experts._add,
+            signature={"answers": "*bf16", "out": "*bf16", "tokens": "i32", "width": "i32"},
+            constants={"ACTIVE": active, "BLOCK": 1024},
+            multiples=("width",),
+        ),
+    ]
+    return variants + [
+        Variant(
+            name=f"place, counted {'before' if counted else 'there'}",
+            kernel=routing._place,
+            signature=placed,
+            constants={"COUNTED": counted, "SIZE": 16, **sizes},
+        )
+        for counted in (False, True)
+    ]
+
+
+VARIANTS = [variant for capability in (80, 90, 100) for variant in products(capability)] + others()
