@@ -1,0 +1,236 @@
+"""Octavo on a GPU: are its kernels right there, and how near is it to what the machine can do?
+
+One command, no download: weights are random, in the shapes of Qwen3-0.6B and Llama-3.1-8B. Parts:
+
+    kernels   each kernel in bfloat16 against float64; one that is wrong is named, and the status is 1
+    decode    steps of 1 to 256 rows with 1k context: time, tokens/s, and how much of it is the floor, which is what
+              reading weights and pages takes at the bandwidth (and multiplying at the rate) measured on this machine
+    gap       how long the device is idle between two steps, from a profile
+    sampler   256 rows of 128k logits: greedy, top-k, top-p, min-p
+    prefill   prompts of 2k to 16k tokens: operations in matrices a second, against the measured peak
+    beams     steps of 4 beams beside greedy ones with as many rows
+    peer      transformers' continuous batching on the same work
+
+    python benchmarks/gpu.py --output --goals
+    python benchmarks/gpu.py --parts decode gap --models Qwen3-0.6B
+    python benchmarks/gpu.py --device cpu --tiny      # a dry run without a GPU: shows that everything works
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+PARTS = ("kernels", "decode", "gap", "sampler", "prefill", "beams", "peer")
+MODELS = ("Qwen3-0.6B", "Llama-3.1-8B")
+_OF_AN_ENGINE = ("decode", "gap", "prefill", "beams", "peer")
+
+
+class PartTimeoutError(Exception):
+    """A part took longer than it may."""
+
+
+class Run:
+    """One run: what was asked for, measured, and what failed."""
+
+    def __init__(self, options: argparse.Namespace):
+        import torch
+        from gpu_parts import shapes, timing
+        from gpu_parts.report import machine
+
+        self.options = options
+        self.device = torch.device(options.device)
+        self.sizes = shapes.TINY if options.tiny else shapes.Sizes()
+        self.machine = machine(self.device)
+        self.parts: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        self.failures: dict[str, str] = {}
+        self.rates = timing.measure_rates(self.device, copied=self.sizes.copied, product=self.sizes.product)
+        print(
+            f"{self.machine['gpu'] or self.machine['cpu']}: a copy reads and writes {self.rates.bandwidth / 1e12:.3f} "
+            f"TB/s, a product of bfloat16 matrices makes {self.rates.products / 1e12:.1f} TFLOP/s",
+            flush=True,
+        )
+
+    def all(self) -> None:
+        """Every part that was asked for; what fails is noted, and the others go on."""
+        wanted = self.options.parts
+        if "kernels" in wanted:
+            self._attempt("kernels", "kernels", self._kernels)
+        if "sampler" in wanted:
+            self._attempt("sampler", "sampler", self._sampler)
+        if any(part in wanted for part in _OF_AN_ENGINE):
+            for model in self.options.models:
+                self._attempt("engine", f"engine {model}", lambda model=model: self._model(model))
+
+    def _kernels(self) -> None:
+        from gpu_parts import kernels
+
+        checks = self.parts["kernels"] = kernels.check_all(self.device)
+        wrong = [check["kernel"] for check in checks if check["passed"] is False]
+        if wrong:
+            raise RuntimeError(f"wrong: {', '.join(wrong)}")
+
+    def _sampler(self) -> None:
+        from gpu_parts import sampling
+
+        rows, vocabulary = self.sizes.sampler
+        self.parts["sampler"] = sampling.sampler(self.device, rows, vocabulary)
+
+    def _model(self, model: str) -> None:
+        """All parts that need an engine of one model; the peer's model comes when that engine is gone."""
+        from gpu_parts import peer, shapes
+
+        config = shapes.config_of(model, tiny=self.options.tiny)
+        ours = self._with_engine(model, config)
+        gc.collect()
+        if ours:
+            self._measure("peer", model, lambda: peer.compare(config, self.device, self.sizes, ours))
+
+    def _with_engine(self, model: str, config: dict[str, Any]) -> dict[str, float]:
+        """Octavo's parts; its figures of the work that the peer will have."""
+        from gpu_parts import decode, peer, shapes
+
+        work, sizes, rates = shapes.Work.of(config), self.sizes, self.rates
+        ours: dict[str, float] = {}
+        with shapes.random_engine(config, self.options.device, sizes) as engine:
+            acts: dict[str, Callable[[], Any]] = {
+                "decode": lambda: decode.decode(engine, work, rates, sizes),
+                "gap": lambda: decode.gap(engine, sizes),
+                "prefill": lambda: decode.prefill(engine, work, rates, sizes),
+                "beams": lambda: decode.beams(engine, sizes),
+            }
+            for part, act in acts.items():
+                if part in self.options.parts:
+                    self._measure(part, model, act)
+            if "peer" in self.options.parts:
+                self._attempt("peer", f"peer {model}, octavo", lambda: ours.update(peer.octavo(engine, sizes)))
+        return ours
+
+    def _measure(self, part: str, model: str, act: Callable[[], Any]) -> None:
+        """Do something with a model, and keep what was found."""
+        self._attempt(part, f"{part} {model}", lambda: self.parts.setdefault(part, {}).update({model: act()}))
+
+    def _attempt(self, part: str, label: str, act: Callable[[], None]) -> None:
+        """Do something within the time that a part may take."""
+        print(f"{label}", flush=True)
+        limit, started = self.options.part_timeout, time.perf_counter()
+        if part == "engine":  # its parts have limits of their own
+            limit *= 1 + len(_OF_AN_ENGINE)
+        outer = signal.setitimer(signal.ITIMER_REAL, limit)[0]
+        # Where a kernel never ends, no exception comes through: then the process ends, with what was kept so far.
+        faulthandler.dump_traceback_later(limit + 60, exit=True)
+        try:
+            act()
+        except Exception as error:
+            self.failures[label] = f"{type(error).__name__}: {error}"
+            print(f"{label} FAILED: {self.failures[label]}", flush=True)
+            if not isinstance(error, PartTimeoutError):
+                traceback.print_exc()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            spent = time.perf_counter() - started
+            signal.setitimer(signal.ITIMER_REAL, max(outer - spent, 1.0) if outer else 0.0)
+            self.seconds[label] = round(spent, 1)
+            self.write()
+
+    def result(self) -> dict[str, Any]:
+        """Everything, as JSON."""
+        from gpu_parts import floors
+
+        return {
+            "benchmark": "gpu",
+            "shapes": "tiny" if self.options.tiny else "full",
+            "machine": self.machine,
+            "rates": {"bandwidth": self.rates.bandwidth, "products": self.rates.products},
+            "goals": floors.judge(floors.goals(self.sizes), self.parts),
+            "parts": self.parts,
+            "seconds": self.seconds,
+            "failures": self.failures,
+        }
+
+    def write(self) -> None:
+        """Keep what there is so far."""
+        if self.options.output is not None:
+            self.options.output.parent.mkdir(parents=True, exist_ok=True)
+            self.options.output.write_text(json.dumps(self.result(), indent=2) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status."""
+    options = _options(arguments)
+    if options.device == "cpu":  # before anything imports Triton
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(
+            f"torch {torch.__version__} sees no GPU. A dry run that shows that everything works needs none: "
+            "benchmarks/gpu.py --device cpu --tiny",
+            file=sys.stderr,
+        )
+        return 2
+
+    from gpu_parts import report
+
+    signal.signal(signal.SIGALRM, _late)
+    run = Run(options)
+    run.all()
+    result = run.result()
+    if options.goals:
+        if options.tiny:
+            print("\nTiny shapes: the figures say nothing about the goals.")
+        print("\n" + report.table(result["goals"]))
+    if options.output is not None:
+        run.write()
+        print(f"written to {options.output}")
+        try:
+            report.plot(result, options.output.with_suffix(".png"))
+            print(f"and {options.output.with_suffix('.png')}")
+        except RuntimeError as error:
+            print(f"not plotted: {error}")
+    for label, error in run.failures.items():
+        print(f"FAILED: {label}: {error}", file=sys.stderr)
+    return 1 if run.failures else 0
+
+
+def _late(*_: object) -> None:
+    raise PartTimeoutError("it took longer than --part-timeout allows")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: shows that everything works")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--part-timeout", type=float, default=180.0, help="seconds of each part (default: 180)")
+    parser.add_argument("--goals", action="store_true", help="print the goals and how near they are")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        nargs="?",
+        const=ROOT / "benchmarks" / "results" / "gpu.json",
+        help="keep the result, and a plot beside it (default name: benchmarks/results/gpu.json)",
+    )
+    options = parser.parse_args(arguments)
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu is for dry runs: add --tiny")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Each kernel in the format that models are served in, against float64.
+
+A check makes inputs in that format, runs a kernel, and computes the same from the same inputs in float64 by plain
+torch, nowhere with the kernels' own code. Errors are given in units of the format's epsilon (2^-7 of bfloat16), of the
+result's size: |got - want| / (|want| + mean |want|). One rounding is an error of half a unit.
+
+Without a GPU kernels run by Triton's interpreter, on small shapes and in float16, since it multiplies no matrices of
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import gpu
+
+Outcome = tuple[Tensor, Tensor]  # what a kernel gave, and what it should have been, in float64
+
+
+class SkippedError(Exception):
+    """A check that cannot be made here, and why."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and on what kernels are checked.
+
+    Attributes:
+        dtype: of what they read and write.
+        full: the shapes of served models; else such as an interpreter can afford.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    full: bool
+
+    def normal(self, *shape: int, deviation: float = 1.0, seed: int = 0) -> Tensor:
+        """Random numbers in the format."""
+        generator = torch.Generator(self.device).manual_seed(seed + sum(shape))
+        return (torch.randn(*shape, device=self.device, generator=generator) * deviation).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kernel on one kind of work.
+
+    Attributes:
+        kernel: its name in the report.
+        run: gives pairs of a result and what it should have been.
+        bound: the largest error that a right kernel makes.
+    """
+
+    kernel: str
+    run: Callable[[Setting], Iterator[Outcome]]
+    bound: float = 2.0
+
+
+def error_of(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
+    """The largest error in units of a format's epsilon; infinite where a number is missing."""
+    if got.shape != want.shape or not bool(got.isfinite().all()):
+        return float("inf")
+    difference = (got.double() - want).abs()
+    size = want.abs() + want.abs().mean()
+    return float((difference / size.clamp(min=1e-30)).max()) / torch.finfo(dtype).eps if got.numel() else 0.0
+
+
+def run(check: Check, setting: Setting) -> dict[str, Any]:
+    """What came of a check: `passed` is None where it was skipped."""
+    started = time.perf_counter()
+    found: dict[str, Any] = {"kernel": check.kernel, "bound": check.bound, "error": None, "passed": None, "note": ""}
+    try:
+        found["error"] = max(error_of(got, want, setting.dtype) for got, want in check.run(setting))
+        found["passed"] = found["error"] <= check.bound
+    except SkippedError as reason:
+        found["note"] = str(reason)
+    except Exception as error:  # a kernel that does not compile is wrong, too, and the others are checked
+        found["passed"] = False
+        found["note"] = f"{type(error).__name__}: {str(error).strip()[:500]}"
+    found["seconds"] = round(time.perf_counter() - started, 1)
+    word = {True: "right", False: "WRONG", None: "skipped"}[found["passed"]]
+    figure = "" if found["error"] is None else f"error {found['error']:.2f} of at most {check.bound:g}"
+    print(f"  {check.kernel:44s} {word:8s} {figure}{found['note']}", flush=True)
+    return found
+
+
+def check_all(device: torch.device) -> list[dict[str, Any]]:
+    """What came of all checks.
+
+    Raises:
+        RuntimeError: Triton is not there.
+    """
+    if not gpu.installed():
+        raise RuntimeError("Triton is not installed: pip install triton")
+    from gpu_parts import checks_layers
+
+    full = device.type == "cuda"
+    setting = Setting(device, torch.bfloat16 if full else torch.float16, full)
+    with contextlib.nullcontext() if full else gpu.interpreted():
+        return [run(check, setting) for check in (*checks_layers.CHECKS,)]

@@ -1,0 +1,124 @@
+"""The machine, the table of goals, and the roofline."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on, and with what."""
+    facts: dict[str, Any] = {
+        "device": str(device),
+        "gpu": None,
+        "driver": None,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "commit": _said(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
+        "changed": bool(_said(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])),
+        "date": date.today().isoformat(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "driver": _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        }
+    for package in ("torch", "triton", "transformers"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = None
+    return facts
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
+
+
+def _said(command: Sequence[str]) -> str | None:
+    """What a program prints, None where there is none or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Goals, what was measured, and whether they are met."""
+    lines = [("goal", "limit", "stretch", "measured", "met")]
+    for row in rows:
+        sign, unit = ("<=" if row["at_most"] else ">="), row["unit"]
+        stretch = "" if row["stretch"] is None else f"{sign} {row['stretch']:g} {unit}"
+        measured = "-" if row["measured"] is None else f"{row['measured']:.3g} {unit}"
+        met = "-" if row["met"] is None else ("yes" if row["met"] else "NO")
+        lines.append((row["label"], f"{sign} {row['goal']:g} {unit}", stretch, measured, met))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def plot(result: Mapping[str, Any], file: Path) -> None:
+    """Decode steps under the roofline of this machine, as a PNG.
+
+    Raises:
+        RuntimeError: matplotlib is not installed, or nothing was measured that has a place there.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise RuntimeError("a plot needs matplotlib: pip install matplotlib") from None
+    decoding = result["parts"].get("decode", {})
+    if not decoding:
+        raise RuntimeError("there is nothing to plot: no decode steps were measured")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bandwidth, peak = result["rates"]["bandwidth"], result["rates"]["products"]
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    least = min(row["flops_per_byte"] for rows in decoding.values() for row in rows) / 2
+    corner, right = peak / bandwidth, 4 * peak / bandwidth
+    axes.plot([least, corner, right], [least * bandwidth, peak, peak], "k-", linewidth=1)
+    for model, rows in decoding.items():
+        places = [row["flops_per_byte"] for row in rows]
+        axes.plot(places, [row["flops_per_second"] for row in rows], "o-", label=f"{model}, decode", markersize=4)
+        for row in rows:
+            text = f"{row['rows']}: {row['percent_of_floor']:.0f}%"
+            axes.annotate(text, (row["flops_per_byte"], row["flops_per_second"]), fontsize=7, xytext=(3, -8),
+                          textcoords="offset points")  # fmt: skip
+    for model, rows in result["parts"].get("prefill", {}).items():
+        # The weights of a chunk are read once for all of its tokens.
+        axes.plot([right / 1.2] * len(rows), [row["flops_per_second"] for row in rows], "s", label=f"{model}, prefill",
+                  markersize=4)  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("floating-point operations for each byte that has to be read (rows: percentage of the floor)")
+    axes.set_ylabel("floating-point operations a second")
+    facts = result["machine"]
+    axes.set_title(
+        f"{facts['gpu'] or facts['cpu']}, {bandwidth / 1e12:.2f} TB/s copied, {peak / 1e12:.0f} TFLOP/s, "
+        f"{facts['date']}",
+        fontsize=9,
+    )
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,82 @@
+"""The sampler alone: the logits of a step on the device, and a token for each row."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from engine.execution.sampler import sample
+from engine.request import Decoding, Request
+from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.plan import SamplingBatch
+from engine.scheduling.sequence import SequenceGroup
+from gpu_parts import gaps
+from gpu_parts.timing import synchronize
+
+# What the rows of a step ask for, in turns.
+MIXTURES: dict[str, tuple[dict[str, float], ...]] = {
+    "greedy": ({"temperature": 0.0},),
+    "temperature": ({"temperature": 0.8},),
+    "top-k": ({"temperature": 0.8, "top_k": 50},),
+    "top-p": ({"temperature": 0.8, "top_p": 0.95},),
+    "min-p": ({"temperature": 0.8, "min_p": 0.05},),
+    "top-k, top-p": ({"temperature": 0.8, "top_k": 50, "top_p": 0.9},),
+    "a quarter of each": (
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_k": 50},
+        {"temperature": 1.0, "top_p": 0.95},
+        {"temperature": 1.0, "min_p": 0.05},
+    ),
+}
+
+
+def batch_of(mixture: tuple[dict[str, float], ...], rows: int) -> SamplingBatch:
+    """How rows are sampled, laid out as in a step."""
+    made = []
+    for number in range(rows):
+        decoding = Decoding(max_tokens=8, seed=number, **mixture[number % len(mixture)])  # type: ignore[arg-type]
+        group = SequenceGroup(Request(request_id=str(number), prompt_token_ids=(1, 2), decoding=decoding), number, b"")
+        group.sequences[0].table.append(number + 1)
+        made.append(Row(group, group.sequences[0], 1, 1, True))
+    sampling = build_plan(made, [], 16).sampling
+    assert sampling is not None
+    return sampling
+
+
+def sampler(device: torch.device, rows: int, vocabulary: int, repeats: int = 20) -> dict[str, Any]:
+    """For each mixture the milliseconds that the device works, and those of the whole call with its answer on the
+    host. Logits are those of a model that is fairly sure: normal with a deviation of 3."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(rows, vocabulary, device=device, generator=generator) * 3
+    mixtures = []
+    with torch.inference_mode():
+        for name, mixture in MIXTURES.items():
+            batch = batch_of(mixture, rows)
+            whole = _whole(device, logits, batch, repeats)
+            busy = 1e3 * whole if device.type != "cuda" else _busy(device, logits, batch, repeats)
+            mixtures.append({"mixture": name, "device_ms": busy, "call_ms": 1e3 * whole})
+            print(f"  {name:20s} {busy:8.3f} ms of the device, {1e3 * whole:.3f} ms the call", flush=True)
+    return {"rows": rows, "vocabulary": vocabulary, "mixtures": mixtures}
+
+
+def _whole(device: torch.device, logits: torch.Tensor, batch: SamplingBatch, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 2):
+        synchronize(device)
+        started = time.perf_counter()
+        sample(logits, batch)
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])
+
+
+def _busy(device: torch.device, logits: torch.Tensor, batch: SamplingBatch, repeats: int) -> float:
+    """Milliseconds of a call in which the device does anything."""
+    events: list[dict[str, Any]] = []
+    with gaps.profiled(device, events):
+        for _ in range(repeats):
+            sample(logits, batch)
+    return gaps.length(gaps.on_device(events)) / repeats / 1e3

@@ -1,0 +1,250 @@
+"""The models of the benchmark: their shapes, what a step has to read and multiply, and engines with random weights.
+
+Nothing is downloaded and no weights touch the disk: the folder of a model holds its config alone, and parameters are
+drawn where they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import Engine, EngineConfig
+from engine import engine as loading
+from engine.model.transformer import Transformer
+
+# As published in the models' own config.json.
+QWEN3_06B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151645,
+}
+LLAMA31_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "eos_token_id": 128009,
+}
+_TINY: dict[str, Any] = {
+    "dtype": "float32",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "eos_token_id": 2,
+}
+MODELS = {"Qwen3-0.6B": QWEN3_06B, "Llama-3.1-8B": LLAMA31_8B}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        batches: rows of decode steps.
+        context: tokens that each row has in the middle of the steps that are timed.
+        steps, warm: timed steps, and those before them.
+        chunk: most tokens of a step.
+        prompts: lengths of the prompts that are timed alone.
+        rounds: of each prompt, and of the peer.
+        beam_rows: rows of the step that searches, and of the greedy one that it is compared with.
+        gap_batches, gap_steps: of the steps that are profiled.
+        peer_rows, peer_prompt, peer_answer: the work that the peer shares.
+        sampler: rows and vocabulary.
+        copied: bytes that a copy reads to measure the bandwidth.
+        product: rows, columns and inner size of the product that measures the matrix rate.
+    """
+
+    batches: tuple[int, ...] = (1, 8, 32, 128, 256)
+    context: int = 1024
+    steps: int = 48
+    warm: int = 8
+    chunk: int = 8192
+    prompts: tuple[int, ...] = (2048, 4096, 8192, 16384)
+    rounds: int = 3
+    beam_rows: tuple[int, ...] = (32, 256)
+    gap_batches: tuple[int, ...] = (1, 32)
+    gap_steps: int = 24
+    peer_rows: int = 32
+    peer_prompt: int = 960
+    peer_answer: int = 128
+    sampler: tuple[int, int] = (256, 131072)
+    copied: int = 2 * 2**30
+    product: int = 8192
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt with its answer."""
+        return max(*self.prompts, self.context + self.steps + self.warm, self.peer_prompt + self.peer_answer) + 64
+
+
+TINY = Sizes(
+    batches=(1, 3, 8),
+    context=40,
+    steps=4,
+    warm=1,
+    chunk=64,
+    prompts=(48, 96),
+    rounds=2,
+    beam_rows=(8,),
+    gap_batches=(2,),
+    gap_steps=8,
+    peer_rows=3,
+    peer_prompt=20,
+    peer_answer=6,
+    sampler=(4, 1024),
+    copied=2**22,
+    product=128,
+)
+
+
+def config_of(name: str, *, tiny: bool) -> dict[str, Any]:
+    """A model's config; with tiny, of the same family and as small as a dry run wants it."""
+    return MODELS[name] | (_TINY if tiny else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a model's steps have to do.
+
+    Attributes:
+        weight_bytes: read by each step: all parameters, but of an embedding that is no output matrix a row for each
+            token only.
+        products: parameters that the hidden state of a token is multiplied with, the output matrix included.
+        layer_products: without it: a prompt needs logits of its last token alone.
+        kv_bytes: that a token of the context takes in the pages.
+        pair_flops: floating-point operations of attention for a token and one before it.
+    """
+
+    weight_bytes: int
+    products: int
+    layer_products: int
+    kv_bytes: int
+    pair_flops: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Work:
+        """From a config of the LLaMA family."""
+        size = {"bfloat16": 2, "float16": 2, "float32": 4}[config["dtype"]]
+        hidden, head_dim, layers = config["hidden_size"], config["head_dim"], config["num_hidden_layers"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        layer = 2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
+        head = config["vocab_size"] * hidden
+        return cls(
+            weight_bytes=size * (layers * layer + head),
+            products=layers * layer + head,
+            layer_products=layers * layer,
+            kv_bytes=2 * size * layers * kv_heads * head_dim,
+            pair_flops=4 * layers * heads * head_dim,
+        )
+
+    def prefill_flops(self, tokens: int) -> tuple[float, float]:
+        """Operations of a prompt: in the layers' matrices (2PT), and in attention, of which a causal one does half."""
+        return 2.0 * self.layer_products * tokens, self.pair_flops * tokens * (tokens + 1) / 2.0
+
+
+def fill(model: Transformer, seed: int = 0) -> None:
+    """Random weights, where the parameters are: norms are 1, biases 0, matrices normal with a deviation that keeps
+    hidden states of order 1."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def prompt(number: int, length: int, vocab_size: int) -> list[int]:
+    """Token ids, the same for the same arguments; a shorter prompt is the beginning of a longer one."""
+    draw = random.Random(number)
+    return [draw.randrange(3, vocab_size) for _ in range(length)]
+
+
+@contextmanager
+def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settings: Any) -> Iterator[Engine]:
+    """An engine around a model of a config, with random weights; it is closed in the end.
+
+    Args:
+        settings: of `EngineConfig`, instead of the benchmark's own.
+    """
+    rows = max(*sizes.batches, *sizes.beam_rows)
+    tokens = rows * (sizes.context + 2 * sizes.steps + 256) + 4 * sizes.max_model_len
+    chosen: dict[str, Any] = {
+        "dtype": config["dtype"],
+        "device": device,
+        "skip_tokenizer_init": True,
+        "max_model_len": sizes.max_model_len,
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": max(sizes.chunk, rows),
+        "max_step_time": 0.0,
+        "kv_cache_memory": tokens * Work.of(config).kv_bytes,
+        "generation_config": "none",
+        "show_progress": False,
+        "seed": 0,
+    } | settings
+
+    def made(_path: Path, _config: Any, spec: Any, *, dtype: Any, device: Any, backend: Any, max_model_len: int,
+             **_of_files: Any) -> Transformer:  # fmt: skip
+        model = Transformer(spec, backend, max_model_len, device=device, dtype=dtype)
+        fill(model)
+        return model.eval()
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(config)))
+        # The engine's own way to its weights leads through files; here nothing stands behind the config.
+        load, check = loading.load_model, loading.check_weights_fit
+        loading.load_model, loading.check_weights_fit = made, lambda *_: None  # type: ignore[assignment]
+        try:
+            engine = Engine(EngineConfig(model=folder, **chosen))
+        finally:
+            loading.load_model, loading.check_weights_fit = load, check
+    try:
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,301 @@
+"""`benchmarks/gpu.py`: floors, gaps, goals, and a dry run of all parts without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from gpu_parts import decode, floors, gaps, kernels, report, sampling, shapes  # noqa: E402
+from gpu_parts.floors import LLAMA, QWEN, Rates  # noqa: E402
+from gpu_parts.gaps import Interval  # noqa: E402
+
+H200 = Rates(bandwidth=4.3e12, products=790e12)
+
+
+# ---------------------------------------------------------------- floors
+
+
+def test_what_the_models_read_and_multiply() -> None:
+    qwen, llama = (shapes.Work.of(shapes.MODELS[name]) for name in (QWEN, LLAMA))
+    assert qwen.weight_bytes == pytest.approx(1.19e9, rel=0.01)
+    assert llama.weight_bytes == pytest.approx(15.0e9, rel=0.01)
+    assert (qwen.kv_bytes, llama.kv_bytes) == (112 * 1024, 128 * 1024)
+    assert llama.products == pytest.approx(7.50e9, rel=0.01)
+    assert llama.products - llama.layer_products == 128256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "milliseconds"),
+    [(LLAMA, 1, 3.52), (LLAMA, 32, 4.49), (LLAMA, 256, 12.85), (QWEN, 1, 0.305), (QWEN, 32, 1.15), (QWEN, 256, 7.38)],
+)
+def test_floors_of_an_h200(model: str, rows: int, milliseconds: float) -> None:
+    floor = floors.floor_seconds(shapes.Work.of(shapes.MODELS[model]), H200, rows, 1024)
+    assert 1e3 * floor == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_the_floor_of_many_rows_is_arithmetic() -> None:
+    work = shapes.Work.of(shapes.MODELS[LLAMA])
+    rows = 1024
+    assert floors.floor_seconds(work, H200, rows, 0) == pytest.approx(2 * work.products * rows / H200.products)
+    flops, per_byte = floors.intensity(work, 1, 0)
+    assert (flops, per_byte) == (2 * work.products, 1.0)
+
+
+def test_operations_of_a_prompt() -> None:
+    work = shapes.Work(weight_bytes=0, products=10, layer_products=7, kv_bytes=0, pair_flops=3)
+    assert work.prefill_flops(4) == (2 * 7 * 4, 3 * (1 + 2 + 3 + 4))
+
+
+# ---------------------------------------------------------------- gaps
+
+
+def test_gaps_lie_between_the_last_end_and_the_first_start() -> None:
+    steps = [
+        [Interval(0, 4), Interval(1, 2)],  # the last to start is not the last to end
+        [Interval(9, 10), Interval(6, 7)],
+        [],
+        [Interval(9.5, 12)],  # begun before the end of the step before
+        [Interval(15, 15)],
+    ]
+    assert gaps.gaps(steps) == [2, 0, 3]
+    assert gaps.gaps(steps[:1]) == gaps.gaps([]) == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=20))
+def test_a_union_covers_each_moment_once(drawn: list[tuple[int, int]]) -> None:
+    intervals = [Interval(start, start + size) for start, size in drawn]
+    covered = {moment for one in intervals for moment in range(int(one.start), int(one.end))}
+    assert gaps.length(intervals) == len(covered)
+    joined = gaps.union(intervals)
+    assert all(early.end < late.start for early, late in pairwise(joined))
+
+
+def event(cat: str, start: float, length: float, number: int | None = None, name: str = "") -> dict[str, Any]:
+    args = {} if number is None else {"correlation": number}
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "args": args}
+
+
+def test_device_work_belongs_to_the_step_that_launched_it() -> None:
+    mark = "user_annotation"
+    events = [
+        event("cuda_runtime", 1, 1, 5),
+        event("kernel", 2, 2, 5),  # of a prompt before the first step
+        event(mark, 10, 5, name=gaps.MARK),
+        event(mark, 11, 2, name=gaps.MARK),  # one method calls the other
+        event("gpu_user_annotation", 30, 500, name=gaps.MARK),
+        event("cuda_driver", 12, 1, 6),
+        event("cuda_runtime", 13, 1, 7),  # a graph of two kernels
+        event(mark, 20, 5, name=gaps.MARK),
+        event("cuda_runtime", 21, 1, 8),
+        event("cuda_runtime", 26, 1, 9),  # after the mark's end, before the next: still this step's
+        event("kernel", 30, 10, 6),
+        event("kernel", 41, 10, 7),
+        event("kernel", 52, 10, 7),
+        event("gpu_memcpy", 62, 1, 7),
+        event("kernel", 70, 5, 8),
+        event("kernel", 76, 5, 99),  # of an unknown call: follows the one before
+        event("gpu_memset", 90, 1, 9),
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+    ]
+    first, second = gaps.steps_of(events, "cuda")
+    assert first.kernels == [(30, 40), (41, 51), (52, 62)]
+    assert gaps.length(first.busy) == 31
+    assert second.kernels == [(70, 75), (76, 81)]
+    assert gaps.gaps([first.kernels, second.kernels]) == [8]
+    assert len(gaps.on_device(events)) == 8
+    with pytest.raises(ValueError, match="no marks"):
+        gaps.steps_of([one for one in events if one.get("cat") != mark], "cuda")
+    with pytest.raises(ValueError, match="nothing that ran on the device"):
+        gaps.steps_of([one for one in events if one.get("cat") == mark], "cuda")
+
+
+class Doubler:
+    def execute(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.launch(x)
+
+    def launch(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_marked_steps_are_found_in_a_profile() -> None:
+    runner, events = Doubler(), []  # type: ignore[var-annotated]
+    x = torch.ones(8)
+    with gaps.marked(runner), gaps.profiled(torch.device("cpu"), events):
+        for _ in range(3):
+            runner.execute(x)
+    assert vars(runner) == {}
+    steps = gaps.steps_of(events, "cpu")
+    counts = [len(step.kernels) for step in steps]
+    assert len(counts) == 3 == counts.count(counts[0])
+    assert counts[0] >= 2
+    assert all(gap > 0 for gap in gaps.gaps([step.kernels for step in steps]))
+
+
+# ---------------------------------------------------------------- goals
+
+
+def decoded(rows: int, percent: float, milliseconds: float) -> dict[str, Any]:
+    return {"rows": rows, "percent_of_floor": percent, "step_ms": milliseconds}
+
+
+def test_goals_are_judged_by_their_direction_and_missing_ones_are_open() -> None:
+    parts: dict[str, Any] = {
+        "decode": {LLAMA: [decoded(1, 80.0, 4.0), decoded(32, 74.9, 6.0)], QWEN: [decoded(1, 40.0, 0.9)]},
+        "gap": {LLAMA: [{"gap_us": 4.0}], QWEN: [{"gap_us": 31.0}, {"gap_us": 3.0}]},
+        "sampler": {"mixtures": [{"device_ms": 0.1}, {"device_ms": 0.6}]},
+        "peer": {QWEN: {"ratio": 6.0}, LLAMA: {"skipped": "no such thing"}},
+    }
+    rows = floors.judge(floors.goals(shapes.Sizes()), parts)
+    assert [row["met"] for row in rows] == [True, False, None, True, None, False, True, None, None, True]
+    assert [row["measured"] for row in rows][:6] == [80.0, 74.9, None, 0.9, None, 31.0]
+    assert [row["goal"] for row in rows] == [75, 75, 75, 1.0, 70, 30, 0.6, 55, 85, 5]
+    text = report.table(rows)
+    assert "Llama-3.1-8B, batch 32: of the floor" in text
+    assert "NO" in text
+    assert "<= 30 us" in text
+    assert {row["measured"] for row in floors.judge(floors.goals(shapes.Sizes()), {})} == {None}
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = decoded(1, 50.0, 1.0) | {"flops_per_byte": 1.0, "flops_per_second": 2e12}
+    prompts = [{"flops_per_second": 4e14}]
+    result = {
+        "machine": {"gpu": "a GPU", "cpu": "a CPU", "date": "today"},
+        "rates": {"bandwidth": 4e12, "products": 8e14},
+        "parts": {"decode": {QWEN: [row, row | {"rows": 2, "flops_per_byte": 2.0}]}, "prefill": {QWEN: prompts}},
+    }
+    report.plot(result, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(RuntimeError, match="no decode steps"):
+        report.plot(result | {"parts": {}}, tmp_path / "plot.png")
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_the_same_prompts_for_the_same_numbers() -> None:
+    assert shapes.prompt(3, 9, 100) == shapes.prompt(3, 20, 100)[:9] != shapes.prompt(4, 9, 100)
+    assert set(shapes.prompt(3, 500, 8)) == {3, 4, 5, 6, 7}
+
+
+def test_each_mixture_reaches_the_sampler() -> None:
+    batch = sampling.batch_of(sampling.MIXTURES["a quarter of each"], 6)
+    assert batch.temperature.tolist() == pytest.approx([0.0, 0.8, 1.0, 1.0, 0.0, 0.8])
+    assert batch.top_k.tolist() == [0, 50, 0, 0, 0, 50]
+    assert batch.top_p.tolist() == pytest.approx([1, 1, 0.95, 1, 1, 1])
+    assert batch.min_p.tolist() == pytest.approx([0, 0, 0, 0.05, 0, 0])
+    assert batch.rows.tolist() == list(range(6))
+
+
+def test_steps_that_are_not_all_alike_are_no_figure() -> None:
+    config = shapes.config_of(QWEN, tiny=True)
+    with shapes.random_engine(config, "cpu", shapes.TINY) as engine:
+        ready = decode.Rows(engine, 2, length=5, answer=4)
+        with ready:
+            assert len(ready.run(1)) == 1
+            with pytest.raises(RuntimeError, match="not all alike"):
+                ready.run(6)
+        assert engine.stats().num_running == 0
+        times, step = decode.answer_all(engine, [[3, 4, 5], [6, 7]], 4)
+        assert 0 < step <= times
+
+
+BLOCKED = ("fastapi", "starlette", "pydantic", "zmq", "msgspec", "uvicorn", "prometheus_client", "rich", "server")
+
+
+def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
+    """In a process that has nothing but what the engine's core needs."""
+    output = tmp_path / "results" / "gpu.json"
+    arguments = ["gpu.py", "--device", "cpu", "--tiny", "--goals", "--output", str(output)]
+    code = (
+        "import runpy, sys\n"
+        f"for name in {BLOCKED}: sys.modules[name] = None\n"
+        f"sys.argv = {arguments}\n"
+        f"runpy.run_path({str(BENCHMARKS / 'gpu.py')!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads(output.read_text())
+    assert result["failures"] == {}
+    assert result["machine"]["torch"] == torch.__version__
+    assert result["machine"]["commit"]
+    parts = result["parts"]
+    assert set(parts) == {"kernels", "decode", "gap", "sampler", "prefill", "beams", "peer"}
+    for model in (QWEN, LLAMA):
+        assert [row["rows"] for row in parts["decode"][model]] == list(shapes.TINY.batches)
+        assert all(row["step_ms"] > 0 and row["percent_of_floor"] > 0 for row in parts["decode"][model])
+        assert all(abs(row["context"] - shapes.TINY.context) <= 4 for row in parts["decode"][model])
+        assert all(row["steps"] > 3 for row in parts["gap"][model])
+        assert [row["tokens"] for row in parts["prefill"][model]] == list(shapes.TINY.prompts)
+        assert all(row["percent_of_greedy"] > 0 for row in parts["beams"][model])
+        assert parts["peer"][model].get("ratio", 0) > 0, parts["peer"][model]
+    assert len(parts["kernels"]) >= 6
+    assert all(check["passed"] for check in parts["kernels"])
+    assert [row["mixture"] for row in parts["sampler"]["mixtures"]] == list(sampling.MIXTURES)
+    assert "4 beams: of greedy, at equal rows" in done.stdout
+    assert "Tiny shapes: the figures say nothing about the goals." in done.stdout
+
+
+def test_full_sizes_are_for_gpus_and_a_failing_part_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device"]
+    done = subprocess.run([*command, "cpu"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "add --tiny" in done.stderr
+    late = [*command, "cpu", "--tiny", "--parts", "sampler", "prefill", "--part-timeout", "0.01"]
+    done = subprocess.run(late, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "FAILED: sampler: PartTimeoutError: it took longer than --part-timeout allows" in done.stderr
+    if not torch.cuda.is_available():
+        done = subprocess.run(command[:-1], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert "sees no GPU" in done.stderr
+
+
+# ---------------------------------------------------------------- checks of kernels
+
+
+def test_errors_are_in_units_of_the_format() -> None:
+    want = torch.tensor([1.0, -3.0], dtype=torch.float64)
+    assert kernels.error_of(want.bfloat16(), want, torch.bfloat16) == 0
+    wrong = torch.tensor([1.0, -3.0 - 2**-7 * 5])
+    assert kernels.error_of(wrong, want, torch.bfloat16) == pytest.approx(1.0)
+    assert kernels.error_of(torch.tensor([1.0, torch.nan]), want, torch.bfloat16) == float("inf")
+    assert kernels.error_of(want[:1], want, torch.bfloat16) == float("inf")
+
+
+def test_a_check_that_fails_is_told_from_one_that_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = kernels.Setting(torch.device("cpu"), torch.float16, full=False)
+
+    def close(setting: kernels.Setting) -> Iterator[kernels.Outcome]:
+        x = setting.normal(3, 4)
+        yield x, x.double()
+        yield x * (1 + 2**-9), x.double()
+
+    def skipped(_: kernels.Setting) -> Iterator[kernels.Outcome]:
+        raise kernels.SkippedError("not on this machine")
+
+    def broken(setting: kernels.Setting) -> Iterator[kernels.Outcome]:
+        yield setting.normal(2), torch.zeros(3, dtype=torch.float64)
+        raise ValueError("never reached")
+
+    assert kernels.run(kernels.Check("close", close, bound=2.0), setting)["passed"] is True
+    assert kernels.run(kernels.Check("close", close, bound=0.1), setting)["passed"] is False
+    assert kernels.run(kernels.Check("skipped", skipped), setting)["passed"] is None
+    found = kernels.run(kernels.Check("broken", broken), setting)
+    assert (found["passed"], found["note"]) == (False, "ValueError: never reached")
+    assert "skipped  not on this machine" in capsys.readouterr().out
