@@ -173,7 +173,7 @@ def test_goals_are_judged_by_their_direction_and_missing_ones_are_open() -> None
 def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     row = decoded(1, 50.0, 1.0) | {"flops_per_byte": 1.0, "flops_per_second": 2e12}
-    prompts = [{"flops_per_second": 4e14}]
+    prompts = [{"flops_per_second": 4e14, "flops_per_byte": 3e3}]
     result = {
         "machine": {"gpu": "a GPU", "cpu": "a CPU", "date": "today"},
         "rates": {"bandwidth": 4e12, "products": 8e14},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -186,6 +187,7 @@ def prefill(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict
                 "seconds": seconds,
                 "tokens_per_second": length / seconds,
                 "flops_per_second": products / seconds,
+                "flops_per_byte": products / work.weight_bytes / math.ceil(length / sizes.chunk),
                 "percent_of_peak": 100 * products / seconds / rates.products,
                 "percent_of_peak_with_attention": 100 * (products + attention) / seconds / rates.products,
             }

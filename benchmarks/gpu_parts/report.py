@@ -94,23 +94,25 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
 
     bandwidth, peak = result["rates"]["bandwidth"], result["rates"]["products"]
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    least = min(row["flops_per_byte"] for rows in decoding.values() for row in rows) / 2
-    corner, right = peak / bandwidth, 4 * peak / bandwidth
-    axes.plot([least, corner, right], [least * bandwidth, peak, peak], "k-", linewidth=1)
-    for model, rows in decoding.items():
-        places = [row["flops_per_byte"] for row in rows]
-        axes.plot(places, [row["flops_per_second"] for row in rows], "o-", label=f"{model}, decode", markersize=4)
-        for row in rows:
+    prompts = result["parts"].get("prefill", {})
+    places = [row["flops_per_byte"] for measured in (decoding, prompts) for rows in measured.values() for row in rows]
+    corner = peak / bandwidth
+    least, most = min([*places, corner]) / 2, max([*places, corner]) * 2
+    axes.plot([least, corner, most], [least * bandwidth, peak, peak], "k-", linewidth=1)
+    for number, (model, rows) in enumerate(decoding.items()):
+        colour = f"C{number}"
+        axes.plot(*_points(rows), "o-", color=colour, label=f"{model}, decode", markersize=4)
+        for row, (x, y) in zip(rows, zip(*_points(rows), strict=True), strict=True):
             text = f"{row['rows']}: {row['percent_of_floor']:.0f}%"
-            axes.annotate(text, (row["flops_per_byte"], row["flops_per_second"]), fontsize=7, xytext=(3, -8),
+            axes.annotate(text, (x, y), fontsize=7, color=colour, xytext=(5, -9) if number % 2 else (-34, 4),
                           textcoords="offset points")  # fmt: skip
-    for model, rows in result["parts"].get("prefill", {}).items():
-        # The weights of a chunk are read once for all of its tokens.
-        axes.plot([right / 1.2] * len(rows), [row["flops_per_second"] for row in rows], "s", label=f"{model}, prefill",
-                  markersize=4)  # fmt: skip
+    for number, (model, rows) in enumerate(prompts.items()):
+        axes.plot(*_points(rows), "s", color=f"C{number}", label=f"{model}, prefill", markersize=4)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("floating-point operations for each byte that has to be read (rows: percentage of the floor)")
+    axes.set_xlabel(
+        "floating-point operations for each byte that has to be read (labels: rows and percentage of the floor)"
+    )
     axes.set_ylabel("floating-point operations a second")
     facts = result["machine"]
     axes.set_title(
@@ -122,3 +124,8 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
     figure.tight_layout()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def _points(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Where rows of a result stand in the plot."""
+    return [row["flops_per_byte"] for row in rows], [row["flops_per_second"] for row in rows]
