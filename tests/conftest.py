@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.without_server import pytest_addoption, pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 
 if TYPE_CHECKING:
     from support.checkpoints import Checkpoint
