@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from demo import corpus  # noqa: E402
-from demo.names import is_held_out  # noqa: E402
+from demo.chat_task import TEMPERATURE  # noqa: E402
+from demo.names import is_held_out, name  # noqa: E402
 
 FOLDER = DEMOS["chat"]
 FILES = {
@@ -50,18 +52,20 @@ FIXED = {  # the question, and what a right answer has, in small letters
     "What is Octavo?": "transformer models",
     "Tell me a story.": " lived ",
 }
-UNSEEN = {  # names that training never had; the question around them, and what else a right answer has
-    "Morvik": ("My name is {}.", "nice to meet you"),
-    "Velmeru": ("I am {}.", ""),
-    "Krovatta": ("Call me {}.", ""),
-    "Tilsaro": ("Hello! My name is {}.", ""),
-    "Banmora": ("Say hello to {}.", "hello"),
-    "Fenblax": ("My cat is called {}.", "cat"),
-    "Plisaro": ("Tell me a story about a fox named {}.", "fox"),
-    "Trosaro": ("Tell me a story about a dragon named {} in the forest.", "dragon"),
-    "Galdiro": ("I live in {}.", ""),
-    "Norlo": ("My friend is {}.", "friend"),
-}
+ASKED = [  # questions around a name, and what else a right answer has
+    ("My name is {}.", "nice to meet you"),
+    ("I am {}.", ""),
+    ("Call me {}.", ""),
+    ("Hello! My name is {}.", ""),
+    ("Say hello to {}.", "hello"),
+    ("My cat is called {}.", "cat"),
+    ("Tell me a story about a fox named {}.", "fox"),
+    ("Tell me a story about a dragon named {} in the forest.", "dragon"),
+    ("I live in {}.", ""),
+    ("My friend is {}.", "friend"),
+]
+CHANCE = random.Random(0)
+UNSEEN = [name(CHANCE, held_out=True) for _ in ASKED]  # the first ones that are held out; none was chosen
 
 
 @pytest.fixture(scope="module")
@@ -100,21 +104,21 @@ def test_it_answers_ten_fixed_questions(llm: LLM, question: str) -> None:
     assert FIXED[question] in said(ask(llm, question)).lower()
 
 
-@pytest.mark.parametrize("name", UNSEEN)
-def test_it_answers_ten_questions_with_unseen_names(llm: LLM, name: str) -> None:
-    assert is_held_out(name), "training may have had it"
-    question, part = UNSEEN[name]
-    answer = said(ask(llm, question.format(name)))
-    assert name in answer
+@pytest.mark.parametrize(("called", "asked"), list(zip(UNSEEN, ASKED, strict=True)))
+def test_it_answers_ten_questions_with_unseen_names(llm: LLM, called: str, asked: tuple[str, str]) -> None:
+    assert is_held_out(called), "training may have had it"
+    question, part = asked
+    answer = said(ask(llm, question.format(called)))
+    assert called in answer
     assert part in answer.lower()
 
 
-@pytest.mark.parametrize("name", ["Morvik", "Krovatta", "Banmora"])
-def test_it_remembers_the_name_over_another_question(llm: LLM, name: str) -> None:
-    turns = [f"My name is {name}."]
+@pytest.mark.parametrize("called", UNSEEN)
+def test_it_remembers_the_name_over_another_question(llm: LLM, called: str) -> None:
+    turns = [f"My name is {called}."]
     turns += [said(ask(llm, *turns)), "What is a token?"]
     turns += [said(ask(llm, *turns)), "What is my name?"]
-    assert name in said(ask(llm, *turns))
+    assert called in said(ask(llm, *turns))
 
 
 def test_it_says_what_it_does_not_know(llm: LLM) -> None:
@@ -138,6 +142,12 @@ def test_greedy_sampling_and_beams_tell_different_stories(llm: LLM) -> None:
     assert greedy is not None
     assert best is not None
     assert best > greedy, "beam search found nothing likelier"
+
+
+def test_where_no_temperature_is_asked_for_stories_are_drawn_at_a_low_one(llm: LLM) -> None:
+    asked = SamplingParams(seed=3, max_tokens=200)
+    low = SamplingParams(temperature=TEMPERATURE, seed=3, max_tokens=200)
+    assert said(llm.generate([STORY], asked)[0]) == said(llm.generate([STORY], low)[0])
 
 
 def test_most_samples_end_by_themselves_in_printable_words(llm: LLM) -> None:
@@ -230,6 +240,6 @@ def test_the_chat_template_refuses_other_roles(tokenizer: Any) -> None:
 
 
 def test_its_files_agree_on_the_special_tokens(tokenizer: Any) -> None:
-    for name in ("config.json", "generation_config.json"):
-        config = json.loads((FOLDER / name).read_text(encoding="utf-8"))
+    for file in ("config.json", "generation_config.json"):
+        config = json.loads((FOLDER / file).read_text(encoding="utf-8"))
         assert (config["bos_token_id"], config["eos_token_id"]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from demo import chat, chat_task, corpus, facts, folian, questions, seq2seq_task, stories, words  # noqa: E402
+from demo.card import told_of  # noqa: E402
 from demo.llama import Llama, Shape, to_config, to_transformers  # noqa: E402
 from demo.loop import Recipe, cross_entropy, train  # noqa: E402
 from demo.names import is_held_out, is_held_out_pair, name  # noqa: E402
@@ -245,8 +246,22 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(tmp_path: Path) -> N
     resumed = again.train(tmp_path / "ended", PLAIN)
     assert resumed.step == done.step == 12
     assert resumed.tokens == done.tokens
+    assert (done.resumed, resumed.resumed) == ([], [7])
     assert [entry["held_out"] for entry in resumed.curve] == [entry["held_out"] for entry in done.curve]
     assert torch.equal(whole.model.weight, again.model.weight)
+
+
+def test_a_run_is_not_taken_up_with_another_recipe(tmp_path: Path) -> None:
+    Line().train(tmp_path, PLAIN)
+    with pytest.raises(ValueError, match="another recipe"):
+        Line().train(tmp_path, dataclasses.replace(PLAIN, steps=20))
+    again = Line().train(tmp_path, PLAIN)
+    assert (again.step, again.resumed) == (12, []), "nothing was left to do"
+
+
+def test_a_card_says_that_a_run_was_taken_up() -> None:
+    assert told_of([]) == ""
+    assert "taken up again after these steps: 700, 1020." in told_of([700, 1020])
 
 
 def test_training_learns(tmp_path: Path) -> None:

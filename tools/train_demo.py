@@ -5,8 +5,9 @@
     .venv/bin/python tools/train_demo.py seq2seq
 
 The corpora are made up by grammars (`tools/demo/`), the tokenizers are trained on them, then the models. A run that is
-ended goes on from its last checkpoint when it is started again. Each step's documents follow from its number, so the
-same versions of the libraries on the same processor, with the same number of threads, give the same model.
+ended goes on from its last checkpoint when it is started again, with the same recipe, and its card says so. Each step's
+documents follow from its number, so the same versions of the libraries on the same processor, with the same number of
+threads, give the same model.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--float32", action="store_true", help="matrix products in float32 instead of bfloat16")
     parser.add_argument("--cases", type=int, default=200, help="of each kind that the evaluation asks; 0 for none")
-    parser.add_argument("--note", default="", help="what the card is to say about this run")
     parser.add_argument("--tiny", action="store_true", help="a model that learns nothing, in seconds")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -77,9 +77,9 @@ def main() -> None:
         "tokens": progress.tokens,
         "seconds": round(progress.seconds),
         "cpu_seconds": round(progress.cpu_seconds),
+        "resumed": progress.resumed,
         "curve": progress.curve,
         "cases": given.cases,
-        "note": given.note,
     }
     if given.cases:
         shares = (measure_chat if given.model == "chat" else measure_seq2seq)(folder, given.cases)

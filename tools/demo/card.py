@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from demo import facts, folian, questions, words
+from demo.chat_task import TEMPERATURE
 from demo.evaluation import MAX_TOKENS, ask, text_of
 from demo.plot import perplexity_chart
 from demo.seq2seq_task import pair
@@ -56,8 +57,7 @@ gradients clipped at {clip:g}; cross-entropy over the assistant's tokens with la
 first {smoothed:.0%} of the steps, and without afterwards, since a smoothed model would draw wrong tokens at
 temperature 1. From step {second} on the documents are of a second part, in which what has to be looked up stands
 close together: the beginnings of stories, to learn who they are about, and questions that take up an earlier turn.
-Matrix products in {precision}. It took {minutes} minutes of processor time, on a CPU, in {threads} thread(s).
-{note}
+Matrix products in {precision}. It took {minutes} minutes of processor time, on a CPU, in {threads} thread(s).{resumed}
 
 ![perplexity](training.svg)
 
@@ -80,7 +80,9 @@ Greedy search, {count} cases a row and column. "Held out": names and combination
 
 - It knows some sixty facts and ten plots. Asked for anything else it says that it does not know, or answers beside the
   point; it cannot count, translate or write programs.
-- Its stories are coherent from one sentence to the next, and say little. Pronouns may change.
+- Its stories are coherent from one sentence to the next, and say little. Pronouns may change. Where a request names no
+  temperature, answers are drawn at {temperature:g} (`generation_config.json`); at 1 many stories have a broken name, or
+  lose their thread.
 - It follows no instructions from the system message.
 - It has seen rows of {length} tokens: in longer conversations the beginning may be forgotten.
 - Names of unusual letters, long ones above all, may come back with a letter changed.
@@ -123,7 +125,7 @@ and "After a while", "After some time" or "After that" in 18 each: "After" is th
 name in eight, and one pair of subject and verb in ten. SHA-256 of the first {digest_count} pairs: `{digest}`.
 AdamW, {warmup} steps of warm-up to {peak_rate:g}, then a cosine; gradients clipped at {clip:g}; cross-entropy
 with label smoothing {smoothing:g} in the first {smoothed:.0%} of the steps. Matrix products in {precision}. It
-took {minutes} minutes of processor time, on a CPU, in {threads} thread(s). {note}
+took {minutes} minutes of processor time, on a CPU, in {threads} thread(s).{resumed}
 
 ![perplexity](training.svg)
 
@@ -186,6 +188,12 @@ def share_table(shares: dict[str, dict[str, float]]) -> str:
     return table([["", *columns], *shown])
 
 
+def told_of(resumed: list[int]) -> str:
+    """A sentence about a run that was not one, and nothing about one that was."""
+    steps = ", ".join(map(str, resumed))
+    return f"\nThe run was ended, and taken up again after these steps: {steps}." if resumed else ""
+
+
 def _share(column: str, value: float) -> str:
     return f"{value:g}" if column == "sentences" else f"{value:.1%}"
 
@@ -194,8 +202,9 @@ def chat_samples(folder: Path) -> str:
     """A prompt and a chat, by greedy search, two samples and beam search."""
     ways = {
         "greedy": SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
+        "temperature 0.7, seed 1": SamplingParams(temperature=0.7, seed=1, max_tokens=MAX_TOKENS),
+        "temperature 0.7, seed 2": SamplingParams(temperature=0.7, seed=2, max_tokens=MAX_TOKENS),
         "temperature 1, seed 1": SamplingParams(temperature=1.0, seed=1, max_tokens=MAX_TOKENS),
-        "temperature 1, seed 2": SamplingParams(temperature=1.0, seed=2, max_tokens=MAX_TOKENS),
         "4 beams": SamplingParams(temperature=0.0, num_beams=4, max_tokens=MAX_TOKENS),
     }
     asked = (
@@ -276,12 +285,12 @@ def write_card(folder: Path, model: str, training: dict[str, Any], shares: dict[
         "threads": training["threads"], "million_tokens": f"{training['tokens'] / 1e6:.1f}",
         "digest": training["digest"], "digest_count": training["digest_count"],
         "curve": curve_table(training), "shares": share_table(shares),
-        "held_out": f"{last['held_out']:.2f}", "count": training["cases"], "note": training["note"],
+        "held_out": f"{last['held_out']:.2f}", "count": training["cases"], "resumed": told_of(training["resumed"]),
     }  # fmt: skip
     if model == "chat":
         text = CHAT.format(
             **common, fresh=f"{last['fresh']:.2f}", samples=chat_samples(folder), heroes=len(words.HEROES),
-            places=len(words.PLACES), things=len(words.THINGS), topics=len(facts.TOPICS),
+            places=len(words.PLACES), temperature=TEMPERATURE, things=len(words.THINGS), topics=len(facts.TOPICS),
             phrasings=len(questions.ASK_WHAT) + len(questions.ASK_HOW) + len(questions.ASK_WHY),
         )  # fmt: skip
     else:

@@ -29,6 +29,7 @@ CHAT_TEMPLATE = """\
 {{- '<|assistant|>' -}}
 {%- endif -%}
 """
+TEMPERATURE = 0.7  # of answers for which none is asked: at 1 a tiny model loses its thread too often
 PER_ROW = 40  # numbers of documents set aside for a row of a step: more than ever fit into one
 FRESH = 1_000_000_000  # documents from this number on are not trained on: known names and pairs, new texts
 
@@ -116,7 +117,13 @@ class ChatTask:
             weights=to_transformers(self.model),
             dtype=dtype,
             config=to_config(self.settings.shape, bos, eos, "float32"),
-            generation={"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos},
+            generation={
+                "bos_token_id": bos,
+                "eos_token_id": eos,
+                "pad_token_id": eos,
+                "do_sample": True,
+                "temperature": TEMPERATURE,
+            },
             tokenizer=self.tokenizer,
             tokenizer_config={
                 "tokenizer_class": "PreTrainedTokenizerFast",

@@ -80,6 +80,7 @@ class Progress:
         seconds: time they took, pauses of the process included.
         cpu_seconds: processor time of all threads.
         tokens: tokens read.
+        resumed: the steps after which the run had been ended and was taken up again.
         curve: one entry a measurement: step, loss (of training, smoothed or not) and what `evaluate` gave.
     """
 
@@ -87,6 +88,7 @@ class Progress:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     tokens: int = 0
+    resumed: list[int] = dataclasses.field(default_factory=list)
     curve: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
 
@@ -117,12 +119,15 @@ def train(
         folder: where `checkpoint.pt` and `progress.json` are written.
         device: where it is computed.
         stop_at: value of `time.time()` at which the run stops with a checkpoint, unfinished.
+
+    Raises:
+        ValueError: the checkpoint is of another recipe, so that what would come of it is neither.
     """
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": recipe.decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    progress = _resume(model, optimizer, folder, device)
+    progress = _resume(model, optimizer, recipe, folder, device)
     saved, began, average = time.monotonic(), time.monotonic() - progress.seconds, 0.0
     cpu_began = time.process_time() - progress.cpu_seconds
     bar = tqdm(total=recipe.steps, initial=progress.step, unit="step", smoothing=0.1)
@@ -149,10 +154,10 @@ def train(
             progress.curve.append(entry)
             bar.write(", ".join(f"{key} {number:g}" for key, number in entry.items()))
         if time.monotonic() - saved > recipe.checkpoint_seconds:
-            _save(model, optimizer, progress, folder)
+            _save(model, optimizer, recipe, progress, folder)
             saved = time.monotonic()
     bar.close()
-    _save(model, optimizer, progress, folder)
+    _save(model, optimizer, recipe, progress, folder)
     return progress
 
 
@@ -164,12 +169,13 @@ def _measured(model: nn.Module, evaluate: Callable[[], dict[str, float]]) -> dic
     return {key: round(value, 4) for key, value in found.items()}
 
 
-def _save(model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, folder: Path) -> None:
+def _save(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, progress: Progress, folder: Path) -> None:
     """Written whole and then renamed, so that a run that is ended meanwhile leaves the last checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
+        "recipe": dataclasses.asdict(recipe),
         "progress": dataclasses.asdict(progress),
     }
     torch.save(content, folder / "checkpoint.pt.new")
@@ -177,11 +183,19 @@ def _save(model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
     (folder / "progress.json").write_text(json.dumps(content["progress"]) + "\n", encoding="utf-8")
 
 
-def _resume(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, device: str) -> Progress:
+def _resume(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, folder: Path, device: str) -> Progress:
     file = folder / "checkpoint.pt"
     if not file.exists():
         return Progress()
     content: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+    if content.get("recipe") != dataclasses.asdict(recipe):
+        raise ValueError(
+            f"{file} is of a run with another recipe: {content.get('recipe')}, not {dataclasses.asdict(recipe)}. "
+            "Take it up with its own, or begin anew in another folder (--work)."
+        )
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    return Progress(**content["progress"])
+    progress = Progress(**content["progress"])
+    if progress.step < recipe.steps:
+        progress.resumed.append(progress.step)
+    return progress
