@@ -109,6 +109,11 @@ def norm_kernel(
         tl.store(place, total.to(FORMAT), mask=mask)
 
 
+def serves(x: Tensor) -> bool:
+    """Whether `norm` takes x."""
+    return x.dim() <= 3 and 0 < x.shape[-1] <= WIDEST and x.stride(-1) == 1
+
+
 def norm(x: Tensor, how: Norm, out: Tensor | None = None) -> Tensor:
     """The norm of x [..., size], up to two dimensions before the last, whose rows may lie apart.
 
@@ -157,7 +162,7 @@ def _launch(
     x: Tensor, out: Tensor, y: Tensor | None, z: Tensor | None, after: Norm | None, how: Norm | None, store: bool
 ) -> None:
     size = x.shape[-1]
-    if x.dim() > 3 or not 0 < size <= WIDEST or x.stride(-1) != 1 or out.stride(-1) != 1:
+    if not serves(x) or not serves(out):
         raise ValueError(f"norms are of [rows, rows, up to {WIDEST}] with features side by side, not {list(x.shape)}")
     rows = x.numel() // size
     if not rows:

@@ -1,4 +1,5 @@
-"""Where kernels of our own (`engine.native`) take over from torch: on a CPU, for what they are faster at.
+"""Where kernels of our own take over from torch: on a CPU (`engine.native`) for what they are faster at, on a GPU
+(`engine.gpu`) for all of this.
 
 Which code computes a row is decided by its format alone, never by how many rows there are: a row's bits would depend on
 the batch. Without a library, and for what is not listed here, torch computes the same.
@@ -9,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine import native
+from engine import gpu, native
 from engine.attention.base import Paged
 from engine.model import spec
 from engine.model.positions import Rotary
 from engine.native import activations, norms, rotary
 
 _FORMATS = (torch.float32, torch.bfloat16)
+GPU_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # By format, the activations that are faster here alone, and times the second half of a row.
 PLAIN: dict[torch.dtype, frozenset[spec.Activation]] = {
@@ -29,12 +31,21 @@ GATED: dict[torch.dtype, frozenset[spec.Activation]] = {
 
 
 def take(x: Tensor) -> bool:
-    """Whether there are kernels for tensors like x."""
+    """Whether there are kernels for tensors like x on a CPU."""
     return x.is_cpu and x.dtype in _FORMATS and native.available()
+
+
+def take_on_gpu(x: Tensor) -> bool:
+    """Whether there are kernels for tensors like x on their device, whose features lie side by side."""
+    return gpu.serves(x.device) and x.dtype in GPU_FORMATS and x.stride(-1) == 1
 
 
 def activate(name: spec.Activation, x: Tensor) -> Tensor | None:
     """name(x) of rows x [T, width]; None where torch is to compute it."""
+    if take_on_gpu(x):
+        from engine.gpu import activations as on_gpu
+
+        return on_gpu.activate(x, name)
     if not take(x) or name not in PLAIN[x.dtype]:
         return None
     return activations.activate(x, name)
@@ -42,6 +53,10 @@ def activate(name: spec.Activation, x: Tensor) -> Tensor | None:
 
 def gate(name: spec.Activation, x: Tensor) -> Tensor | None:
     """name(a) * b of rows [a | b] of x [T, 2 * width]; None where torch is to compute it."""
+    if take_on_gpu(x):
+        from engine.gpu import activations as on_gpu
+
+        return on_gpu.gate(x, name)
     if not take(x) or name not in GATED[x.dtype]:
         return None
     return activations.gate(x, name)
@@ -49,14 +64,27 @@ def gate(name: spec.Activation, x: Tensor) -> Tensor | None:
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool, in_float32: bool) -> Tensor | None:
     """RMSNorm of the last dimension; None where torch is to compute it."""
-    if not take(x) or (weight is not None and weight.dtype != x.dtype):
+    if weight is not None and weight.dtype != x.dtype:
+        return None
+    if take_on_gpu(x):
+        from engine.gpu import norms as on_gpu
+
+        how = on_gpu.Norm(weight, eps, unit_offset=unit_offset, in_float32=in_float32)
+        return on_gpu.norm(x, how) if on_gpu.serves(x) else None
+    if not take(x):
         return None
     return norms.rms_norm(x, weight, eps, unit_offset=unit_offset, in_float32=in_float32)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
     """LayerNorm of the last dimension; None where torch is to compute it."""
-    if not take(x) or any(part is not None and part.dtype != x.dtype for part in (weight, bias)):
+    if any(part is not None and part.dtype != x.dtype for part in (weight, bias)):
+        return None
+    if take_on_gpu(x):
+        from engine.gpu import norms as on_gpu
+
+        return on_gpu.norm(x, on_gpu.Norm(weight, eps, centred=True, bias=bias)) if on_gpu.serves(x) else None
+    if not take(x):
         return None
     return norms.layer_norm(x, weight, bias, eps)
 
@@ -77,6 +105,8 @@ def rotate_and_store(
         cache: None for keys that are read where they lie: they are turned there, too.
         slots: where the first tokens go.
     """
+    if take_on_gpu(turning):
+        return _on_gpu(turning, values, part, angles, cache, slots)
     if not take(turning) or turning.shape[2] > rotary.LONGEST_HEAD:
         return False
     if cache is not None and cache.keys.dtype not in rotary.PAGES:
@@ -88,4 +118,26 @@ def rotate_and_store(
         rotary.rotate_and_store(turning, values, rotation, cache, slots)
     elif rotation is not None:
         rotary.rotate_(turning, rotation)
+    return True
+
+
+def _on_gpu(
+    turning: Tensor,
+    values: Tensor,
+    part: Rotary | None,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: Paged | None,
+    slots: Tensor | None,
+) -> bool:
+    from engine.gpu import rotary as on_gpu
+
+    if turning.shape[2] > on_gpu.LONGEST_HEAD:
+        return False
+    how = None
+    if part is not None and angles is not None:
+        how = on_gpu.Angles(*angles, part.interleaved, part.in_float32)
+    if cache is not None and slots is not None:
+        on_gpu.turn_and_store(turning, values, cache, angles=how, slots=slots)
+    elif how is not None:
+        on_gpu.turn_(turning, how)
     return True

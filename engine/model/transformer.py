@@ -7,12 +7,13 @@ asks before it reads any weight.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
+from engine import gpu
 from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
@@ -30,6 +31,10 @@ from engine.model.place import Place
 from engine.model.positions import Learned, Rotary, RoundedSlopes, Slopes
 from engine.model.quantisation import Quantization
 from engine.model.rotary import RotaryTable
+from engine.model.slots import find_slots
+
+if TYPE_CHECKING:
+    from engine.model.fused import FusedStack
 
 logger = logging.getLogger("octavo.model")
 
@@ -79,6 +84,27 @@ class TransformerStack(nn.Module):
             self.distances = DistanceTable(stack.distances, stack.hidden_size, length, place)
         self.hidden_size = stack.hidden_size
         self.lowered: LoweredStack | None = None
+        self.fused: FusedStack | None = None
+
+    def fuse(self) -> None:
+        """Let few kernels compute the layers on a GPU from now on, if there are such for all of them
+        (`engine.model.fused`). Weights have been filled, and stay as they are."""
+        from engine.model.fused import FusedStack, NotFused
+
+        rotary = zip(self.rotary_parts, cast("Iterable[RotaryTable]", self.rotary_tables), strict=True)
+        biases = zip(self.bias_parts, self.bias_tables, strict=True)
+        try:
+            self.fused = FusedStack(
+                self.blocks,
+                self.final_norm,
+                self.projection,
+                dtype=self.embedding.tokens.dtype,
+                angles={part: (table.cos, table.sin) for part, table in rotary},
+                biases={part: table() for part, table in biases},
+                shared_bias=None if self.shared_bias is None else self.shared_bias(),
+            )
+        except NotFused as reason:
+            logger.debug("layers run part by part: %s", reason)
 
     def lower(self) -> None:
         """Let the library compute all layers in one call from now on, if it can (`engine.model.lowering`). Weights
@@ -114,8 +140,14 @@ class TransformerStack(nn.Module):
         types: Tensor | None = None,
     ) -> Tensor:
         x: Tensor = self.embedding(token_ids, positions, types)
-        if self.lowered is not None and caches is not None and slots is not None:
+        if self.lowered is not None and caches is not None:
+            if slots is None:
+                slots = find_slots(caches[0], metadata, positions, tokens)
             return self.lowered.forward(x, positions, metadata, caches, slots, cross)
+        if self.fused is not None and caches is not None:
+            return self.fused.forward(x, positions, metadata, caches, slots, cross, tokens=tokens, min_rows=min_rows)
+        if caches is not None and slots is None:
+            slots = find_slots(caches[0], metadata, positions, tokens)
         rotary = zip(self.rotary_parts, self.rotary_tables, strict=True)
         biases = zip(self.bias_parts, self.bias_tables, strict=True)
         step = Step(
@@ -194,13 +226,16 @@ class Transformer(nn.Module):
         return stack.embedding.tokens
 
     def pack(self, quantization: Quantization | None = None) -> None:
-        """Lay all matrices out for the CPU's kernels, once they are filled, one after the other."""
+        """Make ready what has been filled: all matrices are laid out for the CPU's kernels, one after the other, and a
+        decoder's layers are put together (`lower`, `fuse`)."""
         if quantization is not None:
             quantisation.warn_if_slow()
         for module, kind in self.matrices(quantization):
             if module.packed is None:  # else it was while it loaded
                 module.pack(kind)
-        if self.decoder is not None and self.device.type == "cpu":
+        if self.decoder is not None and gpu.serves(self.device):
+            self.decoder.fuse()
+        elif self.decoder is not None and self.device.type == "cpu":
             self.decoder.lower()
 
     def weight_bytes(self, quantization: Quantization | None = None) -> int:
@@ -313,7 +348,7 @@ class Transformer(nn.Module):
         token_ids: Tensor,
         positions: Tensor,
         caches: Sequence[Paged],
-        slots: Tensor,
+        slots: Tensor | None,
         metadata: AttentionMetadata,
         min_rows: int = 1,
         cross: CrossPages | None = None,
@@ -321,11 +356,13 @@ class Transformer(nn.Module):
         """Hidden states of the decoder after its final norm, [Tp, hidden], of Tp tokens laid end to end.
 
         Args:
-            token_ids, positions: [Tp] int32 or int64. Tokens past the first T = len(slots) are padding
-                that only keeps matrix products at an invariant number of rows: their K and V are written
-                nowhere and their results mean nothing.
+            token_ids, positions: [Tp] int32 or int64. Tokens past the first T, as many as the rows have, are
+                padding that only keeps matrix products at an invariant number of rows: their K and V are
+                written nowhere and their results mean nothing.
             caches: one per layer; K and V of the new tokens are written into them before attention.
-            slots: [T] int64, block * block_size + offset of each new token.
+            slots: [T] int64, block * block_size + offset of each new token. None: they are worked out on the
+                device, from the caches' block tables, `metadata.query_start` and positions. Rows that are
+                padding, whose table is zeros and whose position is 0, may write into block 0.
             metadata: the R rows that the T tokens form.
             min_rows: fewest rows of a matrix product; Tp is no less.
             cross: where each row finds what `encode` stored of its encoder input.
@@ -335,7 +372,7 @@ class Transformer(nn.Module):
             token_ids,
             positions,
             metadata,
-            tokens=len(slots),
+            tokens=sum(metadata.query_lens) if slots is None else len(slots),
             min_rows=min_rows,
             caches=caches,
             slots=slots,

@@ -22,6 +22,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     max_model_len: int = 40,
     backend: AttentionBackend | None = None,
+    device: torch.device = CPU,
 ) -> Transformer:
     """The model of a folder, its attention computed by the torch reference if by nothing else."""
     config = checkpoint.read_config(checkpoint.locate(str(path)))
@@ -30,7 +31,7 @@ def load(
         config,
         families.build_spec(config),
         dtype=dtype,
-        device=CPU,
+        device=device,
         backend=backend or TorchReference(),
         max_model_len=max_model_len,
         show_progress=False,
@@ -47,9 +48,13 @@ class Pages:
 
     def __init__(self, model: Transformer, tables: list[list[int]], more: int = 0):
         self.model = model
-        self.tables = torch.tensor(tables, dtype=torch.int32)
+        self.device = model.device
+        self.tables = torch.tensor(tables, dtype=torch.int32, device=self.device)
         count = int(self.tables.max()) + 1 + more
-        empty = [torch.full((count, BLOCK, h, d), torch.nan, dtype=model.dtype) for h, d in model.kv_shapes()]
+        empty = [
+            torch.full((count, BLOCK, h, d), torch.nan, dtype=model.dtype, device=self.device)
+            for h, d in model.kv_shapes()
+        ]
         self.caches = [Paged(tensor, tensor.clone(), self.tables) for tensor in empty]
         self.lengths = [0] * len(tables)
         self.cross_tables: Tensor | None = None
@@ -63,20 +68,25 @@ class Pages:
             for i in range(len(ids))
         ]
         width = max(map(len, tables))
-        self.cross_tables = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+        filled = [table + [0] * (width - len(table)) for table in tables]
+        self.cross_tables = torch.tensor(filled, dtype=torch.int32, device=self.device)
         self.cross_lens = [len(ids) for ids in inputs]
         ids = [token for part in inputs for token in part] + [0] * padding
         positions = [i for part in inputs for i in range(len(part))] + [0] * padding
-        metadata = AttentionMetadata.build(self.cross_lens, self.cross_lens, CPU)
+        metadata = AttentionMetadata.build(self.cross_lens, self.cross_lens, self.device)
         with torch.inference_mode():
             hidden = self.model.encode(
-                torch.tensor(ids), torch.tensor(positions), self.caches, torch.tensor(slots), metadata
+                torch.tensor(ids, device=self.device),
+                torch.tensor(positions, device=self.device),
+                self.caches,
+                torch.tensor(slots, device=self.device),
+                metadata,
             )
         assert hidden.shape[0] == len(ids)
         return list(hidden[: len(slots)].split(self.cross_lens))
 
-    def step(self, chunks: list[list[int]], padding: int = 0) -> list[Tensor]:
-        """Hidden states of each row's next tokens."""
+    def step(self, chunks: list[list[int]], padding: int = 0, slots_known: bool = True) -> list[Tensor]:
+        """Hidden states of each row's next tokens; the model is told their slots, or works them out."""
         ids, positions, slots = [], [], []
         for row, chunk in enumerate(chunks):
             for token in chunk:
@@ -86,16 +96,16 @@ class Pages:
                 slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
                 self.lengths[row] += 1
         queries = [len(c) for c in chunks]
-        metadata = AttentionMetadata.build(queries, self.lengths.copy(), CPU)
+        metadata = AttentionMetadata.build(queries, self.lengths.copy(), self.device)
         cross = None
         if self.cross_tables is not None:
-            cross = CrossPages(self.cross_tables, AttentionMetadata.build(queries, self.cross_lens, CPU))
+            cross = CrossPages(self.cross_tables, AttentionMetadata.build(queries, self.cross_lens, self.device))
         with torch.inference_mode():
             hidden = self.model(
-                torch.tensor(ids + [0] * padding, dtype=torch.int32),
-                torch.tensor(positions + [0] * padding, dtype=torch.int32),
+                torch.tensor(ids + [0] * padding, dtype=torch.int32, device=self.device),
+                torch.tensor(positions + [0] * padding, dtype=torch.int32, device=self.device),
                 self.caches,
-                torch.tensor(slots, dtype=torch.int64),
+                torch.tensor(slots, dtype=torch.int64, device=self.device) if slots_known else None,
                 metadata,
                 cross=cross,
             )
