@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from engine.gpu.rotary import Angles, HeadNorms, turn_and_store
 from torch import Tensor
 from torch.nn import functional
 
+from engine.attention.base import Paged
+from engine.attention.formats import LARGEST, format_named
 from engine.gpu import activations, norms
 from gpu_parts.kernels import Check, Outcome, Setting
 
@@ -71,11 +74,73 @@ def _activation(gated: bool) -> Callable[[Setting], Iterator[Outcome]]:
     return checks
 
 
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [T, n, head_dim] whose first and second halves are turned by angles [T, head_dim / 2]."""
+    first, second = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _rotary(pages: str | None, normed: bool) -> Callable[[Setting], Iterator[Outcome]]:
+    """Queries where they lie, and keys and values in pages."""
+
+    def checks(setting: Setting) -> Iterator[Outcome]:
+        tokens, heads, kv_heads, size, page = (300, 32, 8, 128, 16) if setting.full else (7, 4, 2, 16, 4)
+        dtype = setting.dtype if pages is None else format_named(pages)
+        device, blocks = setting.device, tokens + 1
+        angles = torch.arange(2 * tokens, device=device).double()[:, None] * 1e4 ** (
+            -torch.arange(0, size, 2, device=device).double() / size
+        )
+        table = Angles(torch.cat((angles, angles), -1).cos().float(), angles.sin().float(), False, True)
+        positions = torch.arange(tokens, device=device) * 2 % (2 * tokens)
+        turning = setting.normal(tokens, heads + kv_heads, size)
+        values = setting.normal(tokens, kv_heads, size, seed=1)
+        weights = [setting.normal(size, seed=seed) for seed in (2, 3)]
+        how = HeadNorms(*(norms.Norm(weight, 1e-6) for weight in weights)) if normed else None
+        cache = Paged(
+            *(torch.zeros(blocks, page, kv_heads, size, device=device).to(dtype) for _ in range(2)),
+            torch.zeros(tokens, 1, dtype=torch.int32, device=device),
+            *(
+                torch.zeros(blocks, page, kv_heads, dtype=torch.bfloat16, device=device) if dtype in LARGEST else None
+                for _ in range(2)
+            ),
+        )
+        slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(device) * page + page + 1
+        before = turning.double()
+        turn_and_store(turning, values, cache, angles=table, positions=positions, slots=slots, norms=how)
+        queries, keys = before.split((heads, kv_heads), 1)
+        if normed:
+            queries, keys = (
+                _normalised(x, weight, None, 1e-6, False) for x, weight in zip((queries, keys), weights, strict=True)
+            )
+        cos, sin = angles.cos()[positions], angles.sin()[positions]
+        yield turning[:, :heads], _turned(queries, cos, sin)
+        for stored, scales, want in (
+            (cache.keys, cache.key_scales, _turned(keys, cos, sin)),
+            (cache.values, cache.value_scales, values.double()),
+        ):
+            read = stored.view(-1, kv_heads, size)[slots].double()
+            if scales is None:
+                yield read, want
+                continue
+            scale = scales.view(-1, kv_heads)[slots].double()[..., None]
+            # Half a step; of fp8, 3 bits after the leading one. What was rounded before may be on a step's edge.
+            step = scale / 2 if dtype == torch.int8 else torch.maximum(want.abs() / 16, scale / 1024)
+            allowed = step + 2 * torch.finfo(setting.dtype).eps * want.abs()
+            yield float(((read * scale - want).abs() / allowed).max())
+
+    return checks
+
+
 CHECKS = (
     Check("norms: RMSNorm", _norm(False)),
     Check("norms: LayerNorm", _norm(True)),
     Check("norms: addition and RMSNorm", _add_norm(False)),
     Check("norms: addition and LayerNorm", _add_norm(True)),
+    Check("rotary: turned and stored", _rotary(None, False)),
+    Check("rotary: with norms of heads", _rotary(None, True), bound=3.0),
+    Check("rotary: stored in int8", _rotary("int8", True), bound=1.05),
+    Check("rotary: stored in fp8", _rotary("fp8", True), bound=1.05),
     Check("activations", _activation(False)),
     Check("activations: gates", _activation(True)),
 )

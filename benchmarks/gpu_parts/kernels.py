@@ -11,6 +11,7 @@ bfloat16.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from engine import gpu
 
-Outcome = tuple[Tensor, Tensor]  # what a kernel gave, and what it should have been, in float64
+# What a kernel gave, and what it should have been, in float64; or an error in units of its own.
+Outcome = tuple[Tensor, Tensor] | float
 
 
 class SkippedError(Exception):
@@ -53,7 +55,7 @@ class Check:
 
     Attributes:
         kernel: its name in the report.
-        run: gives pairs of a result and what it should have been.
+        run: gives pairs of a result and what it should have been, or errors.
         bound: the largest error that a right kernel makes.
     """
 
@@ -76,7 +78,9 @@ def run(check: Check, setting: Setting) -> dict[str, Any]:
     started = time.perf_counter()
     found: dict[str, Any] = {"kernel": check.kernel, "bound": check.bound, "error": None, "passed": None, "note": ""}
     try:
-        found["error"] = max(error_of(got, want, setting.dtype) for got, want in check.run(setting))
+        found["error"] = max(
+            one if isinstance(one, float) else error_of(*one, setting.dtype) for one in check.run(setting)
+        )
         found["passed"] = found["error"] <= check.bound
     except SkippedError as reason:
         found["note"] = str(reason)
@@ -98,9 +102,22 @@ def check_all(device: torch.device) -> list[dict[str, Any]]:
     """
     if not gpu.installed():
         raise RuntimeError("Triton is not installed: pip install triton")
-    from gpu_parts import checks_layers
-
     full = device.type == "cuda"
     setting = Setting(device, torch.bfloat16 if full else torch.float16, full)
     with contextlib.nullcontext() if full else gpu.interpreted():
-        return [run(check, setting) for check in (*checks_layers.CHECKS,)]
+        return [run(check, setting) for check in _checks()]
+
+
+def _checks() -> Iterator[Check]:
+    for family in ("layers", "attention", "experts", "sampler", "engine"):
+        try:
+            yield from importlib.import_module(f"gpu_parts.checks_{family}").CHECKS
+        except ModuleNotFoundError as missing:
+            yield Check(family, _not_there(str(missing)))
+
+
+def _not_there(reason: str) -> Callable[[Setting], Iterator[Outcome]]:
+    def checks(_: Setting) -> Iterator[Outcome]:
+        raise SkippedError(reason)
+
+    return checks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,22 @@ MIXTURES: dict[str, tuple[dict[str, float], ...]] = {
 }
 
 
+def _sure(rows: int, vocabulary: int, device: torch.device) -> torch.Tensor:
+    """Logits of a model that has few tokens to choose from: the r-th likeliest of a row falls with 1 / r^2."""
+    generator = torch.Generator(device).manual_seed(0)
+    noise = torch.rand(rows, vocabulary, device=device, generator=generator)
+    return -2.0 * (noise.argsort(-1) + 1.0).log()
+
+
+def _doubtful(rows: int, vocabulary: int, device: torch.device) -> torch.Tensor:
+    """Logits of which top-p keeps thousands of tokens: normal with a deviation of 3."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(rows, vocabulary, device=device, generator=generator) * 3.0
+
+
+SHAPES: dict[str, Callable[[int, int, torch.device], torch.Tensor]] = {"sure": _sure, "doubtful": _doubtful}
+
+
 def batch_of(mixture: tuple[dict[str, float], ...], rows: int) -> SamplingBatch:
     """How rows are sampled, laid out as in a step."""
     made = []
@@ -48,35 +65,48 @@ def batch_of(mixture: tuple[dict[str, float], ...], rows: int) -> SamplingBatch:
 
 def sampler(device: torch.device, rows: int, vocabulary: int, repeats: int = 20) -> dict[str, Any]:
     """For each mixture the milliseconds that the device works, and those of the whole call with its answer on the
-    host. Logits are those of a model that is fairly sure: normal with a deviation of 3."""
-    generator = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(rows, vocabulary, device=device, generator=generator) * 3
+    host."""
     mixtures = []
-    with torch.inference_mode():
+    act = _sampler(device, rows)
+    for shape, make in SHAPES.items():
+        logits = make(rows, vocabulary, device)
         for name, mixture in MIXTURES.items():
             batch = batch_of(mixture, rows)
-            whole = _whole(device, logits, batch, repeats)
-            busy = 1e3 * whole if device.type != "cuda" else _busy(device, logits, batch, repeats)
-            mixtures.append({"mixture": name, "device_ms": busy, "call_ms": 1e3 * whole})
-            print(f"  {name:20s} {busy:8.3f} ms of the device, {1e3 * whole:.3f} ms the call", flush=True)
+            whole = _whole(device, lambda logits=logits, batch=batch: act(logits, batch), repeats)
+            busy = whole
+            if device.type == "cuda":
+                busy = _busy(device, lambda logits=logits, batch=batch: act(logits, batch), repeats)
+            mixtures.append({"mixture": name, "logits": shape, "device_ms": 1e3 * busy, "call_ms": 1e3 * whole})
+            print(f"  {name:20s} {shape:10s} {1e3 * busy:8.3f} ms of the device, {1e3 * whole:.3f} a call", flush=True)
     return {"rows": rows, "vocabulary": vocabulary, "mixtures": mixtures}
 
 
-def _whole(device: torch.device, logits: torch.Tensor, batch: SamplingBatch, repeats: int) -> float:
+def _sampler(device: torch.device, rows: int) -> Callable[[torch.Tensor, SamplingBatch], Any]:
+    """What the engine samples with: on a GPU it keeps its memory from step to step."""
+    if device.type != "cuda":
+        return sample
+    from engine.execution.sampler_device import DeviceSampler
+
+    made = DeviceSampler(device, rows)
+    return lambda logits, batch: made.sample(logits, batch).result()
+
+
+def _whole(device: torch.device, act: Callable[[], Any], repeats: int) -> float:
     times = []
-    for _ in range(repeats + 2):
-        synchronize(device)
-        started = time.perf_counter()
-        sample(logits, batch)
-        synchronize(device)
-        times.append(time.perf_counter() - started)
+    with torch.inference_mode():
+        for _ in range(repeats + 2):
+            synchronize(device)
+            started = time.perf_counter()
+            act()
+            synchronize(device)
+            times.append(time.perf_counter() - started)
     return statistics.median(times[2:])
 
 
-def _busy(device: torch.device, logits: torch.Tensor, batch: SamplingBatch, repeats: int) -> float:
-    """Milliseconds of a call in which the device does anything."""
+def _busy(device: torch.device, act: Callable[[], Any], repeats: int) -> float:
+    """Seconds of a call in which the device does anything."""
     events: list[dict[str, Any]] = []
-    with gaps.profiled(device, events):
+    with torch.inference_mode(), gaps.profiled(device, events):
         for _ in range(repeats):
-            sample(logits, batch)
-    return gaps.length(gaps.on_device(events)) / repeats / 1e3
+            act()
+    return gaps.length(gaps.on_device(events)) / repeats / 1e6
