@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from engine.attention.triton import TritonAttention
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata, DistanceBias, Paged, Window
 from engine.attention.formats import LARGEST, format_named
+from engine.attention.triton import TritonAttention
 from gpu_parts.kernels import Check, Outcome, Setting
 
 Rows = tuple[tuple[int, ...], tuple[int, ...]]  # queries and keys of each row

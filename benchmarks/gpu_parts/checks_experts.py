@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from engine.gpu.experts import mix
 from torch.nn import functional
 
+from engine.gpu.experts import mix
 from gpu_parts.kernels import Check, Outcome, Setting
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from engine.gpu.rotary import Angles, HeadNorms, turn_and_store
 from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import Paged
 from engine.attention.formats import LARGEST, format_named
 from engine.gpu import activations, norms
+from engine.gpu.rotary import Angles, HeadNorms, turn_and_store
 from gpu_parts.kernels import Check, Outcome, Setting
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -111,6 +111,7 @@ class TritonAttention(AttentionBackend):
     """
 
     name = "triton"
+    recordable = True
 
     @classmethod
     def unsupported(

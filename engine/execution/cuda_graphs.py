@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata
-from engine.execution.decode_state import DecodeInputs, DecodeState
+from engine.execution.decode_state import DecodeState
 from engine.execution.kv_cache import KVCache
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
@@ -163,8 +163,8 @@ class DecodeGraphs:
         def step() -> None:
             known = self._sampled[inputs.sources.clamp_min(0)]
             tokens = torch.where(inputs.sources >= 0, known, inputs.tokens)
-            slots = self._slots(inputs)
-            hidden = self._model(tokens, inputs.positions, caches, slots, metadata, self._min_rows, cross)
+            # Slots are worked out on the device, from tables and positions.
+            hidden = self._model(tokens, inputs.positions, caches, None, metadata, self._min_rows, cross)
             self._hidden[:size].copy_(hidden)
             inputs.advance()
             # What backends work out once in a step is part of the graph, and nothing to keep: lengths change.
@@ -172,12 +172,6 @@ class DecodeGraphs:
                 shape.cache.clear()
 
         return step
-
-    def _slots(self, inputs: DecodeInputs) -> Tensor:
-        """[N] int64 where the tokens' K and V go."""
-        size, positions = self._cache.block_size, inputs.positions.long()
-        blocks = inputs.tables.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
-        return blocks.long() * size + positions % size
 
     def _metadata(self, contexts: Tensor, size: int, bound: int) -> AttentionMetadata:
         return AttentionMetadata(

@@ -1,0 +1,67 @@
+"""Whole steps by the kernels for GPUs, recorded and one step ahead: the same tokens as on a CPU.
+
+Without a GPU, Triton's interpreter runs them, and what would be recorded is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from support.checkpoints import random_prompt
+from support.driving import Job, make_engine, run, run_alone
+from support.families import FAMILY_SHAPES, make_family_checkpoint
+from support.gpu import kernels
+from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
+from support.seq2seq import make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES as SEQ2SEQ
+
+from engine.execution.cuda_graphs import eager
+
+SETTINGS: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 4}
+
+
+def check(path: Path, jobs: list[Job], **settings: Any) -> None:
+    """The jobs get the answers of a CPU, with steps that were recorded and, where they may, planned ahead."""
+    plain = make_engine(path, **(SETTINGS | settings))
+    expected = run_alone(plain, jobs)
+    plain.close()
+    with kernels() as device:
+        engine = make_engine(path, **(SETTINGS | settings | {"device": str(device), "async_scheduling": True}))
+        try:
+            assert engine.runner.model.decoder.fused is not None
+            if device.type == "cpu":
+                engine.runner.use_graphs(4, eager)
+            assert run(engine, jobs) == expected
+            assert engine.runner.graphs.num_replayed > 2
+            assert engine.stats().num_steps_ahead > 2
+        finally:
+            engine.close()
+
+
+def test_decoder(checkpoint: Callable[[str], Any]) -> None:
+    jobs = [Job(prompt(1, 19), greedy(5)), Job(prompt(2, 3), sampled(3, 4))]
+    check(checkpoint(CHECKPOINT).path, jobs)
+
+
+def test_beams_beside_a_row_that_runs_ahead(checkpoint: Callable[[str], Any]) -> None:
+    jobs = [Job(prompt(4, 5), beams(2, 3)), Job(prompt(5, 6), greedy(7, ignore_eos=True))]
+    check(checkpoint(CHECKPOINT).path, jobs)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom-odd-heads-untied"])
+def test_families(name: str, tmp_path: Path) -> None:
+    make_family_checkpoint(FAMILY_SHAPES[name], tmp_path)
+    vocab = FAMILY_SHAPES[name].vocab
+    check(tmp_path, [Job(random_prompt(vocab, 1, 9), greedy(4)), Job(random_prompt(vocab, 2, 4), greedy(4))])
+
+
+def test_encoder_decoder(tmp_path: Path) -> None:
+    make_seq2seq_checkpoint(SEQ2SEQ["t5"], tmp_path)
+    vocab = SEQ2SEQ["t5"].vocab
+    check(tmp_path, [Job(random_prompt(vocab, 1, 7), greedy(4)), Job(random_prompt(vocab, 2, 12), greedy(4))])
