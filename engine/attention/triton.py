@@ -173,8 +173,9 @@ class TritonAttention(AttentionBackend):
         device = _facts(q.device)
         product = q.dtype if kv.keys.dtype == q.dtype or kv.keys.dtype in LARGEST else torch.float32
         group = heads // kv_heads
-        few = shapes.decode_tiles(head_dim, group, product.itemsize)
-        many = shapes.prefill_tiles(head_dim, group, product.itemsize, kv.keys.itemsize, device.capability)
+        few = shapes.decode_tiles(head_dim, group, product.itemsize, isinstance(kv, Paged))
+        plain = window is None and bias is None and softcap is None
+        many = shapes.prefill_tiles(head_dim, group, product.itemsize, kv.keys.itemsize, device.capability, plain)
         prepared = _prepare(metadata, kv, _Shape(heads, kv_heads, few, many, causal, window), head_dim, device)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if prepared.tokens < q.shape[0]:
@@ -252,7 +253,7 @@ def _plan_decode(
         reach = min(reach, shape.window.left + shape.window.right + queries)
     chunks = min(most_chunks, max(1, -(-(reach + shape.few.block_n - 1) // shapes.CHUNK)))
     # Only rows of more chunks than a worker's share are split (`plan_decode`).
-    slots = min(rows * chunks, 2 * device.workers * chunks // kv_heads + 1)
+    slots = min(rows * chunks, device.workers * chunks // kv_heads + 1)
     part_rows = queries * (shape.heads // kv_heads)
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -77,7 +77,7 @@ def plan_decode(
         every += tl.sum(
             _chunks_of(query_start, context, them, rows, left, right, MOST, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
         )
-    longest = tl.maximum((every * KV_HEADS + 2 * workers - 1) // (2 * workers), 1)
+    longest = tl.maximum((every * KV_HEADS + workers - 1) // workers, 1)
     before, parts = 0, 0
     for start in range(0, row, _ROWS):
         them = start + tl.arange(0, _ROWS)

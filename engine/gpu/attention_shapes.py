@@ -49,7 +49,7 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def decode_tiles(head_dim: int, group: int, product_bytes: int) -> Tiles:
+def decode_tiles(head_dim: int, group: int, product_bytes: int, paged: bool) -> Tiles:
     """Of rows with few queries; a tile of keys has about 16 KB.
 
     Args:
@@ -58,10 +58,13 @@ def decode_tiles(head_dim: int, group: int, product_bytes: int) -> Tiles:
     """
     block_d = padded(head_dim)
     block_n = min(max(16384 // (block_d * product_bytes), 16), 64)
-    return Tiles(padded(group), block_n, block_d, num_warps=4, num_stages=5)
+    # Two tiles under way: of 5 stages two are the way through the block table.
+    return Tiles(padded(group), block_n, block_d, num_warps=4, num_stages=5 if paged else 3)
 
 
-def prefill_tiles(head_dim: int, group: int, product_bytes: int, stored_bytes: int, capability: int) -> Tiles:
+def prefill_tiles(
+    head_dim: int, group: int, product_bytes: int, stored_bytes: int, capability: int, plain: bool
+) -> Tiles:
     """Of rows with many queries.
 
     128 rows of queries are two warpgroups of 64, the height of Hopper's matrix instruction. What is read of keys and
@@ -71,12 +74,13 @@ def prefill_tiles(head_dim: int, group: int, product_bytes: int, stored_bytes: i
     Args:
         product_bytes, stored_bytes: of a number in the products and in the pages.
         capability: 80, 90, ...
+        plain: there is no window, bias or cap.
     """
     block_d = padded(head_dim)
     if product_bytes == 4:  # three products of tf32 for one, and twice the memory
-        return Tiles(max(64, padded(group)), 32 if block_d <= 128 else 16, block_d, num_warps=8, num_stages=2)
-    # Widening 8 bits takes registers of its own.
-    large, narrow = capability >= 90, stored_bytes == 1
+        return Tiles(max(64, padded(group)), 32 if block_d <= 64 else 16, block_d, num_warps=8, num_stages=2)
+    # Widening 8 bits takes registers of its own, and so does what happens to scores.
+    large, narrow = capability >= 90, stored_bytes == 1 or not plain
     if block_d <= 64:
         return Tiles(128, 128 if large and not narrow else 64, block_d, num_warps=8, num_stages=3)
     if block_d <= 128:
