@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_HALVINGS = 20  # for 2^20 rows
+
 
 @triton.jit
 def _peak(x, mask):
@@ -82,20 +84,21 @@ def store_vectors(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "rows", "searches", "table_stride", "table_width"],
+    do_not_specialize=["tokens", "rows", "table_stride", "table_width"],
     do_not_specialize_on_alignment=["positions", "tables", "query_start"],
 )
 def slots_kernel(
-    out, tables, query_start, positions, tokens, rows, searches, table_stride, table_width,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    out, tables, query_start, positions, tokens, rows, table_stride, table_width,
+    PAGE: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The slot of each token, 0 for those past the last row or outside its table."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = token < tokens
-    # The last row that does not begin after a token is the token's; rows without tokens begin where the next does.
+    # The last row that does not begin after a token is the token's; rows without tokens begin where the next does. Its
+    # number is found by halving, as often as the most rows there can be take: once it is found it stays.
     low = tl.zeros((BLOCK,), tl.int32)
     high = low + rows
-    for _ in range(searches):
+    for _ in range(HALVINGS):
         middle = (low + high) // 2
         begins = tl.load(query_start + middle, mask=there, other=0)
         low = tl.where(begins <= token, middle, low)
@@ -127,10 +130,10 @@ def slots_of(tables: Tensor, query_start: Tensor, positions: Tensor, page_size: 
         positions.contiguous(),
         tokens,
         rows,
-        rows.bit_length(),
         tables.stride(0),
         tables.shape[1],
         PAGE=page_size,
+        HALVINGS=_HALVINGS,
         BLOCK=128,
     )
     return out

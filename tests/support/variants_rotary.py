@@ -52,7 +52,7 @@ VARIANTS = [
         name="slots",
         kernel=slots_kernel,
         signature={"out": "*i64", "tables": "*i32", "query_start": "*i32", "positions": "*i64"}
-        | dict.fromkeys(("tokens", "rows", "searches", "table_stride", "table_width"), "i32"),
-        constants={"PAGE": 16, "BLOCK": 128},
+        | dict.fromkeys(("tokens", "rows", "table_stride", "table_width"), "i32"),
+        constants={"PAGE": 16, "HALVINGS": 20, "BLOCK": 128},
     ),
 ]  # fmt: skip
