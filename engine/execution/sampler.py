@@ -5,22 +5,23 @@ penalties, bans, forced tokens; then for rows that sample temperature, top-k, to
 log-probabilities instead of logits, as there.
 
 On a CPU the native library does the work: it walks over the logits once, and looks for large ones where that walk has
-seen them. What a request changes of logits is written into them and taken back. `sampler_torch.py` serves other
-devices, and machines without the library. Both choose the same tokens but where rounding decides: exponentials may
-differ in their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on either
-side. Of equal logits the lowest token comes first here, and where log-probabilities are equal and logits are not, the
-larger logit; `torch.topk` takes any.
+seen them. What a request changes of logits is written into them and taken back. On a GPU the kernels of `engine.gpu`
+do the same in their way (`sampler_device.py`). `sampler_torch.py` serves other devices, and machines without library
+or Triton. All choose the same tokens but where rounding decides: exponentials may differ in their last bits, so a
+uniform number right between two tokens, or a sum right at top_p, may fall on either side. Of equal logits the lowest
+token comes first, and where log-probabilities are equal and logits are not, the larger logit; `torch.topk` takes any.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine import native
+from engine import gpu, native
 from engine.execution import sampler_torch
 from engine.native.sampling import Draws, Edits, Listed, LogitRows
 from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
@@ -33,6 +34,10 @@ PROMPT_ROWS = 128
 
 def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     """Candidates for each row of float32 logits [S, vocabulary]."""
+    if gpu.serves(logits.device):
+        from engine.execution.sampler_device import DeviceSampler
+
+        return DeviceSampler(logits.device).sample(logits, batch).result()
     if not _native(logits):
         return sampler_torch.sample(logits, batch)
     rows = LogitRows(logits)
@@ -71,14 +76,21 @@ def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRo
     for start in range(0, len(rows.rows), PROMPT_ROWS):
         part = slice(start, start + PROMPT_ROWS)
         logits = hidden_to_logits(hidden[part])
-        score = _score if _native(logits) else sampler_torch.score
-        parts.append(score(logits, rows.targets[part], rows.num_logprobs[part], min(most, logits.shape[1])))
+        parts.append(_scorer(logits)(logits, rows.targets[part], rows.num_logprobs[part], min(most, logits.shape[1])))
     return TokenScores(
         logprobs=np.concatenate([part.logprobs for part in parts]),
         ranks=np.concatenate([part.ranks for part in parts]),
         top_ids=np.concatenate([part.top_ids for part in parts]),
         top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
     )
+
+
+def _scorer(logits: Tensor) -> Callable[[Tensor, Int32, Int32, int], TokenScores]:
+    if gpu.serves(logits.device):
+        from engine.execution.sampler_device import DeviceSampler
+
+        return DeviceSampler(logits.device).score
+    return _score if _native(logits) else sampler_torch.score
 
 
 def _native(logits: Tensor) -> bool:

@@ -1,0 +1,420 @@
+"""Logits to candidates by the kernels of `engine.gpu`, without waiting for the device (`sampler.py` says what is made).
+
+Nothing here asks the device anything: how many rows of each kind there are is known from the host's arrays, and how
+many tokens a filter keeps is the kernels' own affair. What a batch says travels in one copy, of which a steady step
+needs only what changed. Rows whose logits are changed (penalties, biases, bans, forced tokens, renormalised beams) are
+computed apart from the others, in memory of their own.
+
+`CapturedSampler` (`sampler_captured.py`) is the part of this that a CUDA graph can hold.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.transfers import Array, Download, Uploads
+from engine.gpu.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
+from engine.gpu.sampling_edit import penalize
+from engine.scheduling.plan import Int32, SamplingBatch, StepResult, TokenScores
+
+_NEGATIVE_INFINITY = float("-inf")
+# Arrays of a batch that decide how its rows are laid out; the others are numbers that rows are treated with.
+_LAYOUT = ("beam_width", "num_draws", "num_logprobs", "renormalize")
+_PENALTIES = {"repetition": "repetition_penalty", "frequency": "frequency_penalty", "presence": "presence_penalty"}
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
+_ROWS = ("bias_row", "source_row", "history_row", "ban_row", "force_row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What random numbers are made of on the device, in place of the batch's `uniforms`.
+
+    Attributes:
+        seeds: [S] int64, the bits of the seed.
+        choices: [S] int32, of the first draw; the others follow.
+        positions: [S] int32 output positions.
+    """
+
+    seeds: Tensor
+    choices: Tensor
+    positions: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class DeviceSamples:
+    """What was sampled, on the device; valid until the sampler is used again, except for what was fetched.
+
+    Attributes:
+        tokens, logprobs: [S, C] as in `StepResult`.
+        first: [S] int32 first column of the tokens, at an address that stays the same for up to the sampler's
+            `max_rows`.
+        scores, ranks: [S, C]; None where no row has any.
+        top_ids, top_logprobs: [S, L]; None where no row has any.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    first: Tensor
+    scores: Tensor | None
+    ranks: Tensor | None
+    top_ids: Tensor | None
+    top_logprobs: Tensor | None
+    _packed: Tensor
+    _download: Download | None = None
+
+    def fetch(self) -> None:
+        """Start the copy to the host, on the current stream; nothing waits for it."""
+        self._download = Download(self._packed)
+
+    def result(self) -> StepResult:
+        """The values on the host: waits until they are there."""
+        if self._download is None:
+            self.fetch()
+        assert self._download is not None
+        words = self._download.wait()
+        rows, columns = self.tokens.shape
+        place = 0
+
+        def take(width: int, kind: type[np.generic]) -> Array:
+            nonlocal place
+            place += rows * width
+            return words[place - rows * width : place].view(kind).reshape(rows, width)
+
+        number = 0 if self.top_ids is None else self.top_ids.shape[1]
+        tokens, logprobs = take(columns, np.int32), take(columns, np.float32)
+        scores = np.full(tokens.shape, -np.inf, dtype=np.float32)
+        ranks = np.zeros(tokens.shape, dtype=np.int32)
+        return StepResult(
+            tokens=tokens,
+            logprobs=logprobs,
+            scores=scores if self.scores is None else take(columns, np.float32),
+            ranks=ranks if self.ranks is None else take(columns, np.int32),
+            top_ids=take(number, np.int32),
+            top_logprobs=take(number, np.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Which rows of a batch are what.
+
+    Attributes:
+        width, number: columns of tokens, and of the most probable ones that are reported.
+        touched: [N] rows whose logits are changed.
+        place: [S] where among the touched rows a row is.
+        beams: whether there are any.
+        arrays: what the device needs of it.
+    """
+
+    width: int
+    number: int
+    touched: Int32
+    place: Int32
+    beams: bool
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+
+class DeviceSampler:
+    """Samples on one device, and keeps what steps have in common.
+
+    Args:
+        max_rows: rows for which memory is made at once; more are served, too.
+        sizes: how kernels cut their work; tests take small ones.
+    """
+
+    def __init__(self, device: torch.device, max_rows: int = 0, sizes: Sizes = SIZES):
+        self._device, self._max_rows, self._sizes = device, max_rows, sizes
+        self.uploads = Uploads(device)
+        self._rooms: dict[str, Workspace] = {}
+        self._output = torch.empty(0, dtype=torch.int32, device=device)
+        self._first = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._layout: _Layout | None = None
+        self._vocabulary = 0
+        self._decided: tuple[Array, ...] = ()
+        self._touching: tuple[Array, ...] = ()
+        self._edited: dict[str, tuple[tuple[object, ...], dict[str, Array]]] = {}
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, batch: SamplingBatch, counters: Counters | None = None) -> DeviceSamples:
+        """Candidates for each row of logits [S, vocabulary].
+
+        Args:
+            counters: for S rows; None takes the batch's uniform numbers.
+        """
+        rows, vocabulary = logits.shape
+        layout = self._lay(batch, vocabulary)
+        arrays = {name: getattr(batch, name) for name in _FILTERS} | layout.arrays
+        if counters is None:
+            arrays["uniforms"] = batch.uniforms
+        if len(layout.touched):
+            arrays |= self._edits(batch, layout, vocabulary)
+        given = self.uploads.put(arrays)
+        samples, chosen = self._outputs(rows, layout)
+        walked = LogitRows(logits, _parameters(given, counters), self._room("all", rows, vocabulary))
+        walked.choose(samples.tokens, chosen)
+        scores = samples.scores
+        if scores is not None:
+            scores.fill_(_NEGATIVE_INFINITY)
+            walked.best(
+                given["beam_rows"],
+                given["beam_counts"],
+                samples.tokens,
+                scores,
+                before=walked.peak,
+                after=walked.log_sum,
+                chosen=chosen,
+            )
+        if len(layout.touched):
+            self._change(walked, layout, given, samples, chosen, counters)
+        walked.report(samples.tokens, chosen, samples.logprobs, samples.first)
+        if samples.ranks is not None:
+            asking = given["asking_rows"]
+            samples.ranks.zero_()
+            walked.ranks(asking, samples.tokens, samples.ranks)
+            if samples.top_ids is not None and samples.top_logprobs is not None:
+                samples.top_ids.zero_()
+                samples.top_logprobs.zero_()
+                walked.best(
+                    asking,
+                    given["asking_counts"],
+                    samples.top_ids,
+                    samples.top_logprobs,
+                    before=walked.peak,
+                    after=walked.log_sum,
+                )
+        return samples
+
+    @torch.inference_mode()
+    def score(self, logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenScores:
+        """Log-probability, rank and best alternatives [P, width] of target tokens of logits [P, vocabulary]."""
+        rows, vocabulary = logits.shape
+        zeros = np.zeros(rows, dtype=np.int32)
+        arrays: dict[str, Array] = dict.fromkeys(_FILTERS, zeros.astype(np.float32)) | {"top_k": zeros}
+        arrays |= {"num_draws": zeros, "targets": targets, "counts": counts, "uniforms": np.zeros((rows, 1))}
+        given = Uploads(self._device).put(arrays)
+        walked = LogitRows(logits, _parameters(given, None), self._room("all", rows, vocabulary))
+        unused = torch.empty((2, rows, 1), dtype=torch.int32, device=self._device)
+        walked.choose(unused[0], unused[1].view(torch.float32))
+        everyone = walked.room.every[:rows]
+        logprobs = torch.empty((rows, 1), dtype=torch.float32, device=self._device)
+        column = given["targets"].view(-1, 1)
+        walked.report(column, torch.zeros_like(logprobs), logprobs, unused[0][:, 0])
+        ranks = torch.empty_like(column)
+        walked.ranks(everyone, column, ranks)
+        top_ids = torch.zeros((rows, width), dtype=torch.int32, device=self._device)
+        top_logprobs = torch.zeros((rows, width), dtype=torch.float32, device=self._device)
+        walked.best(everyone, given["counts"], top_ids, top_logprobs, before=walked.peak, after=walked.log_sum)
+        started = [Download(values) for values in (logprobs[:, 0], ranks[:, 0], top_ids, top_logprobs)]
+        found = [download.wait() for download in started]
+        return TokenScores(logprobs=found[0], ranks=found[1], top_ids=found[2], top_logprobs=found[3])
+
+    def _room(self, name: str, rows: int, vocabulary: int) -> Workspace:
+        known = self._rooms.get(name)
+        if known is None or known.rows < rows or known.vocabulary != vocabulary:
+            most = max(rows, self._max_rows if name == "all" else 0)
+            known = self._rooms[name] = Workspace(most, vocabulary, self._device, self._sizes)
+        return known
+
+    def _outputs(self, rows: int, layout: _Layout) -> tuple[DeviceSamples, Tensor]:
+        """Views of the output's memory, and memory for the logits of chosen tokens."""
+        width, number = layout.width, layout.number
+        asked = "asking_rows" in layout.arrays
+        words = rows * (width * (2 + layout.beams + asked) + 2 * number)
+        if words > len(self._output):
+            self._output = torch.empty(max(words, 2 * self._max_rows), dtype=torch.int32, device=self._device)
+        if rows > len(self._first):
+            self._first = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        parts = [width, width, width * layout.beams, width * asked, number, number]
+        tokens, logprobs, scores, ranks, top_ids, top_logprobs = (
+            part.view(rows, -1) if len(part) else None
+            for part in self._output[:words].split([rows * part for part in parts])
+        )
+        assert tokens is not None
+        assert logprobs is not None
+        samples = DeviceSamples(
+            tokens=tokens,
+            logprobs=logprobs.view(torch.float32),
+            first=self._first[:rows],
+            scores=None if scores is None else scores.view(torch.float32),
+            ranks=ranks,
+            top_ids=top_ids,
+            top_logprobs=None if top_logprobs is None else top_logprobs.view(torch.float32),
+            _packed=self._output[:words],
+        )
+        return samples, torch.empty((rows, width), dtype=torch.float32, device=self._device)
+
+    def _lay(self, batch: SamplingBatch, vocabulary: int) -> _Layout:
+        """How the batch's rows are laid out: as in the last step, if that is so."""
+        decided = tuple(getattr(batch, name) for name in (*_LAYOUT, *_FILTERS, *_PENALTIES.values()))
+        touching = tuple(getattr(batch, name) for name in _ROWS)
+        last = self._layout if vocabulary == self._vocabulary else None
+        alike = last is not None and all(map(operator.is_, decided, self._decided))
+        if last is not None and alike and all(map(operator.is_, touching, self._touching)):
+            return last
+        searching = batch.beam_width > 0
+        mask = batch.renormalize & searching
+        for listed in touching:
+            mask[listed] = True
+        touched = _where(mask)
+        if last is None or not alike or not np.array_equal(last.touched, touched):
+            last = self._layout = _new_layout(batch, touched, searching, vocabulary)
+        self._vocabulary, self._decided, self._touching = vocabulary, decided, touching
+        return last
+
+    def _edits(self, batch: SamplingBatch, layout: _Layout, vocabulary: int) -> dict[str, Array]:
+        """What is changed, as the device is told: places among the touched rows' logits. Made anew where the batch's
+        arrays are others."""
+        arrays: dict[str, Array] = {}
+        for name in _ROWS:
+            rows = getattr(batch, name)
+            if not len(rows):
+                continue
+            kind = name.removesuffix("_row")
+            tokens = getattr(batch, f"{kind}_token")
+            known = self._edited.get(kind)
+            if known is None or not (known[0][0] is rows and known[0][1] is tokens and known[0][2] is layout):
+                made = _places(batch, kind, layout.place[rows], tokens, vocabulary)
+                known = self._edited[kind] = (rows, tokens, layout), made
+            arrays |= known[1]
+        return arrays
+
+    def _change(
+        self,
+        walked: LogitRows,
+        layout: _Layout,
+        given: dict[str, Tensor],
+        samples: DeviceSamples,
+        chosen: Tensor,
+        counters: Counters | None,
+    ) -> None:
+        """Candidates of the rows whose logits are changed."""
+        touched, searching = given["touched"], given["touched_beams"]
+        index = touched.long()
+        vocabulary = walked.logits.shape[1]
+        logits = walked.logits.index_select(0, index).float()
+        if samples.scores is not None:
+            # Beams begin with log-probabilities; nothing is taken from the others.
+            for taken in (walked.peak, walked.log_sum):
+                logits -= torch.where(searching, taken.index_select(0, index), 0.0)[:, None]
+        flat = logits.view(-1)
+        if "bias" in given:
+            flat.index_put_((given["bias"],), given["bias_value"], accumulate=True)
+        if "source" in given:
+            where, reward = given["source"], given["source_reward"]
+            score = flat.index_select(0, where)
+            flat.index_copy_(0, where, torch.where(score < 0, score * reward, score / reward))
+        if "history_place" in given:
+            penalize(
+                logits,
+                given["history_place"],
+                given["history_token"],
+                given["history_is_output"],
+                repetition=given["touched_repetition"],
+                frequency=given["touched_frequency"],
+                presence=given["touched_presence"],
+            )
+        if "ban" in given:
+            flat.index_fill_(0, given["ban"], _NEGATIVE_INFINITY)
+        if "force" in given:
+            logits.index_fill_(0, given["force_place"], _NEGATIVE_INFINITY)
+            flat.index_fill_(0, given["force"], 0.0)
+        parameters = Parameters(
+            **{name: given[f"touched_{name}"] for name in (*_FILTERS, "num_draws")},
+            uniforms=given["uniforms"].index_select(0, index) if counters is None else None,
+            seeds=None if counters is None else counters.seeds.index_select(0, index),
+            choices=None if counters is None else counters.choices.index_select(0, index),
+            positions=None if counters is None else counters.positions.index_select(0, index),
+        )
+        changed = LogitRows(logits, parameters, self._room("touched", len(touched), vocabulary))
+        changed.choose(samples.tokens, chosen, touched)
+        if samples.scores is not None:
+            again = given["touched_renormalize"]
+            changed.best(
+                given["touched_beam_rows"],
+                given["touched_beam_counts"],
+                samples.tokens,
+                samples.scores,
+                before=torch.where(again, changed.peak, 0.0),
+                after=torch.where(again, changed.log_sum, 0.0),
+                chosen=chosen,
+                place=given["touched_beam_place"],
+            )
+
+
+def _parameters(given: dict[str, Tensor], counters: Counters | None) -> Parameters:
+    return Parameters(
+        temperature=given["temperature"],
+        top_k=given["top_k"],
+        top_p=given["top_p"],
+        min_p=given["min_p"],
+        num_draws=given["num_draws"],
+        uniforms=given["uniforms"] if counters is None else None,
+        seeds=None if counters is None else counters.seeds,
+        choices=None if counters is None else counters.choices,
+        positions=None if counters is None else counters.positions,
+    )
+
+
+def _new_layout(batch: SamplingBatch, touched: Int32, searching: Array, vocabulary: int) -> _Layout:
+    place = np.zeros(len(searching), dtype=np.int32)
+    place[touched] = np.arange(len(touched), dtype=np.int32)
+    apart = np.zeros(len(searching), dtype=np.bool_)
+    apart[touched] = True
+    plain = _where(searching & ~apart)
+    draws = np.where(searching, 0, batch.num_draws).astype(np.int32)
+    arrays: dict[str, Array] = {"num_draws": np.where(apart, 0, draws).astype(np.int32)}
+    if searching.any():
+        arrays |= {"beam_rows": plain, "beam_counts": batch.beam_width[plain]}
+    if len(touched):
+        among = _where(searching[touched])
+        arrays |= {f"touched_{name}": getattr(batch, name)[touched] for name in _FILTERS}
+        arrays |= {f"touched_{name}": getattr(batch, of)[touched] for name, of in _PENALTIES.items()}
+        arrays |= {
+            "touched": touched,
+            "touched_num_draws": draws[touched],
+            "touched_beams": searching[touched],
+            "touched_renormalize": batch.renormalize[touched] & searching[touched],
+            "touched_beam_rows": among,
+            "touched_beam_counts": batch.beam_width[touched[among]],
+            "touched_beam_place": touched[among],
+        }
+    asking = _where(batch.num_logprobs >= 0)
+    if len(asking):
+        arrays |= {"asking_rows": asking, "asking_counts": batch.num_logprobs[asking]}
+    return _Layout(
+        width=int(max(draws.max(), min(int(batch.beam_width.max()), vocabulary), 1)),
+        number=min(max(int(batch.num_logprobs.max()), 0), vocabulary),
+        touched=touched,
+        place=place,
+        beams=bool(searching.any()),
+        arrays=arrays,
+    )
+
+
+def _places(batch: SamplingBatch, kind: str, place: Int32, tokens: Int32, vocabulary: int) -> dict[str, Array]:
+    """What a kind of edit needs on the device; tokens outside the vocabulary, as an encoder with one of its own may
+    have them, count for nothing."""
+    known = tokens < vocabulary
+    if kind == "history":
+        return {
+            "history_place": place[known],
+            "history_token": tokens[known],
+            "history_is_output": batch.history_is_output[known],
+        }
+    arrays: dict[str, Array] = {kind: (place.astype(np.int64) * vocabulary + tokens)[known]}
+    if kind == "bias":
+        arrays["bias_value"] = batch.bias_value[known]
+    elif kind == "source":
+        arrays["source_reward"] = batch.source_reward[batch.source_row][known]
+    elif kind == "force":
+        arrays["force_place"] = place.astype(np.int64)
+    return arrays
+
+
+def _where(mask: Array) -> Int32:
+    return np.flatnonzero(mask).astype(np.int32)

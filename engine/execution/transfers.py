@@ -1,0 +1,82 @@
+"""Small arrays between the host and a device, without waiting: packed into one copy, from and to pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+# Where arrays begin in a packed copy: whole vectors are loaded from there.
+_ALIGNED = 16
+_TORCH = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.bool_): torch.bool,
+}
+
+
+class Uploads:
+    """A device's copies of a host's arrays, by name: what comes again as the same object is not sent again.
+
+    Arrays that were given are not to be changed afterwards.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._known: dict[str, tuple[Array, Tensor]] = {}
+        self.sent = 0
+
+    def put(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+        """Arrays on the device, in their shapes. All that are new travel in one copy that nobody waits for.
+
+        `sent` counts its bytes.
+        """
+        known = self._known
+        new = [name for name, values in arrays.items() if name not in known or known[name][0] is not values]
+        if new:
+            places, size = [], 0
+            for name in new:
+                places.append(size)
+                size += -(-arrays[name].nbytes // _ALIGNED) * _ALIGNED
+            # Pinned memory is not given to others before a copy from it is done: torch's allocator knows of it.
+            packed = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            host = packed.numpy()
+            for name, place in zip(new, places, strict=True):
+                values = arrays[name]
+                host[place : place + values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            on_device = packed.to(self._device, non_blocking=True)
+            for name, place in zip(new, places, strict=True):
+                values = arrays[name]
+                bytes_ = on_device[place : place + values.nbytes]
+                known[name] = values, bytes_.view(_TORCH[values.dtype]).view(values.shape)
+            self.sent += size
+        return {name: known[name][1] for name in arrays}
+
+
+class Download:
+    """A copy of a tensor to the host that has been started; the tensor may be written again by what follows on the
+    same stream."""
+
+    def __init__(self, values: Tensor):
+        self._event: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = values.clone()
+
+    def wait(self) -> Array:
+        """The values; waits for the copy, and for nothing that was started after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: Array = self._host.numpy()
+        return found

@@ -1,0 +1,57 @@
+"""What a request's own tokens do to its logits: repetition, frequency and presence penalties, each token once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 256
+
+
+@triton.jit
+def _penalize(
+    logits, stride, vocabulary, keys, first, last, count, repetition, frequency, presence, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    known = at < count
+    token = tl.load(keys + at, mask=known, other=-1) // 2
+    before = tl.load(keys + at - 1, mask=known & (at > 0), other=-1) // 2
+    new = known & ((at == 0) | (token != before))  # of a token that occurs often, the first speaks for all
+    times = (tl.load(last + at, mask=new, other=0) - tl.load(first + at, mask=new, other=0)).to(tl.float32)
+    row = token // vocabulary
+    where = logits + row * stride + token % vocabulary
+    score = tl.load(where, mask=new, other=0.0)
+    factor = tl.load(repetition + row, mask=new, other=1.0)
+    score = tl.where(score < 0, score * factor, tl.math.div_rn(score, factor))
+    taken = tl.load(frequency + row, mask=new, other=0.0) * times
+    taken += tl.load(presence + row, mask=new, other=0.0) * (times > 0).to(tl.float32)
+    tl.store(where, score - taken, mask=new)
+
+
+def penalize(
+    logits: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    is_output: Tensor,
+    *,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """Take penalties from logits [N, vocabulary] float32, in place, without knowing on the host which tokens occur.
+
+    Args:
+        rows, tokens, is_output: [M] what occurs: tokens within the vocabulary, as often as they do.
+        repetition, frequency, presence: [N] float32, as in `SamplingBatch`.
+    """
+    vocabulary = logits.shape[1]
+    keys = ((rows.long() * vocabulary + tokens) * 2 + is_output).sort().values
+    output = keys | 1
+    first = torch.searchsorted(keys, output)
+    last = torch.searchsorted(keys, output, right=True)
+    _penalize[(triton.cdiv(len(keys), _BLOCK),)](
+        logits, logits.stride(0), vocabulary, keys, first, last, len(keys), repetition, frequency, presence,
+        BLOCK=_BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Sampling's kernels as `engine.gpu.sampling` launches them for a vocabulary of 131072 tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.gpu import philox, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
+from engine.gpu.sampling import SIZES
+from support.gpu import Variant
+
+_TYPES = {
+    "split_weight": "*fp64",
+    "uniforms": "*fp64",
+    "seeds": "*i64",
+    **dict.fromkeys(
+        ["place", "rows", "counts", "tokens", "chunks", "candidates", "is_wide", "top_k", "num_draws", "choices", "positions", "split_place", "first", "partial"],
+        "*i32",
+    ),
+    **dict.fromkeys(
+        ["temperature", "top_p", "min_p", "split_peak", "split_floor", "split_sum", "tops", "row_peak", "row_log_sum", "values", "room", "chosen", "scores", "before", "after", "logprobs", "repetition", "frequency", "presence"],
+        "*fp32",
+    ),
+    **dict.fromkeys(["stride", "vocabulary", "width", "num_splits", "num_tops", "columns", "count"], "i32"),
+}
+_VOCABULARY = 131_072
+_SIZES = {
+    "SPLITS": _VOCABULARY // SIZES.split,
+    "TOPS": _VOCABULARY // 64,
+    "ROOM": SIZES.room,
+    "SPLIT": SIZES.split,
+    "FEW": SIZES.few,
+    "DEPTH": SIZES.depth,
+    "CHUNKS": SIZES.split // 64,
+}
+
+
+def _variant(name: str, kernel: Any, num_warps: int, types: dict[str, str] | None = None, **constants: Any) -> Variant:
+    """A kernel with the types that its arguments' names stand for."""
+    fixed = {key: value for key, value in (_SIZES | constants).items() if key in kernel.arg_names}
+    kinds = _TYPES | {"logits": "*fp32"} | (types or {})
+    return Variant(
+        name=name,
+        kernel=kernel,
+        signature={argument: kinds[argument] for argument in kernel.arg_names if argument not in fixed},
+        constants=fixed,
+        multiples=tuple(key for key in ("stride", "vocabulary", "num_splits", "num_tops") if key in kernel.arg_names),
+        num_warps=num_warps,
+    )
+
+
+VARIANTS = [
+    _variant("walk", sampling_walk.summarize, 4),
+    _variant("walk of bfloat16", sampling_walk.summarize, 4, {"logits": "*bf16"}),
+    _variant("choose", sampling_draw.choose, 8, COUNTED=False, COLUMNS=4),
+    _variant("choose, numbers counted", sampling_draw.choose, 8, COUNTED=True, COLUMNS=1),
+    _variant("wide", sampling_wide.wide, 16, COUNTED=False),
+    _variant("wide, numbers counted", sampling_wide.wide, 16, COUNTED=True),
+    _variant("best", sampling_best.best, 8, BLOCK=SIZES.split, COLUMNS=16),
+    _variant("report", sampling_best.report, 1, COUNTED=True, COLUMNS=1),
+    _variant("ranks", sampling_best.count_larger, 4, BLOCK=SIZES.split),
+    _variant(
+        "penalties",
+        sampling_edit._penalize,
+        4,
+        {"keys": "*i64", "first": "*i64", "last": "*i64"},
+        BLOCK=sampling_edit._BLOCK,
+    ),
+    _variant("philox", philox._fill, 4, {"out": "*fp64"}, BLOCK=philox._BLOCK),
+]

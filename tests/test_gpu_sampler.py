@@ -1,0 +1,295 @@
+"""Sampling by kernels for GPUs: against torch's, against exact distributions, alone and in a crowd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from support.gpu import check_compiled, compile_variants, kernels
+
+from engine.execution import sampler, sampler_torch
+from engine.execution.sampler_device import Counters, DeviceSampler
+from engine.gpu.sampling import SIZES, Sizes
+from engine.scheduling.philox import uniforms
+from engine.scheduling.plan import PromptLogprobRows, StepResult
+from tests.test_native_sampling import KINDS, by_rank, used
+from tests.test_sampler import FILTERS, batch_of, distribution, mixed_rows, warped
+
+# Of what is rare with the sizes that serve, much: rows with more candidates than are collected, several splits.
+SMALL = Sizes(split=128, few=4, room=16, depth=2)
+MIXED = mixed_rows()
+few = settings(max_examples=12, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[torch.device]:
+    with kernels() as where:
+        yield where
+
+
+def random_logits(rows: int, vocabulary: int, seed: int, scale: float = 2.0, ties: bool = False) -> Tensor:
+    """Rows that lie apart, with NaN between them."""
+    wide = torch.full((rows, vocabulary + 3), torch.nan)
+    wide[:, :vocabulary] = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
+    if ties:
+        wide = (wide * 2).round() / 2
+    return wide[:, :vocabulary]
+
+
+def sample(logits: Tensor, rows: Sequence[dict[str, Any]], device: torch.device, sizes: Sizes = SIZES) -> StepResult:
+    before = logits.clone()
+    on_device = logits.to(device)
+    result = DeviceSampler(device, sizes=sizes).sample(on_device, batch_of(rows)).result()
+    assert torch.equal(on_device.cpu(), before) or before.isnan().any()
+    return result
+
+
+def assert_same(mine: StepResult, other: StepResult, rows: Sequence[dict[str, Any]]) -> None:
+    """What rows may use is the same, but for rounding."""
+    for i, row in enumerate(rows):
+        ours, theirs = used(mine, i, row), used(other, i, row)
+        possible = ~np.isnan(theirs["logprobs"])
+        assert (np.isnan(ours["logprobs"]) == ~possible).all(), row
+        for name, values in ours.items():
+            wanted = theirs[name]
+            if name in ("tokens", "scores", "logprobs", "ranks"):
+                values, wanted = values[possible], wanted[possible]
+            assert np.allclose(values, wanted, rtol=2e-6, atol=2e-6), (name, row, values, wanted)
+
+
+# ------------------------------------------------------------------ torch's choices
+
+
+@few
+@given(data=st.data(), seed=st.integers(0, 2**20))
+def test_the_kernels_choose_what_torch_chooses(data: st.DataObject, seed: int) -> None:
+    rows = data.draw(st.lists(st.sampled_from([*KINDS, *MIXED]), min_size=1, max_size=6))
+    vocabulary = data.draw(st.sampled_from([20, 97, 1000, 5003]))
+    logits = random_logits(len(rows), vocabulary, seed, data.draw(st.sampled_from([0.5, 2.0, 8.0])))
+    sizes = data.draw(st.sampled_from([SIZES, SMALL])) if vocabulary <= 1000 else SIZES
+    with kernels() as device:
+        ours = sample(logits, rows, device, sizes)
+    assert_same(ours, sampler_torch.sample(logits, batch_of(rows)), rows)
+
+
+@pytest.mark.parametrize(
+    "row", [{"top_k": 300, "top_p": 0.9}, {"top_k": 700}, {"top_p": 0.97}, {"min_p": 0.001}], ids=str
+)
+def test_filters_that_keep_many_tokens(device: torch.device, row: dict[str, Any]) -> None:
+    """At the sizes that serve, too: flat rows of more tokens than are collected."""
+    logits = random_logits(3, 20_011, 3, 0.7)
+    rows = [{**row, "draws": [0.1, 0.9]}, {"draws": [0.5]}, {**row, "temperature": 1.7, "draws": [0.999]}]
+    assert_same(sample(logits, rows, device), sampler_torch.sample(logits, batch_of(rows)), rows)
+
+
+# ------------------------------------------------------------------ exact distributions
+
+
+@st.composite
+def filters(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "temperature": draw(st.sampled_from([1.0, 0.3, 0.8, 1.9, 1e-4, 1e30])),
+        "top_k": draw(st.sampled_from([0, 0, 1, 3, 7, 20, 60, 1000])),
+        "top_p": draw(st.sampled_from([1.0, 1.0, 0.9, 0.5, 1e-9, 0.999])),
+        "min_p": draw(st.sampled_from([0.0, 0.0, 0.05, 0.4, 1.0])),
+    }
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(row=filters(), seed=st.integers(0, 2**20), data=st.data())
+def test_draws_are_those_of_the_exact_distribution(row: dict[str, Any], seed: int, data: st.DataObject) -> None:
+    """A number in the middle of a token's interval gives that very token: so what filters keep, with what
+    probabilities and in what order is right. Ties and impossible tokens among them."""
+    vocabulary = data.draw(st.sampled_from([7, 97, 300]))
+    logits = random_logits(1, vocabulary, seed, data.draw(st.sampled_from([0.3, 2.0, 6.0])), data.draw(st.booleans()))
+    if data.draw(st.booleans()):
+        logits[0, :: data.draw(st.sampled_from([2, 3]))] = -torch.inf
+    probabilities = distribution(warped(logits[0].clone(), row))
+    tokens = np.flatnonzero(probabilities > 2e-6)
+    tokens = tokens[:: max(1, len(tokens) // 12)]
+    row["draws"] = (probabilities.cumsum() - probabilities / 2)[tokens]
+    with kernels() as device:
+        found = sample(logits, [row], device, data.draw(st.sampled_from([SIZES, SMALL])))
+    assert found.tokens[0].tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("row", [FILTERS[0], FILTERS[4], FILTERS[7]], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["served", "small"])
+def test_draws_are_spread_as_the_distribution_is(device: torch.device, row: dict[str, Any], sizes: Sizes) -> None:
+    number = 400
+    logits = random_logits(1, 40, seed=5, scale=1.0)
+    draws = uniforms([11] * number, [0] * number, range(number))
+    tokens = sample(logits, [{**row, "draws": draws}], device, sizes).tokens[0]
+    expected = distribution(warped(logits[0].clone(), row)) * number
+    counts = np.bincount(tokens, minlength=40)
+    assert (counts[expected == 0.0] == 0).all()
+    likely = expected >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    wanted = np.append(expected[likely], expected[~likely].sum())
+    assert len(wanted) > 5
+    assert stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue > 1e-3
+
+
+def test_the_borders_of_the_unit_interval(device: torch.device) -> None:
+    """0 gives the first possible token, the largest number below 1 the last; never an impossible one."""
+    logits = torch.full((1, 300), -torch.inf)
+    logits[0, [7, 140, 290]] = 0.0
+    draws = [0.0, np.nextafter(1.0, 0.0), 0.5, np.nextafter(1 / 3, 0.0), np.nextafter(1 / 3, 1.0)]
+    for row in ({}, {"top_k": 40}, {"top_p": 0.99}, {"min_p": 0.1}, {"top_k": 2}):
+        for sizes in (SIZES, SMALL):
+            assert sample(logits, [{**row, "draws": draws}], device, sizes).tokens[0].tolist() == [7, 290, 140, 7, 140]
+
+
+# ------------------------------------------------------------------ ties, extremes, what is no number
+
+
+@pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["served", "small"])
+def test_of_equal_logits_the_lowest_token_comes_first(device: torch.device, sizes: Sizes) -> None:
+    """Whether they fit into what is collected or not."""
+    logits = random_logits(2, 400, seed=6, ties=True)
+    logits[1, 30:] = 1.0
+    logits[1, 100] = -0.0
+    logits[1, :30] = 0.0
+    rows: list[dict[str, Any]] = [{"beam_width": 9, "num_logprobs": 5}, {"beam_width": 9, "num_logprobs": 400}]
+    found = sample(logits, rows, device, sizes)
+    greedy = sample(logits, [{"temperature": 0.0}] * 2, device, sizes)
+    for i in range(2):
+        order = by_rank(logits[i].numpy())
+        assert found.tokens[i].tolist() == order[:9].tolist()
+        assert greedy.tokens[i, 0] == order[0]
+        number = rows[i]["num_logprobs"]
+        assert found.top_ids[i, :number].tolist() == order[:number].tolist()
+
+
+def test_temperatures_far_apart(device: torch.device) -> None:
+    logits = random_logits(4, 200, seed=7, scale=50.0)
+    rows = [{"temperature": t, "draws": [0.99]} for t in (0.0, 1e-45, 1e-6, 1e-4)]
+    assert sample(logits, rows, device).tokens[:, 0].tolist() == logits.argmax(dim=-1).tolist()
+    hot = [{"temperature": 1e30, "top_p": 0.5, "draws": [(token + 0.5) / 200]} for token in (0, 50, 150, 199)]
+    flat = sample(logits, [{**row, "top_p": 1.0} for row in hot], device)
+    assert flat.tokens[:, 0].tolist() == [0, 50, 150, 199]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_no_distribution_harms_itself_alone(device: torch.device, bad: float) -> None:
+    rows = [*MIXED, {"top_k": 5, "top_p": 0.2, "draws": [0.3], "num_logprobs": 2}]
+    clean = random_logits(len(rows), 300, seed=8)
+    before = sample(clean, rows, device, SMALL)
+    for victims, place in (([0, 3, 6, 8], 211), ([1, 4, 7, 12], slice(None))):
+        logits = clean.clone()
+        logits[victims, place] = bad
+        found = sample(logits, rows, device, SMALL)
+        assert ((found.tokens >= 0) & (found.tokens < 300)).all()
+        whole = isinstance(place, slice)
+        for i, row in enumerate(rows):
+            if i not in victims:
+                ours, theirs = used(found, i, row), used(before, i, row)
+                assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+            elif whole or bad != -torch.inf:
+                assert np.isnan(found.logprobs[i, 0]), row
+                if "beam_width" in row and not np.isneginf(bad):
+                    assert np.isnan(found.scores[i, 0])
+            else:
+                assert np.isfinite(found.logprobs[i, 0])
+                assert found.tokens[i, 0] != 211
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_any_possible_token_fails_alone(device: torch.device, temperature: float) -> None:
+    found = sample(torch.zeros(2, 4), [{"temperature": temperature, "ban": range(4)}, {}], device)
+    assert np.isnan(found.logprobs[0, 0])
+    assert found.logprobs[1, 0] == pytest.approx(np.log(0.25))
+
+
+# ------------------------------------------------------------------ alone and in a crowd
+
+
+@pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["served", "small"])
+def test_rows_are_to_the_bit_what_they_are_alone(device: torch.device, sizes: Sizes) -> None:
+    rows = [*MIXED, {"top_p": 0.99, "draws": [0.7]}, {"top_k": 50, "draws": [0.2]}]
+    logits = random_logits(len(rows), 600, seed=9, ties=True)
+    crowd = sample(logits, rows, device, sizes)
+    for i, row in enumerate(rows):
+        alone = used(sample(logits[i : i + 1], [row], device, sizes), 0, row)
+        for name, values in used(crowd, i, row).items():
+            assert values.tobytes() == alone[name].tobytes(), (name, row)
+
+
+# ------------------------------------------------------------------ what comes from elsewhere
+
+
+def test_the_sampler_takes_the_kernels_where_they_serve(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    kept = DeviceSampler.sample
+
+    def counted(self: DeviceSampler, *arguments: Any) -> Any:
+        calls.append(1)
+        return kept(self, *arguments)
+
+    monkeypatch.setattr(DeviceSampler, "sample", counted)
+    logits = random_logits(len(MIXED), 50, seed=10)
+    ours = sampler.sample(logits.to(device), batch_of(MIXED))
+    assert calls == [1]
+    assert_same(ours, sampler_torch.sample(logits, batch_of(MIXED)), MIXED)
+
+
+def test_prompts_are_scored_as_by_torch(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(5)
+    hidden, head = torch.randn(9, 12, generator=generator), torch.randn(12, 301, generator=generator)
+    numbers = np.arange(9, dtype=np.int32)
+    rows = PromptLogprobRows(rows=numbers, targets=numbers * 30, num_logprobs=numbers % 4)
+    on_device = head.to(device)
+    ours = sampler.score_prompt(lambda x: x @ on_device, hidden.to(device), rows)
+    theirs = sampler_torch.score(hidden @ head, rows.targets, rows.num_logprobs, 3)
+    assert (ours.ranks == theirs.ranks).all()
+    assert np.allclose(ours.logprobs, theirs.logprobs, rtol=2e-6, atol=2e-5)
+    for i in range(9):
+        assert (ours.top_ids[i, : i % 4] == theirs.top_ids[i, : i % 4]).all()
+        assert np.allclose(ours.top_logprobs[i, : i % 4], theirs.top_logprobs[i, : i % 4], rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_logits_of_other_formats(device: torch.device, dtype: torch.dtype) -> None:
+    logits = random_logits(len(MIXED), 97, seed=11).to(dtype)
+    ours = DeviceSampler(device).sample(logits.to(device), batch_of(MIXED)).result()
+    assert_same(ours, sample(logits.float(), MIXED, device), MIXED)
+
+
+def test_numbers_may_be_made_on_the_device(device: torch.device) -> None:
+    """From seed, choice and position: the ones that the host makes."""
+    rows = [
+        {"draws": [0.0, 0.0, 0.0]},
+        {"temperature": 0.0},
+        {"top_k": 9, "draws": [0.0]},
+        {"top_p": 0.95, "temperature": 1.5, "draws": [0.0]},
+        {"ban": [3], "draws": [0.0, 0.0]},
+    ]
+    seeds, choices, positions = [5, 6, -7, 2**63 + 11, 9], [4, 0, 1, 2, 3], [10, 11, 12, 13, 14]
+    counters = Counters(
+        seeds=torch.from_numpy(np.array([s & (2**64 - 1) for s in seeds], dtype=np.uint64).view(np.int64)).to(device),
+        choices=torch.tensor(choices, dtype=torch.int32, device=device),
+        positions=torch.tensor(positions, dtype=torch.int32, device=device),
+    )
+    logits = random_logits(len(rows), 300, seed=12)
+    ours = DeviceSampler(device, sizes=SMALL).sample(logits.to(device), batch_of(rows), counters).result()
+    for i, row in enumerate(rows):
+        if "draws" in row:
+            count = len(row["draws"])
+            row["draws"] = uniforms([seeds[i]] * count, range(choices[i], choices[i] + count), [positions[i]] * count)
+    theirs = sample(logits, rows, device, SMALL)
+    assert_same(ours, theirs, rows)
+
+
+def test_kernels_compile(tmp_path: Path) -> None:
+    check_compiled(compile_variants("support.variants_sampling", tmp_path))
