@@ -21,7 +21,7 @@ from engine.stepping import Stepping
 EVERYONE = "0123456789"
 EVENTS = (
     "tokens not known", "rows for nothing", "left to the next step", "drained", "broken at the launch", "broken later",
-    "broken ahead", "planned again",
+    "broken ahead", "planned again", "copies of broken steps",
 )  # fmt: skip
 
 
@@ -57,8 +57,9 @@ class AheadRunner:
         self.cache = self
         self.block_size = simulator.size
         self.sampled = np.zeros(0, dtype=np.int32)
-        self.strike: tuple[str, bool] | None = None  # who breaks alone, too, when the next step breaks; and if late
-        self.guilty = ""
+        self.strikes: list[bool] = []  # whether the next launches break with their answers, or at once
+        self.broken = False  # by a step in flight, so that what follows computes garbage
+        self.guilty = ""  # last digits of those who break alone, too
         self.written: set[int] = set()
 
     def copy_pages(self, copies: np.ndarray) -> None:
@@ -79,25 +80,32 @@ class AheadRunner:
         if plan.sources is not None:
             assert not plan.token_ids[plan.sources >= 0].any()
             plan = replace(plan, token_ids=np.where(plan.sources < 0, plan.token_ids, self.sampled[plan.sources]))
-        strike, self.strike = self.strike, None
         rows = sim.scheduler.flights.newest.rows
-        if strike is not None:
-            self.guilty, late = strike
-            sim.ahead["broken later" if late else "broken at the launch"] += 1
-            sim.ahead["broken ahead"] += len(sim.scheduler.flights) > 1
+        if self.strikes:
             self.written = set()
-            if not late:
+            sim.ahead["broken ahead"] += len(sim.scheduler.flights) > 1
+            sim.ahead["copies of broken steps"] += len(plan.copies)
+            if not self.strikes.pop(0):
+                sim.ahead["broken at the launch"] += 1
                 sim._copy(*plan.copies[: len(plan.copies) // 2].T)
                 sim._garble(plan, set())
                 raise Broken
-            result = sim.execute(plan, rows)
-            made = Late(result, garble=lambda: sim._garble(plan, set()))
+            sim.ahead["broken later"] += 1
+            made = Late(sim.execute(plan, rows), garble=lambda: self._break(plan))
+            self.broken = True
         else:
-            result = sim.execute(plan, rows)
-            made = Late(result)
+            made = Late(sim.execute(plan, rows))
+            if self.broken:
+                made.made.tokens[:] += 1
+                sim._garble(plan, set())
+        result = made.made
         if plan.sampling is not None:
             self.sampled = result.tokens[:, 0]
         return PendingStep(candidates=made, prompt_logprobs=result.prompt_logprobs)
+
+    def _break(self, plan: StepPlan) -> None:
+        self.broken = False
+        self.sim._garble(plan, set())
 
     def _launch_part(self, plan: StepPlan, name: str, rows: list[Row]) -> PendingStep:
         if name[-1] in self.guilty:
@@ -180,8 +188,11 @@ class AheadSimulator(Simulator):
         return self.fail_apart(EVERYONE)
 
     def fail_apart(self, last_digits: Any) -> list[RequestDelta]:
-        """The next step that is launched breaks; it need not be the one whose answer is applied next."""
-        self.runner.strike = "".join(sorted(last_digits)), len(self.requests) % 2 == 0
+        """The next step that is launched breaks, or the next two; it need not be the one whose answer is applied
+        next."""
+        self.runner.guilty = "".join(sorted(last_digits))
+        number = len(self.requests)
+        self.runner.strikes = [number % 2 == 0, number % 3 == 0][: 1 + number % 5 // 3]
         return self.step()
 
     def step_bound(self) -> int:
