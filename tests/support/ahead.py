@@ -15,6 +15,7 @@ from paged_simulator import Simulator
 from engine.execution.pending import PendingStep
 from engine.outputs import RequestDelta
 from engine.scheduling.batch import Row
+from engine.scheduling.flights import Flight
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.stepping import Stepping
 
@@ -58,7 +59,8 @@ class AheadRunner:
         self.block_size = simulator.size
         self.sampled = np.zeros(0, dtype=np.int32)
         self.strikes: list[bool] = []  # whether the next launches break with their answers, or at once
-        self.broken = False  # by a step in flight, so that what follows computes garbage
+        self.waits = False  # for a step with copies
+        self.broken: Flight | None = None  # what is launched while that is in flight computes garbage
         self.guilty = ""  # last digits of those who break alone, too
         self.written: set[int] = set()
 
@@ -81,7 +83,8 @@ class AheadRunner:
             assert not plan.token_ids[plan.sources >= 0].any()
             plan = replace(plan, token_ids=np.where(plan.sources < 0, plan.token_ids, self.sampled[plan.sources]))
         rows = sim.scheduler.flights.newest.rows
-        if self.strikes:
+        if self.strikes and (len(plan.copies) or not self.waits):
+            self.waits = False
             self.written = set()
             sim.ahead["broken ahead"] += len(sim.scheduler.flights) > 1
             sim.ahead["copies of broken steps"] += len(plan.copies)
@@ -92,10 +95,10 @@ class AheadRunner:
                 raise Broken
             sim.ahead["broken later"] += 1
             made = Late(sim.execute(plan, rows), garble=lambda: self._break(plan))
-            self.broken = True
+            self.broken = sim.scheduler.flights.newest
         else:
             made = Late(sim.execute(plan, rows))
-            if self.broken:
+            if any(flight is self.broken for flight in sim.scheduler.flights):
                 made.made.tokens[:] += 1
                 sim._garble(plan, set())
         result = made.made
@@ -104,7 +107,7 @@ class AheadRunner:
         return PendingStep(candidates=made, prompt_logprobs=result.prompt_logprobs)
 
     def _break(self, plan: StepPlan) -> None:
-        self.broken = False
+        self.broken = None
         self.sim._garble(plan, set())
 
     def _launch_part(self, plan: StepPlan, name: str, rows: list[Row]) -> PendingStep:
@@ -193,6 +196,7 @@ class AheadSimulator(Simulator):
         self.runner.guilty = "".join(sorted(last_digits))
         number = len(self.requests)
         self.runner.strikes = [number % 2 == 0, number % 3 == 0][: 1 + number % 5 // 3]
+        self.runner.waits = number % 7 < 4
         return self.step()
 
     def step_bound(self) -> int:
