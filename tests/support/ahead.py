@@ -63,6 +63,7 @@ class AheadRunner:
         self.broken: Flight | None = None  # what is launched while that is in flight computes garbage
         self.guilty = ""  # last digits of those who break alone, too
         self.written: set[int] = set()
+        self.violations: list[Exception] = []
 
     def copy_pages(self, copies: np.ndarray) -> None:
         self.sim._copy(*copies.T)
@@ -74,6 +75,15 @@ class AheadRunner:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> PendingStep:
+        try:
+            return self._launch(plan)
+        except Broken:
+            raise
+        except Exception as error:  # not to be taken for a step that breaks
+            self.violations.append(error)
+            raise
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
         sim = self.sim
         if not (plan.slots >= self.block_size).any():
             return PendingStep(candidates=StepResult.empty())  # a trial
@@ -183,6 +193,8 @@ class AheadSimulator(Simulator):
     def step(self) -> list[RequestDelta]:
         self.parts.clear()
         deltas = self.stepping.advance(self.runner)
+        if self.runner.violations:
+            raise self.runner.violations[0]
         self._deliver(deltas)
         self.check()
         return deltas
