@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.gpu.activations import activated
 from engine.gpu.routing import align, most_tiles, route
 
 # Tiles whose programs run side by side for each block of weights: what they share comes from the L2 cache.
@@ -86,28 +87,6 @@ def _capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-@triton.jit
-def _activated(x, NAME: tl.constexpr):
-    if NAME == "silu":
-        x = x * tl.sigmoid(x)
-    elif NAME == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif NAME == "gelu_tanh":
-        # (1 + tanh(z)) / 2 is sigmoid(2 z).
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif NAME == "quick_gelu":
-        x = x * tl.sigmoid(1.702 * x)
-    elif NAME == "tanh":
-        x = 2.0 * tl.sigmoid(2.0 * x) - 1.0
-    else:
-        tl.static_assert(NAME == "relu" or NAME == "relu2", "an activation without a kernel")
-        # What is not a number stays so.
-        x = tl.where(x < 0.0, 0.0, x)
-        if NAME == "relu2":
-            x = x * x
-    return x
 
 
 @triton.jit
@@ -169,11 +148,11 @@ def _multiply(
         total = tl.dot(a, b, total, input_precision="ieee")
     if GATED:
         gate, opened = tl.split(tl.permute(tl.reshape(total, (2, WIDTH, TOKENS)), (1, 2, 0)))
-        result = _activated(gate, ACTIVATION) * opened
+        result = activated(gate, ACTIVATION) * opened
     else:
         result = total
         if ACTIVATION != "":
-            result = _activated(result, ACTIVATION)
+            result = activated(result, ACTIVATION)
     if WEIGHTED:
         result = result * tl.load(shares + pair, mask=real, other=0.0)[None, :]
     columns = begin + tl.arange(0, WIDTH)
