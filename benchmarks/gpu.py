@@ -56,6 +56,7 @@ class Run:
         self.sizes = shapes.TINY if options.tiny else shapes.Sizes()
         self.machine = machine(self.device)
         self.parts: dict[str, Any] = {}
+        self.engines: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         self.failures: dict[str, str] = {}
         self.rates = timing.measure_rates(self.device, copied=self.sizes.copied, product=self.sizes.product)
@@ -107,6 +108,7 @@ class Run:
         work, sizes, rates = shapes.Work.of(config), self.sizes, self.rates
         ours: dict[str, float] = {}
         with shapes.random_engine(config, self.options.device, sizes) as engine:
+            self.engines[model] = shapes.facts(engine)
             acts: dict[str, Callable[[], Any]] = {
                 "decode": lambda: decode.decode(engine, work, rates, sizes),
                 "gap": lambda: decode.gap(engine, sizes),
@@ -156,7 +158,8 @@ class Run:
             "shapes": "tiny" if self.options.tiny else "full",
             "machine": self.machine,
             "rates": {"bandwidth": self.rates.bandwidth, "products": self.rates.products},
-            "goals": floors.judge(floors.goals(self.sizes), self.parts),
+            "goals": floors.judge(floors.goals(self.sizes), self.parts, meant=not self.options.tiny),
+            "engines": self.engines,
             "parts": self.parts,
             "seconds": self.seconds,
             "failures": self.failures,

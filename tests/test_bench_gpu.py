@@ -15,6 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import native
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
@@ -117,6 +119,8 @@ def test_device_work_belongs_to_the_step_that_launched_it() -> None:
     assert second.kernels == [(70, 75), (76, 81)]
     assert gaps.gaps([first.kernels, second.kernels]) == [8]
     assert len(gaps.on_device(events)) == 8
+    named = [*events, event("kernel", 100, 400, 9, name="multiply"), event("kernel", 150, 2, 9, name="multiply")]
+    assert gaps.by_name(named, "cuda", count=1) == [{"name": "multiply", "times": 2, "us": 402}]
     with pytest.raises(ValueError, match="no marks"):
         gaps.steps_of([one for one in events if one.get("cat") != mark], "cuda")
     with pytest.raises(ValueError, match="nothing that ran on the device"):
@@ -168,6 +172,7 @@ def test_goals_are_judged_by_their_direction_and_missing_ones_are_open() -> None
     assert "NO" in text
     assert "<= 30 us" in text
     assert {row["measured"] for row in floors.judge(floors.goals(shapes.Sizes()), {})} == {None}
+    assert {row["met"] for row in floors.judge(floors.goals(shapes.Sizes()), parts, meant=False)} == {None}
 
 
 def test_the_plot(tmp_path: Path) -> None:
@@ -232,6 +237,8 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads(output.read_text())
     assert result["failures"] == {}
+    assert result["engines"][QWEN]["attention"] == "native" or not native.available()
+    assert result["engines"][QWEN]["async_scheduling"] is True
     assert result["machine"]["torch"] == torch.__version__
     assert result["machine"]["commit"]
     parts = result["parts"]
@@ -242,6 +249,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
         assert all(abs(row["context"] - shapes.TINY.context) <= 4 for row in parts["decode"][model])
         assert all(row["steps"] > 3 for row in parts["gap"][model])
         assert [row["tokens"] for row in parts["prefill"][model]] == list(shapes.TINY.prompts)
+        assert all(row["busiest"] for part in ("gap", "prefill") for row in parts[part][model])
         assert all(row["percent_of_greedy"] > 0 for row in parts["beams"][model])
         assert parts["peer"][model].get("ratio", 0) > 0, parts["peer"][model]
     assert len(parts["kernels"]) >= 4

@@ -98,15 +98,17 @@ def decode(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[
 def _decoding(engine: Engine, rows: int, work: Work, rates: Rates, sizes: Sizes) -> dict[str, Any]:
     with _ready(engine, rows, sizes) as ready:
         ready.run(sizes.warm)
-        before = ready.context
+        before, replayed = ready.context, _replayed(engine)
         times = ready.run(sizes.steps)
-        context = (before + ready.context) / 2
+        context, replayed = (before + ready.context) / 2, _replayed(engine) - replayed
     seconds = statistics.median(times)
     floor = floor_seconds(work, rates, rows, context)
     flops, per_byte = intensity(work, rows, context)
     return {
         "rows": rows,
         "context": round(context),
+        "steps": len(times),
+        "steps_as_graphs": replayed,
         "step_ms": 1e3 * seconds,
         "mean_ms": 1e3 * statistics.fmean(times),
         "slowest_ms": 1e3 * max(times),
@@ -116,6 +118,12 @@ def _decoding(engine: Engine, rows: int, work: Work, rates: Rates, sizes: Sizes)
         "flops_per_second": flops / seconds,
         "flops_per_byte": per_byte,
     }
+
+
+def _replayed(engine: Engine) -> int:
+    """Steps so far that ran as CUDA graphs."""
+    graphs = engine.runner.graphs
+    return 0 if graphs is None else graphs.num_replayed
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -162,6 +170,8 @@ def gap(engine: Engine, sizes: Sizes) -> list[dict[str, Any]]:
                 "step_us": 1e6 * plain,
                 "step_us_profiled": 1e6 * slowed,
                 "idle_us_a_step": max(0.0, 1e6 * plain - busy),
+                "steps_profiled": sizes.gap_steps,
+                "busiest": gaps.by_name(events, device.type),
             }
         )
         row = results[-1]
@@ -176,9 +186,13 @@ def gap(engine: Engine, sizes: Sizes) -> list[dict[str, Any]]:
 def prefill(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[str, Any]]:
     """A row for each length of a prompt, which runs alone and has an answer of one token."""
     results = []
+    device = engine.runner.model.device
     for length in sizes.prompts:
         times = [_prompt(engine, length, number) for number in range(sizes.rounds + 1)][1:]
         seconds = statistics.median(times)
+        events: list[dict[str, Any]] = []
+        with gaps.profiled(device, events):
+            _prompt(engine, length, -1)
         products, attention = work.prefill_flops(length)
         results.append(
             {
@@ -190,6 +204,7 @@ def prefill(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict
                 "flops_per_byte": products / work.weight_bytes / math.ceil(length / sizes.chunk),
                 "percent_of_peak": 100 * products / seconds / rates.products,
                 "percent_of_peak_with_attention": 100 * (products + attention) / seconds / rates.products,
+                "busiest": gaps.by_name(events, device.type),
             }
         )
         row = results[-1]

@@ -105,15 +105,19 @@ def goals(sizes: Any) -> list[Goal]:
     return made
 
 
-def judge(made: Sequence[Goal], parts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The goals with what was measured; None where nothing was."""
+def judge(made: Sequence[Goal], parts: Mapping[str, Any], *, meant: bool = True) -> list[dict[str, Any]]:
+    """The goals with what was measured; None where nothing was.
+
+    Args:
+        meant: the goals are for these figures; else none is met or missed.
+    """
     rows = []
     for goal in made:
         try:
             value: float | None = goal.figure(parts)
         except (KeyError, IndexError, ValueError, StopIteration):
             value = None
-        met = None if value is None else (value <= goal.limit if goal.at_most else value >= goal.limit)
+        met = None if value is None or not meant else (value <= goal.limit if goal.at_most else value >= goal.limit)
         rows.append(
             {
                 "label": goal.label,

@@ -111,6 +111,17 @@ def on_device(events: Sequence[Mapping[str, Any]]) -> list[Interval]:
     return [_interval(event) for event in events if event.get("cat") in _DEVICE]
 
 
+def by_name(events: Sequence[Mapping[str, Any]], device: str, count: int = 12) -> list[dict[str, Any]]:
+    """What kept the device busy: names, how often each ran, and microseconds altogether, the largest first."""
+    kinds = _DEVICE if device == "cuda" else ("cpu_op",)
+    spent: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") in kinds:
+            spent.setdefault(str(event.get("name")), []).append(float(event.get("dur", 0.0)))
+    found = [{"name": name, "times": len(each), "us": round(sum(each), 1)} for name, each in spent.items()]
+    return sorted(found, key=lambda one: -one["us"])[:count]
+
+
 def _interval(event: Mapping[str, Any]) -> Interval:
     start = float(event["ts"])
     return Interval(start, start + float(event.get("dur", 0.0)))

@@ -34,7 +34,7 @@ def octavo(engine: Engine, sizes: Sizes) -> dict[str, float]:
     """Seconds of the work, and milliseconds of a step, after a round that does not count."""
     vocab = engine.info.vocab_size
     rounds = [
-        answer_all(engine, prompts(sizes, vocab, number), sizes.peer_answer) for number in range(sizes.rounds + 1)
+        answer_all(engine, prompts(sizes, vocab, number), sizes.peer_answer) for number in range(sizes.peer_rounds + 1)
     ][1:]
     seconds, steps = zip(*rounds, strict=True)
     return {"seconds": statistics.median(seconds), "step_ms": 1e3 * statistics.median(steps)}
@@ -99,7 +99,7 @@ def _measured(
     continuous = transformers.ContinuousBatchingConfig(**limits)
     seconds, steps = [], []
     try:
-        for number in range(sizes.rounds + 1):
+        for number in range(sizes.peer_rounds + 1):
             asked = prompts(sizes, config["vocab_size"], number)
             found = model.generate_batch(
                 asked,

@@ -92,10 +92,10 @@ class Sizes:
         steps, warm: timed steps, and those before them.
         chunk: most tokens of a step.
         prompts: lengths of the prompts that are timed alone.
-        rounds: of each prompt, and of the peer.
+        rounds: of each prompt.
         beam_rows: rows of the step that searches, and of the greedy one that it is compared with.
         gap_batches, gap_steps: of the steps that are profiled.
-        peer_rows, peer_prompt, peer_answer: the work that the peer shares.
+        peer_rows, peer_prompt, peer_answer, peer_rounds: the work that the peer shares.
         sampler: rows and vocabulary.
         copied: bytes that a copy reads to measure the bandwidth.
         product: rows, columns and inner size of the product that measures the matrix rate.
@@ -109,11 +109,12 @@ class Sizes:
     prompts: tuple[int, ...] = (2048, 4096, 8192, 16384)
     rounds: int = 3
     beam_rows: tuple[int, ...] = (32, 256)
-    gap_batches: tuple[int, ...] = (1, 32)
+    gap_batches: tuple[int, ...] = (1, 32, 256)
     gap_steps: int = 24
     peer_rows: int = 32
     peer_prompt: int = 960
     peer_answer: int = 128
+    peer_rounds: int = 2
     sampler: tuple[int, int] = (256, 131072)
     copied: int = 2 * 2**30
     product: int = 8192
@@ -223,6 +224,7 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
         "max_num_seqs": rows,
         "max_num_batched_tokens": max(sizes.chunk, rows),
         "max_step_time": 0.0,
+        "async_scheduling": True,  # a dry run on a CPU goes the way of a GPU
         "kv_cache_memory": tokens * Work.of(config).kv_bytes,
         "generation_config": "none",
         "show_progress": False,
@@ -248,3 +250,15 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
         yield engine
     finally:
         engine.close()
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    """How an engine computes."""
+    modules = engine.runner.model.modules()
+    backend: Any = next(module.backend for module in modules if hasattr(module, "backend"))
+    return {
+        "attention": backend.name,
+        "graphs": engine.runner.graphs is not None,
+        **{name: getattr(engine.info, name) for name in ("dtype", "kv_cache_dtype", "block_size", "num_blocks")},
+        **{name: getattr(engine.config, name) for name in ("async_scheduling", "enforce_eager")},
+    }
