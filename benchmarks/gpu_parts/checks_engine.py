@@ -66,6 +66,6 @@ def _answers(model_type: str) -> Callable[[Setting], Iterator[Outcome]]:
 
 
 CHECKS = (
-    Check("engine: answers of a small LLaMA", _answers("llama"), bound=1.0),
-    Check("engine: answers of a small Qwen3", _answers("qwen3"), bound=1.0),
+    Check("engine: answers of a small LLaMA", _answers("llama"), bound=1.0, served=True),
+    Check("engine: answers of a small Qwen3", _answers("qwen3"), bound=1.0, served=True),
 )
