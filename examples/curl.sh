@@ -23,13 +23,13 @@ ask /v1/chat/completions '{
 }'
 
 echo "--- stream"
-ask /v1/completions '{"prompt": "One morning", "max_tokens": 4, "temperature": 0, "stream": true}' --no-buffer
+ask /v1/completions '{"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "stream": true}' --no-buffer
 
 echo "--- beams"
-ask /v1/completions '{"prompt": "One morning", "max_tokens": 16, "num_beams": 4, "n": 2}'
+ask /v1/completions '{"prompt": "Once upon a time", "max_tokens": 16, "num_beams": 4, "n": 2}'
 
 echo "--- vector"
-ask /v1/embeddings '{"input": "One morning"}' | cut -c 1-320
+ask /v1/embeddings '{"input": "Once upon a time"}' | cut -c 1-320
 
 echo "--- mistake"
-ask /v1/completions '{"prompt": "One morning", "temperature": -1}'
+ask /v1/completions '{"prompt": "Once upon a time", "temperature": -1}'

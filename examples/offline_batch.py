@@ -18,10 +18,10 @@ NAMES = ("Ada", "Bruno", "Clara", "Dario", "Elif", "Farid", "Greta", "Hana")
 
 def main() -> None:
     llm = LLM(sys.argv[1] if len(sys.argv) > 1 else str(DEMO_MODEL), show_progress=False)
-    prompts = [f"One morning {name} found" for name in NAMES]
+    prompts = [f"Long ago there was a fox named {name} who" for name in NAMES]
 
     # The same settings for all; or one object per prompt, here with a seed each.
-    params = [SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=seed) for seed in range(len(prompts))]
+    params = [SamplingParams(temperature=0.8, top_p=0.95, max_tokens=40, seed=seed) for seed in range(len(prompts))]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - started
@@ -31,9 +31,9 @@ def main() -> None:
     print(f"({tokens} tokens of {len(outputs)} answers in {seconds:.2f} s)")
 
     # Beam search in the same batch machinery: the best two of four beams, with their scores.
-    (output,) = llm.generate("One morning", SamplingParams(num_beams=4, n=2, max_tokens=16))
+    (output,) = llm.generate("In the forest", SamplingParams(num_beams=4, n=2, max_tokens=16))
     for answer in output.outputs:
-        print(f"{answer.cumulative_logprob:8.3f}  One morning{answer.text}")
+        print(f"{answer.cumulative_logprob:8.3f}  In the forest{answer.text}")
     llm.close()
 
 

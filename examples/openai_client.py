@@ -48,23 +48,23 @@ def stream() -> None:
 def samples() -> None:
     """Three different beginnings of a story; the same three for the same seed."""
     answer = client.completions.create(
-        model=MODEL, prompt="One morning", max_tokens=24, temperature=0.9, top_p=0.95, n=3, seed=7
+        model=MODEL, prompt="Once upon a time", max_tokens=32, temperature=0.8, top_p=0.95, n=3, seed=7
     )
     for choice in answer.choices:
-        print(f"{choice.index + 1}. One morning{choice.text}")
+        print(f"{choice.index + 1}. Once upon a time{choice.text}")
 
 
 def beams() -> None:
     """The four most probable continuations as a whole: what OpenAI's API has no field for goes into `extra_body`."""
     answer = client.completions.create(
         model=MODEL,
-        prompt="One morning",
+        prompt="Once upon a time",
         max_tokens=16,
         n=4,
         extra_body={"num_beams": 4, "length_penalty": 1.0, "early_stopping": True},
     )
     for choice in answer.choices:
-        print(f"{choice.index + 1}. One morning{choice.text}")
+        print(f"{choice.index + 1}. Once upon a time{choice.text}")
 
 
 for example in (chat, stream, samples, beams):

@@ -27,6 +27,7 @@ from test_bench_serve import FakeServer
 from test_cli import ESCAPE, in_terminal, octavo
 
 from server.config.settings import DEMO_MODEL
+from server.talking.answers import Answer
 
 PATIENCE = 120  # seconds
 
@@ -121,6 +122,14 @@ def test_complete_writes_the_answer_alone_to_stdout(url: str) -> None:
     assert echoed.stdout == "The sailor" + given.stdout
     assert "8 tokens, " in echoed.stderr
     assert "tokens/s" in echoed.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "seconds", "speed"), [(0.2, 2.2, "10.0 tokens/s"), (0.2, 0.205, "102.4 tokens/s"), (0.2, 0.2, "105.0")]
+)
+def test_the_speed_is_no_fiction_where_all_came_at_once(first: float, seconds: float, speed: str) -> None:
+    line = Answer(tokens=21, first=first, seconds=seconds).line()
+    assert line.startswith(f"21 tokens, 0.20 s to the first, {speed}")
 
 
 def test_a_prompt_is_needed() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from server.talking.model import CHAT, COMPLETIONS, Model
 
+SHORT = 0.1  # seconds
+
 
 @dataclass(slots=True)
 class Answer:
@@ -30,13 +32,16 @@ class Answer:
     seconds: float = 0.0
 
     def line(self) -> str:
-        """Tokens, time to the first and speed, in words."""
+        """Tokens, time to the first and speed from it on, in words; where all came within a moment that would be a
+        fiction, and the speed, too, counts from the request."""
         parts = [] if self.tokens is None else [f"{self.tokens} token{'s' * (self.tokens != 1)}"]
         if self.first is not None:
             parts.append(f"{self.first:.2f} s to the first")
-            after = self.seconds - self.first
-            if self.tokens is not None and self.tokens > 1 and after > 0:
-                parts.append(f"{(self.tokens - 1) / after:.1f} tokens/s")
+            after, since = self.seconds - self.first, (self.tokens or 0) - 1
+            if after < SHORT:
+                after, since = self.seconds, since + 1
+            if since > 0 and after > 0:
+                parts.append(f"{since / after:.1f} tokens/s")
         return ", ".join(parts)
 
 
