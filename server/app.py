@@ -139,7 +139,7 @@ def create_app(
     for module in (completions, chat, embeddings, scoring, classify, fill_mask, models, operations, live, tokenize):
         app.include_router(module.router)
     if settings.enable_playground:
-        app.include_router(playground.make_router())
+        app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
     return app
 
 

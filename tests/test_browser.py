@@ -32,16 +32,17 @@ def missing() -> str:
 
 
 @pytest.fixture
-def services(tmp_path: Path) -> Iterator[tuple[Service, Service]]:
-    """The demo model, open and behind a key."""
+def services(tmp_path: Path) -> Iterator[list[Service]]:
+    """The demo model, open, behind a key, and without the live feed."""
     started = [
         Service("--max-num-seqs", "32", log=tmp_path / "open.log"),
         Service("--api-key", KEY, log=tmp_path / "closed.log"),
+        Service("--no-enable-cache-map", log=tmp_path / "silent.log"),
     ]
     try:
         for service in started:
             service.wait_ready()
-        yield started[0], started[1]
+        yield started
     finally:
         for service in started:
             service.process.kill()
@@ -50,12 +51,13 @@ def services(tmp_path: Path) -> Iterator[tuple[Service, Service]]:
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.timeout(400)
-def test_the_playground_in_a_browser(services: tuple[Service, Service]) -> None:
-    service, closed = services
+def test_the_playground_in_a_browser(services: list[Service]) -> None:
+    service, closed, silent = services
     environment = os.environ | {
         "OCTAVO_URL": service.url,
         "OCTAVO_KEY_URL": closed.url,
         "OCTAVO_KEY": KEY,
+        "OCTAVO_SILENT_URL": silent.url,
         "PYTHON": sys.executable,
         "CHROMIUM": os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS))),
     }

@@ -87,6 +87,19 @@ def test_a_setting_takes_it_away() -> None:
     assert [closed.get(path).status_code for path in PATHS] == [401] * len(PATHS)
 
 
+def test_the_page_is_told_what_would_be_refused() -> None:
+    usual = Site().get("/")
+    for chosen, told in (
+        ({"enable_cache_map": False}, b'data-feed="off"'),
+        ({"api_key": (KEY,)}, b'data-key="needed"'),
+    ):
+        page = Site(**chosen).get("/")
+        assert told in page.content
+        assert told not in usual.content
+        assert page.headers["etag"] != usual.headers["etag"]
+    assert b'<body data-feed="on" data-key="none">' in usual.content
+
+
 def test_under_a_prefix() -> None:
     """Whether the proxy strips it or not; all that the page refers to is relative to where it is."""
     site = Site(root_path="/llm")

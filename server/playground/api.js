@@ -22,6 +22,9 @@ export class ApiError extends Error {
   }
 }
 
+// What tells the page that it has no key, or a wrong one.
+export const needsKey = (error) => new CustomEvent("octavo:key", { detail: error });
+
 // The response, if it is a good one.
 export async function ask(path, { body, signal } = {}) {
   const headers = {};
@@ -39,7 +42,7 @@ export async function ask(path, { body, signal } = {}) {
   if (response.ok) return response;
   const problem = await response.json().catch(() => ({}));
   const error = new ApiError(response.status, problem.error, response.headers.get("Retry-After"));
-  if (error.status === 401) document.dispatchEvent(new CustomEvent("octavo:key", { detail: error }));
+  if (error.status === 401) document.dispatchEvent(needsKey(error));
   throw error;
 }
 

@@ -7,12 +7,13 @@ const RETRY = 2000; // milliseconds
 
 export class Feed {
   constructor(onFrame, onState) {
-    Object.assign(this, { onFrame, onState, abort: null });
+    Object.assign(this, { onFrame, onState, abort: null, wanted: false });
     // Nobody looks at a page in the background: the engine is not asked for it.
-    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.wanted && this.open()));
   }
 
   open() {
+    this.wanted = true;
     if (this.abort || document.hidden) return;
     this.abort = new AbortController();
     this.read(this.abort.signal);

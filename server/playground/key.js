@@ -17,6 +17,7 @@ export function setUpKey(onKey) {
 
   document.addEventListener("octavo:key", (event) => {
     button.hidden = false;
+    byId("model").textContent = "An API key is needed.";
     for (const link of document.querySelectorAll(".top nav a")) link.hidden = true; // a link cannot send a key
     show(getKey() ? event.detail.message : "");
   });

@@ -25,7 +25,8 @@ export class Machine {
   }
 
   watch() {
-    this.feed.open();
+    if (document.body.dataset.feed === "off") this.say("The live feed is switched off on this server (--no-enable-cache-map).");
+    else this.feed.open();
   }
 
   // This page's own request, by the id in its answer: the engine numbers its prompts.

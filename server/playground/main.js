@@ -1,6 +1,6 @@
 // Puts the page together: what the server serves decides what it shows.
 
-import { ApiError, askJson } from "./api.js";
+import { ApiError, askJson, getKey, needsKey } from "./api.js";
 import { BeamTree } from "./beams.js";
 import { hideCard } from "./card.js";
 import { ChatPane } from "./chat_pane.js";
@@ -66,6 +66,7 @@ function describeModel(model) {
 }
 
 async function connect() {
+  if (document.body.dataset.key === "needed" && !getKey()) return document.dispatchEvent(needsKey());
   try {
     const [models, schemas] = await Promise.all([askJson("v1/models"), loadSchemas()]);
     const [model] = models.data;
@@ -80,8 +81,7 @@ async function connect() {
     }
     machine.watch();
   } catch (error) {
-    if (error instanceof ApiError && error.status === 401) byId("model").textContent = "An API key is needed.";
-    else {
+    if (!(error instanceof ApiError && error.status === 401)) {
       byId("model").textContent = error instanceof ApiError ? error.message : "The server cannot be reached; trying again …";
       setTimeout(connect, 2000);
     }

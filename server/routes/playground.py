@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +44,11 @@ class Asset:
     etag: str
 
     @classmethod
-    def read(cls, path: Path) -> Asset:
-        """The file at a path, whose ending says what it is."""
+    def read(cls, path: Path, changed: Mapping[bytes, bytes] | None = None) -> Asset:
+        """The file at a path, whose ending says what it is, with some of it changed."""
         content = path.read_bytes()
+        for old, new in (changed or {}).items():
+            content = content.replace(old, new)
         return cls(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
     def answer(self, request: Request) -> Response:
@@ -69,12 +71,30 @@ def open_paths() -> frozenset[str]:
     return frozenset({"/", *(PREFIX + name for name in asset_names())})
 
 
-def make_router() -> APIRouter:
-    """The routes of the page and of each of its parts, whose files are read now."""
+def make_router(*, feed: bool, key: bool) -> APIRouter:
+    """The routes of the page and of each of its parts, whose files are read now.
+
+    Args:
+        feed: there is a live feed. The page is told, and does not ask for what would be refused: a browser's console
+            shows each refusal as an error.
+        key: whoever asks needs a key; the page is told so, too.
+    """
     router = APIRouter(include_in_schema=False)
     for name in asset_names():
-        _add(router, "/" if name == PAGE else PREFIX + name, Asset.read(FOLDER / name))
+        if name != PAGE:
+            _add(router, PREFIX + name, Asset.read(FOLDER / name))
+    _add(router, "/", Asset.read(FOLDER / PAGE, _told(feed=feed, key=key)))
     return router
+
+
+def _told(*, feed: bool, key: bool) -> dict[bytes, bytes]:
+    """What the page says of a server that is not as the file has it."""
+    changed = {}
+    if not feed:
+        changed[b'data-feed="on"'] = b'data-feed="off"'
+    if key:
+        changed[b'data-key="none"'] = b'data-key="needed"'
+    return changed
 
 
 def _add(router: APIRouter, path: str, asset: Asset) -> None:

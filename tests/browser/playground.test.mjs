@@ -9,6 +9,7 @@ import { complete, launch, open, set } from "./browser.mjs";
 const URL_ = process.env.OCTAVO_URL;
 const KEY_URL = process.env.OCTAVO_KEY_URL;
 const KEY = process.env.OCTAVO_KEY;
+const SILENT_URL = process.env.OCTAVO_SILENT_URL;
 const LONG = { max_tokens: 400, ignore_eos: true };
 
 let browser;
@@ -281,6 +282,8 @@ test("a server with a key asks for it, and keeps it in this tab only", { skip: !
   const locked = await open(browser, KEY_URL);
   const { page } = locked;
   await page.waitForSelector("#key-form:not([hidden])");
+  assert.equal(await page.textContent("#model"), "An API key is needed.");
+  assert.deepEqual(locked.complaints, [], "nothing is asked for without a key");
   await page.fill("#key-field", "wrong");
   await page.press("#key-field", "Enter");
   await page.waitForFunction(() => /not valid/.test(document.querySelector("#key-problem").textContent));
@@ -295,4 +298,13 @@ test("a server with a key asks for it, and keeps it in this tab only", { skip: !
   assert.ok(!(await page.content()).includes(KEY));
   await locked.context.close();
   assert.deepEqual(locked.complaints.filter((text) => !/401/.test(text)), []);
+});
+
+test("a feed that is switched off is not asked for", { skip: !SILENT_URL }, async () => {
+  const silent = await open(browser, SILENT_URL);
+  await silent.page.waitForSelector('[role="tab"]');
+  await silent.page.waitForFunction(() => /switched off/.test(document.querySelector("#feed-state").textContent));
+  assert.ok(await silent.page.locator("#feed-state").isVisible());
+  await silent.context.close();
+  assert.deepEqual(silent.complaints, []);
 });
