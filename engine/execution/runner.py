@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine import gpu
 from engine.attention.base import AttentionMetadata
 from engine.execution.buffers import Buffer
 from engine.execution.cuda_graphs import DecodeGraphs, Recorder
 from engine.execution.kv_cache import KVCache
-from engine.execution.pending import PendingStep
+from engine.execution.pending import LateResult, PendingStep
 from engine.execution.pooler import Pooler
 from engine.execution.sampler import sample, score_prompt
-from engine.gpu import upload
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
 from engine.outputs import Activation
-from engine.scheduling.plan import CrossRows, EncoderBatch, Int32, StepPlan, StepResult
+from engine.scheduling.plan import CrossRows, EncoderBatch, Int32, SamplingBatch, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from engine.execution.sampler_device import DeviceSampler
 
 
 class _Logits:
@@ -73,6 +78,11 @@ class ModelRunner:
         self._sources = Buffer(size, torch.int64, device)
         self._sampled = Buffer(size, torch.int32, device)  # [S] tokens of the last step that sampled
         self.graphs: DecodeGraphs | None = None
+        self._sampler: DeviceSampler | None = None
+        if gpu.serves(device):
+            from engine.execution.sampler_device import DeviceSampler
+
+            self._sampler = DeviceSampler(device)
         self._last_cross: tuple[CrossRows, CrossPages] | None = None
         self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(model.spec.head, self._logits, project=project, activation=activation)
@@ -92,10 +102,9 @@ class ModelRunner:
         if plan.encoder is not None:
             self._encode(plan.encoder)
         hidden = self._hidden(plan)
-        candidates = StepResult.empty()
+        candidates: StepResult | LateResult = StepResult.empty()
         if plan.sampling is not None:
-            candidates = sample(self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens)), plan.sampling)
-            self._sampled.fill(candidates.tokens[:, 0])
+            candidates = self._sample(self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens)), plan.sampling)
         step = PendingStep(candidates=candidates)
         if plan.pooling:
             step.pooled = self._pooler.pool(hidden, plan)
@@ -111,6 +120,17 @@ class ModelRunner:
         )
         graphs.capture()
         self.graphs = graphs
+
+    def _sample(self, logits: Tensor, batch: SamplingBatch) -> StepResult | LateResult:
+        """Candidates; what they begin with is kept on the device, for the next step."""
+        if self._sampler is None:
+            known = sample(logits, batch)
+            self._sampled.fill(known.tokens[:, 0])
+            return known
+        samples = self._sampler.sample(logits, batch)
+        self._sampled.data[: len(logits)].copy_(samples.first)
+        samples.fetch()
+        return samples
 
     def _hidden(self, plan: StepPlan) -> Tensor:
         if plan.whole:
@@ -208,4 +228,4 @@ def _rows(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:
 
 
 def _index(rows: Int32, like: Tensor) -> Tensor:
-    return upload(rows, like.device).long()
+    return gpu.upload(rows, like.device).long()

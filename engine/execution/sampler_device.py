@@ -71,6 +71,11 @@ class DeviceSamples:
         """Start the copy to the host, on the current stream; nothing waits for it."""
         self._download = Download(self._packed)
 
+    @property
+    def ready(self) -> bool:
+        """The values are on the host: `result` does not wait."""
+        return self._download is not None and self._download.ready
+
     def result(self) -> StepResult:
         """The values on the host: waits until they are there."""
         if self._download is None:

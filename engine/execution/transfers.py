@@ -74,6 +74,11 @@ class Download:
         else:
             self._host = values.clone()
 
+    @property
+    def ready(self) -> bool:
+        """`wait` would not."""
+        return self._event is None or bool(self._event.query())
+
     def wait(self) -> Array:
         """The values; waits for the copy, and for nothing that was started after it."""
         if self._event is not None:
