@@ -1,7 +1,7 @@
 """What tests of `engine.gpu` share: where kernels run, and how they are compiled where there is no GPU.
 
-As a script (`python -m support.gpu MODULE`) it compiles the `VARIANTS` of a module and prints what came of it: in a
-process of its own, because kernels that were imported for the interpreter cannot be compiled.
+As a script (`python -m support.gpu MODULE [CAPABILITY]`) it compiles the `VARIANTS` of a module and prints what came of
+it: in a process of its own, because kernels that were imported for the interpreter cannot be compiled.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -69,26 +71,28 @@ class Compiled:
     Attributes:
         shared: bytes of shared memory.
         size: bytes of the machine code.
+        stack: bytes of a thread's stack: registers that were spilled.
     """
 
     name: str
     capability: int
     shared: int
     size: int
+    stack: int = 0
     error: str = ""
 
 
-def compile_variants(module: str, cache: Path) -> list[Compiled]:
+def compile_variants(module: str, cache: Path, capability: int | None = None) -> list[Compiled]:
     """Compile the `VARIANTS` of a module below tests/, such as "support.variants_attention", without a GPU.
 
     Args:
         cache: a folder for Triton's own cache.
+        capability: the only one to compile for.
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "support.gpu", module], env=environment, capture_output=True, text=True, timeout=280
-    )
+    command = [sys.executable, "-m", "support.gpu", module, *([] if capability is None else [str(capability)])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return [Compiled(**item) for item in json.loads(done.stdout.splitlines()[-1])]
 
@@ -117,9 +121,27 @@ def _compile(variant: Variant, capability: int) -> Compiled:
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     except Exception as error:  # reported with the variant's name, by the process that asked
         return Compiled(name=variant.name, capability=capability, shared=0, size=0, error=str(error)[:2000])
-    return Compiled(name=variant.name, capability=capability, shared=made.metadata.shared, size=len(made.asm["cubin"]))
+    cubin = made.asm["cubin"]
+    return Compiled(
+        name=variant.name, capability=capability, shared=made.metadata.shared, size=len(cubin), stack=_stack(cubin)
+    )
+
+
+def _stack(cubin: bytes) -> int:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    found = re.search(r"STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1])
 
 
 if __name__ == "__main__":
     variants: list[Variant] = importlib.import_module(sys.argv[1]).VARIANTS
-    print(json.dumps([asdict(_compile(v, c)) for v in variants for c in v.capabilities]))
+    wanted = {int(capability) for capability in sys.argv[2:]} or set(SHARED_MEMORY)
+    print(json.dumps([asdict(_compile(v, c)) for v in variants for c in v.capabilities if c in wanted]))
