@@ -130,11 +130,10 @@ def _compile(variant: Variant, capability: int) -> Compiled:
 def _stack(cubin: bytes) -> int:
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     found = re.search(r"STACK:(\d+)", said)
     assert found is not None, said
