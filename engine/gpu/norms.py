@@ -45,33 +45,39 @@ class Norm(NamedTuple):
 
 
 @triton.jit
-def scaled(x, scale, mask, at, weight, bias, KIND: tl.constexpr, FORMAT: tl.constexpr):
-    """x * scale * weight + bias of a norm, rounded where its kind is, as float32 numbers of a format.
+def features_of(weight, at, mask, OFFSET: tl.constexpr):
+    """A weight's or a bias's features as float32, plus OFFSET; None of None."""
+    found = None
+    if weight is not None:
+        found = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32) + OFFSET
+    return found
+
+
+@triton.jit
+def scaled(x, scale, factor, shift, KIND: tl.constexpr, FORMAT: tl.constexpr):
+    """x * scale * factor + shift of a norm, rounded where its kind is, as float32 numbers of a format.
 
     Args:
         x: [ROWS, BLOCK] float32, less their mean for a LayerNorm; scale [ROWS, 1].
-        mask, at: [1, BLOCK], what of a row there is, and where its features are in weight and bias.
+        factor, shift: [1, BLOCK] float32, None for none.
     """
     x = x * scale
     if KIND == 1:
         x = x.to(FORMAT).to(tl.float32)
-    if weight is not None:
-        factor = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
-        if KIND == 3:
-            factor += 1.0
+    if factor is not None:
         x = x * factor
-    if bias is not None:
-        x += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+    if shift is not None:
+        x += shift
     return x.to(FORMAT).to(tl.float32)
 
 
 @triton.jit
-def normalised(x, mask, at, weight, bias, eps, SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr):
-    """The norm of rows x, zeros where `mask` is false; otherwise as `scaled`."""
+def normalised(x, mask, factor, shift, eps, SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr):
+    """The norm of rows x, zeros where `mask` [1, BLOCK] is false; otherwise as `scaled`."""
     if KIND == 4:
         x = tl.where(mask, x - tl.sum(x, 1, keep_dims=True) / SIZE, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / SIZE + eps)
-    return scaled(x, scale, mask, at, weight, bias, KIND, FORMAT)
+    return scaled(x, scale, factor, shift, KIND, FORMAT)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -92,19 +98,26 @@ def norm_kernel(
     mask = (row < rows) & inside
     FORMAT: tl.constexpr = x.dtype.element_ty
     source = x + (row // INNER) * x_outer + (row % INNER) * x_inner + feature
+    # Everything is asked for before anything is waited for.
     total = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if y is not None:
         added = tl.load(y + row * SIZE + feature, mask=mask, other=0.0).to(tl.float32)
+    if z is not None:
+        also = tl.load(z + row * SIZE + feature, mask=mask, other=0.0).to(tl.float32)
+    after_factor = features_of(after_weight, feature, inside, 1.0 if AFTER == 3 else 0.0)
+    after_shift = features_of(after_bias, feature, inside, 0.0)
+    factor = features_of(weight, feature, inside, 1.0 if KIND == 3 else 0.0)
+    shift = features_of(bias, feature, inside, 0.0)
+    if y is not None:
         if AFTER > 0:
-            added = normalised(added, inside, feature, after_weight, after_bias, after_eps, SIZE, AFTER, FORMAT)
+            added = normalised(added, inside, after_factor, after_shift, after_eps, SIZE, AFTER, FORMAT)
         total = (total + added).to(FORMAT).to(tl.float32)
     if z is not None:
-        total += tl.load(z + row * SIZE + feature, mask=mask, other=0.0).to(tl.float32)
-        total = total.to(FORMAT).to(tl.float32)
+        total = (total + also).to(FORMAT).to(tl.float32)
     if STORE:
         tl.store(source, total.to(FORMAT), mask=mask)
     if KIND > 0:
-        total = normalised(total, inside, feature, weight, bias, eps, SIZE, KIND, FORMAT)
+        total = normalised(total, inside, factor, shift, eps, SIZE, KIND, FORMAT)
         place = out + (row // INNER) * out_outer + (row % INNER) * out_inner + feature
         tl.store(place, total.to(FORMAT), mask=mask)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.attention.base import Paged
 from engine.attention.formats import FP8, LARGEST
-from engine.gpu.norms import Norm, kind, scaled
+from engine.gpu.norms import Norm, features_of, kind, scaled
 from engine.gpu.pages import store_vectors
 
 LONGEST_HEAD = 1024
@@ -56,9 +56,8 @@ class HeadNorms(NamedTuple):
 
 
 @triton.jit
-def _read(place, mask, CLIP: tl.constexpr):
+def _limited(x, CLIP: tl.constexpr):
     """Numbers as float32, limited to [-CLIP, CLIP] as their own format has it."""
-    x = tl.load(place, mask=mask, other=0.0)
     FORMAT: tl.constexpr = x.dtype
     x = x.to(tl.float32)
     if CLIP is not None:
@@ -95,29 +94,23 @@ def turn_kernel(
     position = token
     if positions is not None:
         position = tl.load(positions + token).to(tl.int64)
-    head = tl.arange(0, HEADS)[:, None]
     source = turning + token * turning_stride
-    there = chunk * HEADS + head < QUERIES
-    slot = token * 0
+    weight = query_weight
+    bias = query_bias
+    count = QUERIES
     if KV_HEADS > 0:  # noqa: SIM102 (known when the kernel is compiled)
         if not of_queries:
-            if token < stored:
-                if WHERE == 1:
-                    slot = tl.load(slots + token).to(tl.int64)
-                else:
-                    number = position // PAGE
-                    if (position >= 0) & (number < table_width):
-                        page = tl.load(tables + token * table_stride + number).to(tl.int64)
-                        slot = page * PAGE + position % PAGE
-            there = (slot >= PAGE) & (slot < all_slots)
+            count = KV_HEADS
+            weight = key_weight
+            bias = key_bias
             if of_values:
                 chunk -= QUERY_CHUNKS + KV_CHUNKS
                 source = values + token * values_stride
             else:
                 chunk -= QUERY_CHUNKS
                 source += QUERIES * HEAD_DIM
-            there = there & (chunk * HEADS + head < KV_HEADS)
-    head += chunk * HEADS
+    head = chunk * HEADS + tl.arange(0, HEADS)[:, None]
+    there = head < count
 
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     paired = pair < HALF
@@ -126,10 +119,37 @@ def turn_kernel(
     third = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     single = third < HEAD_DIM
     heads = source + head * HEAD_DIM
-    a = _read(heads + first, there & paired, CLIP)
-    b = _read(heads + second, there & paired, CLIP)
-    rest = _read(heads + third, there & single, CLIP)
+    # Everything is asked for before anything is waited for; only what depends on the position comes later.
+    a = tl.load(heads + first, mask=there & paired, other=0.0)
+    b = tl.load(heads + second, mask=there & paired, other=0.0)
+    rest = tl.load(heads + third, mask=there & single, other=0.0)
+    if NORM > 0:
+        OFFSET: tl.constexpr = 1.0 if NORM == 3 else 0.0
+        factor_a = features_of(weight, first, paired, OFFSET)
+        factor_b = features_of(weight, second, paired, OFFSET)
+        factor_rest = features_of(weight, third, single, OFFSET)
+        shift_a = features_of(bias, first, paired, 0.0)
+        shift_b = features_of(bias, second, paired, 0.0)
+        shift_rest = features_of(bias, third, single, 0.0)
+    if HALF > 0:
+        # A position without angles gives NaN, which ends the request.
+        known = paired & (position >= 0) & (position < length)
+        c = tl.load(cos + position * HEAD_DIM + first, mask=known, other=float("nan")).to(tl.float32)
+        s = tl.load(sin + position * HALF + pair, mask=known, other=float("nan")).to(tl.float32)
+    slot = token * 0
+    if KV_HEADS > 0:
+        stores = token < stored
+        if WHERE == 1:
+            slot = tl.load(slots + token, mask=stores, other=0).to(tl.int64)
+        else:
+            number = position // PAGE
+            listed = stores & (position >= 0) & (number < table_width)
+            page = tl.load(tables + token * table_stride + number, mask=listed, other=0).to(tl.int64)
+            slot = tl.where(listed, page * PAGE + position % PAGE, 0)
 
+    a = _limited(a, CLIP)
+    b = _limited(b, CLIP)
+    rest = _limited(rest, CLIP)
     if not of_values:
         if NORM > 0:
             if NORM == 4:
@@ -141,19 +161,10 @@ def turn_kernel(
             squares = tl.sum(a * a, 1, keep_dims=True) + tl.sum(b * b, 1, keep_dims=True)
             squares += tl.sum(rest * rest, 1, keep_dims=True)
             scale = tl.rsqrt(squares / HEAD_DIM + eps)
-            if of_queries:
-                a = scaled(a, scale, paired, first, query_weight, query_bias, NORM, FORMAT)
-                b = scaled(b, scale, paired, second, query_weight, query_bias, NORM, FORMAT)
-                rest = scaled(rest, scale, single, third, query_weight, query_bias, NORM, FORMAT)
-            else:
-                a = scaled(a, scale, paired, first, key_weight, key_bias, NORM, FORMAT)
-                b = scaled(b, scale, paired, second, key_weight, key_bias, NORM, FORMAT)
-                rest = scaled(rest, scale, single, third, key_weight, key_bias, NORM, FORMAT)
+            a = scaled(a, scale, factor_a, shift_a, NORM, FORMAT)
+            b = scaled(b, scale, factor_b, shift_b, NORM, FORMAT)
+            rest = scaled(rest, scale, factor_rest, shift_rest, NORM, FORMAT)
         if HALF > 0:
-            # A position without angles gives NaN, which ends the request.
-            known = paired & (position >= 0) & (position < length)
-            c = tl.load(cos + position * HEAD_DIM + first, mask=known, other=float("nan")).to(tl.float32)
-            s = tl.load(sin + position * HALF + pair, mask=known, other=float("nan")).to(tl.float32)
             if ROUNDED:
                 c = c.to(FORMAT).to(tl.float32)
                 s = s.to(FORMAT).to(tl.float32)
@@ -172,6 +183,7 @@ def turn_kernel(
         tl.store(heads + second, b.to(FORMAT), mask=there & paired)
         tl.store(heads + third, rest.to(FORMAT), mask=there & single)
     elif KV_HEADS > 0:
+        there = there & (slot >= PAGE) & (slot < all_slots)
         if of_values:
             store_vectors(
                 a, b, rest, first, second, third, paired, single, head, there, slot, value_pages, value_scales, None,
