@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ pytest.importorskip("triton")
 from support.gpu import check_compiled, compile_variants, kernels
 
 from engine.execution import sampler, sampler_torch
+from engine.execution.sampler_captured import CapturedSampler
 from engine.execution.sampler_device import Counters, DeviceSampler
 from engine.gpu.sampling import SIZES, Sizes
 from engine.scheduling.philox import uniforms
@@ -29,7 +32,7 @@ from tests.test_sampler import FILTERS, batch_of, distribution, mixed_rows, warp
 # Of what is rare with the sizes that serve, much: rows with more candidates than are collected, several splits.
 SMALL = Sizes(split=128, few=4, room=16, depth=2)
 MIXED = mixed_rows()
-few = settings(max_examples=12, deadline=None, derandomize=True)
+few = settings(max_examples=8, deadline=None, derandomize=True)
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +109,21 @@ def filters(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+def exact(logits: Tensor, row: dict[str, Any]) -> np.ndarray:
+    """Probabilities [vocabulary] of one row under filters, by sorting; what ties with the last that is kept stays."""
+    scaled = (logits / torch.tensor(row["temperature"])).numpy()
+    weights = np.exp(scaled.astype(np.float64) - scaled.max())
+    order = np.argsort(-scaled, kind="stable")
+    best = order[: row["top_k"] or len(order)]
+    smallest = scaled[best[-1]]
+    if row["top_p"] < 1.0:
+        before = weights[best].cumsum() - weights[best]
+        smallest = scaled[best[before < np.float32(row["top_p"]) * weights[best].sum()][-1]]
+    weights[(scaled < smallest) | (weights < np.float32(row["min_p"]))] = 0.0
+    return weights / weights.sum()
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(row=filters(), seed=st.integers(0, 2**20), data=st.data())
 def test_draws_are_those_of_the_exact_distribution(row: dict[str, Any], seed: int, data: st.DataObject) -> None:
     """A number in the middle of a token's interval gives that very token: so what filters keep, with what
@@ -115,29 +132,28 @@ def test_draws_are_those_of_the_exact_distribution(row: dict[str, Any], seed: in
     logits = random_logits(1, vocabulary, seed, data.draw(st.sampled_from([0.3, 2.0, 6.0])), data.draw(st.booleans()))
     if data.draw(st.booleans()):
         logits[0, :: data.draw(st.sampled_from([2, 3]))] = -torch.inf
-    probabilities = distribution(warped(logits[0].clone(), row))
+    probabilities = exact(logits[0], row)
     tokens = np.flatnonzero(probabilities > 2e-6)
-    tokens = tokens[:: max(1, len(tokens) // 12)]
+    tokens = tokens[:: max(1, len(tokens) // 8)]
     row["draws"] = (probabilities.cumsum() - probabilities / 2)[tokens]
     with kernels() as device:
         found = sample(logits, [row], device, data.draw(st.sampled_from([SIZES, SMALL])))
     assert found.tokens[0].tolist() == tokens.tolist()
 
 
-@pytest.mark.parametrize("row", [FILTERS[0], FILTERS[4], FILTERS[7]], ids=str)
-@pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["served", "small"])
+@pytest.mark.parametrize(("row", "sizes"), [(FILTERS[0], SMALL), (FILTERS[4], SMALL), (FILTERS[7], SIZES)], ids=str)
 def test_draws_are_spread_as_the_distribution_is(device: torch.device, row: dict[str, Any], sizes: Sizes) -> None:
-    number = 400
-    logits = random_logits(1, 40, seed=5, scale=1.0)
+    number = 150
+    logits = random_logits(1, 20, seed=5, scale=1.0)
     draws = uniforms([11] * number, [0] * number, range(number))
     tokens = sample(logits, [{**row, "draws": draws}], device, sizes).tokens[0]
     expected = distribution(warped(logits[0].clone(), row)) * number
-    counts = np.bincount(tokens, minlength=40)
+    counts = np.bincount(tokens, minlength=20)
     assert (counts[expected == 0.0] == 0).all()
     likely = expected >= 5
     observed = np.append(counts[likely], counts[~likely].sum())
     wanted = np.append(expected[likely], expected[~likely].sum())
-    assert len(wanted) > 5
+    assert len(wanted) > 2
     assert stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue > 1e-3
 
 
@@ -157,11 +173,11 @@ def test_the_borders_of_the_unit_interval(device: torch.device) -> None:
 @pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["served", "small"])
 def test_of_equal_logits_the_lowest_token_comes_first(device: torch.device, sizes: Sizes) -> None:
     """Whether they fit into what is collected or not."""
-    logits = random_logits(2, 400, seed=6, ties=True)
+    logits = random_logits(2, 160, seed=6, ties=True)
     logits[1, 30:] = 1.0
     logits[1, 100] = -0.0
     logits[1, :30] = 0.0
-    rows: list[dict[str, Any]] = [{"beam_width": 9, "num_logprobs": 5}, {"beam_width": 9, "num_logprobs": 400}]
+    rows: list[dict[str, Any]] = [{"beam_width": 9, "num_logprobs": 5}, {"beam_width": 9, "num_logprobs": 20}]
     found = sample(logits, rows, device, sizes)
     greedy = sample(logits, [{"temperature": 0.0}] * 2, device, sizes)
     for i in range(2):
@@ -183,13 +199,13 @@ def test_temperatures_far_apart(device: torch.device) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_no_distribution_harms_itself_alone(device: torch.device, bad: float) -> None:
-    rows = [*MIXED, {"top_k": 5, "top_p": 0.2, "draws": [0.3], "num_logprobs": 2}]
+    rows = [MIXED[i] for i in (0, 1, 3, 4, 6, 8, 12)]
     clean = random_logits(len(rows), 300, seed=8)
-    before = sample(clean, rows, device, SMALL)
-    for victims, place in (([0, 3, 6, 8], 211), ([1, 4, 7, 12], slice(None))):
+    before = sample(clean, rows, device)
+    for victims, place in (([0, 2, 4], 211), ([1, 3, 5, 6], slice(None))):
         logits = clean.clone()
         logits[victims, place] = bad
-        found = sample(logits, rows, device, SMALL)
+        found = sample(logits, rows, device)
         assert ((found.tokens >= 0) & (found.tokens < 300)).all()
         whole = isinstance(place, slice)
         for i, row in enumerate(rows):
@@ -217,8 +233,8 @@ def test_a_row_without_any_possible_token_fails_alone(device: torch.device, temp
 
 @pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["served", "small"])
 def test_rows_are_to_the_bit_what_they_are_alone(device: torch.device, sizes: Sizes) -> None:
-    rows = [*MIXED, {"top_p": 0.99, "draws": [0.7]}, {"top_k": 50, "draws": [0.2]}]
-    logits = random_logits(len(rows), 600, seed=9, ties=True)
+    rows = [*MIXED[:8], MIXED[12], {"top_p": 0.99, "draws": [0.7]}, {"top_k": 50, "draws": [0.2]}]
+    logits = random_logits(len(rows), 300, seed=9, ties=True)
     crowd = sample(logits, rows, device, sizes)
     for i, row in enumerate(rows):
         alone = used(sample(logits[i : i + 1], [row], device, sizes), 0, row)
@@ -262,8 +278,9 @@ def test_prompts_are_scored_as_by_torch(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_logits_of_other_formats(device: torch.device, dtype: torch.dtype) -> None:
     logits = random_logits(len(MIXED), 97, seed=11).to(dtype)
-    ours = DeviceSampler(device).sample(logits.to(device), batch_of(MIXED)).result()
-    assert_same(ours, sample(logits.float(), MIXED, device), MIXED)
+    rows = MIXED[:9]
+    ours = DeviceSampler(device).sample(logits[:9].to(device), batch_of(rows)).result()
+    assert_same(ours, sampler_torch.sample(logits[:9].float(), batch_of(rows)), rows)
 
 
 def test_numbers_may_be_made_on_the_device(device: torch.device) -> None:
@@ -289,6 +306,141 @@ def test_numbers_may_be_made_on_the_device(device: torch.device) -> None:
             row["draws"] = uniforms([seeds[i]] * count, range(choices[i], choices[i] + count), [positions[i]] * count)
     theirs = sample(logits, rows, device, SMALL)
     assert_same(ours, theirs, rows)
+
+
+# ------------------------------------------------------------------ what is sent, and what nobody waits for
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """On a GPU, an error where the host would wait for it."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_steady_step_sends_what_changed_and_waits_for_nothing(device: torch.device) -> None:
+    rows = [MIXED[i] for i in (0, 1, 4, 6, 9, 8)]
+    logits = random_logits(len(rows), 97, seed=13)
+    on_device = logits.to(device)
+    sampler_ = DeviceSampler(device, max_rows=32)
+    first = batch_of(rows)
+    numbers = np.full_like(first.uniforms, 0.25)
+    last_history = first.history_token.copy()
+    last_history[-1] = 30
+    steps = [first, first, replace(first, uniforms=numbers), replace(first, history_token=last_history)]
+    sent, addresses, results = [], set(), []
+    sampler_.sample(on_device, first).result()  # compiles
+    sampler_ = DeviceSampler(device, max_rows=32)
+    for batch in steps:
+        before = sampler_.uploads.sent
+        with nothing_waits():
+            samples = sampler_.sample(on_device, batch)
+            samples.fetch()
+        sent.append(sampler_.uploads.sent - before)
+        addresses.add((samples.first.data_ptr(), samples.tokens.data_ptr()))
+        results.append(samples)
+        assert samples.first.tolist() == samples.tokens[:, 0].tolist()
+    assert sent[0] > 600
+    assert sent[1] == 0
+    assert sent[2] == -(-numbers.nbytes // 16) * 16
+    assert 0 < sent[3] < 400
+    assert len(addresses) == 1
+    for batch, samples in zip(steps, results, strict=True):  # fetched before the memory was used again
+        assert_same(samples.result(), sampler_torch.sample(logits, batch), rows)
+
+
+def test_a_sampler_serves_batches_of_all_sizes_one_after_the_other(device: torch.device) -> None:
+    ours = DeviceSampler(device, max_rows=2, sizes=SMALL)
+    for kinds, vocabulary in ((MIXED[:2], 97), (MIXED, 97), (MIXED[6:9], 97), (MIXED[:5], 131), (MIXED[9:10], 131)):
+        logits = random_logits(len(kinds), vocabulary, seed=14)
+        found = ours.sample(logits.to(device), batch_of(kinds)).result()
+        assert_same(found, sampler_torch.sample(logits, batch_of(kinds)), kinds)
+
+
+# ------------------------------------------------------------------ what a CUDA graph can hold
+
+STEADY: list[dict[str, Any]] = [
+    {"temperature": 0.0, "draws": [0.0]},
+    {"draws": [0.3]},
+    {"top_p": 0.9, "temperature": 1.5, "draws": [0.8]},
+    {"top_k": 3, "draws": [0.5]},
+    {"temperature": 0.0, "draws": [0.0], "top_k": 5},
+]
+
+
+def test_one_capture_serves_any_mixture(device: torch.device) -> None:
+    """Padded rows, batches that change, numbers that are counted up; replayed from a graph where there is a GPU."""
+    captured = CapturedSampler(8, 300, device, sizes=SMALL)
+    logits = random_logits(8, 300, seed=15).to(device)
+    logits[5:] = torch.nan  # whatever was left there
+    captured.launch(logits)
+    graph = None
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.launch(logits)
+    for rows in (STEADY, STEADY[::-1], STEADY[1:4]):
+        batch, count = batch_of(rows), len(rows)
+        seeds = np.arange(count, dtype=np.int64) + 70
+        choices, positions = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32) * 3
+        address = captured.tokens.data_ptr()
+        for step in range(3):
+            assert captured.put(batch, seeds=seeds, choices=choices, positions=positions) == (step == 0)
+            if graph is None:
+                captured.launch(logits)
+            else:
+                graph.replay()
+            found = captured.fetch(count).result()
+            for i, row in enumerate(rows):
+                row["draws"] = uniforms([int(seeds[i])], [int(choices[i])], [int(positions[i]) + step])
+            wanted = sampler_torch.sample(logits[:count].cpu(), batch_of(rows))
+            assert_same(found, wanted, rows)
+            assert captured.tokens[:count].tolist() == found.tokens[:, 0].tolist()
+            assert captured.tokens[count:].tolist() == [0] * (8 - count)
+        assert captured.tokens.data_ptr() == address
+        assert captured.positions[:count].tolist() == (positions + 3).tolist()
+
+
+def test_numbers_of_the_host_may_be_captured_too(device: torch.device) -> None:
+    captured = CapturedSampler(5, 300, device, counted=False, sizes=SMALL)
+    logits = random_logits(5, 300, seed=16).to(device)
+    batch = batch_of(STEADY)
+    for uniform in (0.1, 0.6):
+        batch = replace(batch, uniforms=np.full((5, 1), uniform))
+        assert captured.put(batch)
+        assert not captured.put(batch)
+        captured.launch(logits)
+        assert_same(captured.fetch(5).result(), sampler_torch.sample(logits.cpu(), batch), STEADY)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"beam_width": 2}, {"draws": [0.1, 0.2]}, {"num_logprobs": 0}, {"ban": [1]}, {"bias": {1: 1.0}}, {"force": [2]}],
+    ids=str,
+)
+def test_what_a_graph_does_not_hold_is_refused(device: torch.device, row: dict[str, Any]) -> None:
+    captured = CapturedSampler(2, 50, device, counted=False)
+    assert captured.serves(batch_of([{}, {}]))
+    assert not captured.serves(batch_of([{}, row]))
+    with pytest.raises(ValueError, match="up to 2 rows that want one token each"):
+        captured.put(batch_of([{}, row]))
+    with pytest.raises(ValueError, match="not 3 rows"):
+        captured.put(batch_of([{}] * 3))
+
+
+def test_logits_that_do_not_fit_are_refused(device: torch.device) -> None:
+    captured = CapturedSampler(2, 50, device)
+    for shape in ((3, 50), (2, 51)):
+        with pytest.raises(ValueError, match="expected up to 2 rows of 50 logits side by side"):
+            captured.launch(torch.zeros(shape, device=device))
+    with pytest.raises(ValueError, match="seeds, choices and positions are needed"):
+        captured.put(batch_of([{}]))
 
 
 def test_kernels_compile(tmp_path: Path) -> None:

@@ -11,23 +11,28 @@ computed apart from the others, in memory of their own.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.sampler_layout import (
+    DECISIVE,
+    FILTERS,
+    PENALTIES,
+    TOUCHING,
+    Layout,
+    lay_out,
+    places_of,
+    where_true,
+)
 from engine.execution.transfers import Array, Download, Uploads
 from engine.gpu.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
 from engine.gpu.sampling_edit import penalize
 from engine.scheduling.plan import Int32, SamplingBatch, StepResult, TokenScores
 
 _NEGATIVE_INFINITY = float("-inf")
-# Arrays of a batch that decide how its rows are laid out; the others are numbers that rows are treated with.
-_LAYOUT = ("beam_width", "num_draws", "num_logprobs", "renormalize")
-_PENALTIES = {"repetition": "repetition_penalty", "frequency": "frequency_penalty", "presence": "presence_penalty"}
-_FILTERS = ("temperature", "top_k", "top_p", "min_p")
-_ROWS = ("bias_row", "source_row", "history_row", "ban_row", "force_row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,26 +109,6 @@ class DeviceSamples:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """Which rows of a batch are what.
-
-    Attributes:
-        width, number: columns of tokens, and of the most probable ones that are reported.
-        touched: [N] rows whose logits are changed.
-        place: [S] where among the touched rows a row is.
-        beams: whether there are any.
-        arrays: what the device needs of it.
-    """
-
-    width: int
-    number: int
-    touched: Int32
-    place: Int32
-    beams: bool
-    arrays: dict[str, Array] = field(default_factory=dict)
-
-
 class DeviceSampler:
     """Samples on one device, and keeps what steps have in common.
 
@@ -138,7 +123,7 @@ class DeviceSampler:
         self._rooms: dict[str, Workspace] = {}
         self._output = torch.empty(0, dtype=torch.int32, device=device)
         self._first = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._vocabulary = 0
         self._decided: tuple[Array, ...] = ()
         self._touching: tuple[Array, ...] = ()
@@ -153,7 +138,7 @@ class DeviceSampler:
         """
         rows, vocabulary = logits.shape
         layout = self._lay(batch, vocabulary)
-        arrays = {name: getattr(batch, name) for name in _FILTERS} | layout.arrays
+        arrays = {name: getattr(batch, name) for name in FILTERS} | layout.arrays
         if counters is None:
             arrays["uniforms"] = batch.uniforms
         if len(layout.touched):
@@ -199,7 +184,7 @@ class DeviceSampler:
         """Log-probability, rank and best alternatives [P, width] of target tokens of logits [P, vocabulary]."""
         rows, vocabulary = logits.shape
         zeros = np.zeros(rows, dtype=np.int32)
-        arrays: dict[str, Array] = dict.fromkeys(_FILTERS, zeros.astype(np.float32)) | {"top_k": zeros}
+        arrays: dict[str, Array] = dict.fromkeys(FILTERS, zeros.astype(np.float32)) | {"top_k": zeros}
         arrays |= {"num_draws": zeros, "targets": targets, "counts": counts, "uniforms": np.zeros((rows, 1))}
         given = Uploads(self._device).put(arrays)
         walked = LogitRows(logits, _parameters(given, None), self._room("all", rows, vocabulary))
@@ -225,7 +210,7 @@ class DeviceSampler:
             known = self._rooms[name] = Workspace(most, vocabulary, self._device, self._sizes)
         return known
 
-    def _outputs(self, rows: int, layout: _Layout) -> tuple[DeviceSamples, Tensor]:
+    def _outputs(self, rows: int, layout: Layout) -> tuple[DeviceSamples, Tensor]:
         """Views of the output's memory, and memory for the logits of chosen tokens."""
         width, number = layout.width, layout.number
         asked = "asking_rows" in layout.arrays
@@ -237,7 +222,7 @@ class DeviceSampler:
         parts = [width, width, width * layout.beams, width * asked, number, number]
         tokens, logprobs, scores, ranks, top_ids, top_logprobs = (
             part.view(rows, -1) if len(part) else None
-            for part in self._output[:words].split([rows * part for part in parts])
+            for part in torch.split(self._output[:words], [rows * part for part in parts])
         )
         assert tokens is not None
         assert logprobs is not None
@@ -253,10 +238,10 @@ class DeviceSampler:
         )
         return samples, torch.empty((rows, width), dtype=torch.float32, device=self._device)
 
-    def _lay(self, batch: SamplingBatch, vocabulary: int) -> _Layout:
+    def _lay(self, batch: SamplingBatch, vocabulary: int) -> Layout:
         """How the batch's rows are laid out: as in the last step, if that is so."""
-        decided = tuple(getattr(batch, name) for name in (*_LAYOUT, *_FILTERS, *_PENALTIES.values()))
-        touching = tuple(getattr(batch, name) for name in _ROWS)
+        decided = tuple(getattr(batch, name) for name in (*DECISIVE, *FILTERS, *PENALTIES.values()))
+        touching = tuple(getattr(batch, name) for name in TOUCHING)
         last = self._layout if vocabulary == self._vocabulary else None
         alike = last is not None and all(map(operator.is_, decided, self._decided))
         if last is not None and alike and all(map(operator.is_, touching, self._touching)):
@@ -265,17 +250,17 @@ class DeviceSampler:
         mask = batch.renormalize & searching
         for listed in touching:
             mask[listed] = True
-        touched = _where(mask)
+        touched = where_true(mask)
         if last is None or not alike or not np.array_equal(last.touched, touched):
-            last = self._layout = _new_layout(batch, touched, searching, vocabulary)
+            last = self._layout = lay_out(batch, touched, searching, vocabulary)
         self._vocabulary, self._decided, self._touching = vocabulary, decided, touching
         return last
 
-    def _edits(self, batch: SamplingBatch, layout: _Layout, vocabulary: int) -> dict[str, Array]:
+    def _edits(self, batch: SamplingBatch, layout: Layout, vocabulary: int) -> dict[str, Array]:
         """What is changed, as the device is told: places among the touched rows' logits. Made anew where the batch's
         arrays are others."""
         arrays: dict[str, Array] = {}
-        for name in _ROWS:
+        for name in TOUCHING:
             rows = getattr(batch, name)
             if not len(rows):
                 continue
@@ -283,7 +268,7 @@ class DeviceSampler:
             tokens = getattr(batch, f"{kind}_token")
             known = self._edited.get(kind)
             if known is None or not (known[0][0] is rows and known[0][1] is tokens and known[0][2] is layout):
-                made = _places(batch, kind, layout.place[rows], tokens, vocabulary)
+                made = places_of(batch, kind, layout.place[rows], tokens, vocabulary)
                 known = self._edited[kind] = (rows, tokens, layout), made
             arrays |= known[1]
         return arrays
@@ -291,21 +276,21 @@ class DeviceSampler:
     def _change(
         self,
         walked: LogitRows,
-        layout: _Layout,
+        layout: Layout,
         given: dict[str, Tensor],
         samples: DeviceSamples,
         chosen: Tensor,
         counters: Counters | None,
     ) -> None:
         """Candidates of the rows whose logits are changed."""
-        touched, searching = given["touched"], given["touched_beams"]
+        touched = given["touched"]
         index = touched.long()
         vocabulary = walked.logits.shape[1]
         logits = walked.logits.index_select(0, index).float()
         if samples.scores is not None:
             # Beams begin with log-probabilities; nothing is taken from the others.
             for taken in (walked.peak, walked.log_sum):
-                logits -= torch.where(searching, taken.index_select(0, index), 0.0)[:, None]
+                logits -= taken.index_select(0, index).masked_fill(given["touched_drawn"], 0.0)[:, None]
         flat = logits.view(-1)
         if "bias" in given:
             flat.index_put_((given["bias"],), given["bias_value"], accumulate=True)
@@ -329,7 +314,7 @@ class DeviceSampler:
             logits.index_fill_(0, given["force_place"], _NEGATIVE_INFINITY)
             flat.index_fill_(0, given["force"], 0.0)
         parameters = Parameters(
-            **{name: given[f"touched_{name}"] for name in (*_FILTERS, "num_draws")},
+            **{name: given[f"touched_{name}"] for name in (*FILTERS, "num_draws")},
             uniforms=given["uniforms"].index_select(0, index) if counters is None else None,
             seeds=None if counters is None else counters.seeds.index_select(0, index),
             choices=None if counters is None else counters.choices.index_select(0, index),
@@ -338,14 +323,14 @@ class DeviceSampler:
         changed = LogitRows(logits, parameters, self._room("touched", len(touched), vocabulary))
         changed.choose(samples.tokens, chosen, touched)
         if samples.scores is not None:
-            again = given["touched_renormalize"]
+            kept = given["touched_kept"]
             changed.best(
                 given["touched_beam_rows"],
                 given["touched_beam_counts"],
                 samples.tokens,
                 samples.scores,
-                before=torch.where(again, changed.peak, 0.0),
-                after=torch.where(again, changed.log_sum, 0.0),
+                before=changed.peak.masked_fill(kept, 0.0),
+                after=changed.log_sum.masked_fill(kept, 0.0),
                 chosen=chosen,
                 place=given["touched_beam_place"],
             )
@@ -363,63 +348,3 @@ def _parameters(given: dict[str, Tensor], counters: Counters | None) -> Paramete
         choices=None if counters is None else counters.choices,
         positions=None if counters is None else counters.positions,
     )
-
-
-def _new_layout(batch: SamplingBatch, touched: Int32, searching: Array, vocabulary: int) -> _Layout:
-    place = np.zeros(len(searching), dtype=np.int32)
-    place[touched] = np.arange(len(touched), dtype=np.int32)
-    apart = np.zeros(len(searching), dtype=np.bool_)
-    apart[touched] = True
-    plain = _where(searching & ~apart)
-    draws = np.where(searching, 0, batch.num_draws).astype(np.int32)
-    arrays: dict[str, Array] = {"num_draws": np.where(apart, 0, draws).astype(np.int32)}
-    if searching.any():
-        arrays |= {"beam_rows": plain, "beam_counts": batch.beam_width[plain]}
-    if len(touched):
-        among = _where(searching[touched])
-        arrays |= {f"touched_{name}": getattr(batch, name)[touched] for name in _FILTERS}
-        arrays |= {f"touched_{name}": getattr(batch, of)[touched] for name, of in _PENALTIES.items()}
-        arrays |= {
-            "touched": touched,
-            "touched_num_draws": draws[touched],
-            "touched_beams": searching[touched],
-            "touched_renormalize": batch.renormalize[touched] & searching[touched],
-            "touched_beam_rows": among,
-            "touched_beam_counts": batch.beam_width[touched[among]],
-            "touched_beam_place": touched[among],
-        }
-    asking = _where(batch.num_logprobs >= 0)
-    if len(asking):
-        arrays |= {"asking_rows": asking, "asking_counts": batch.num_logprobs[asking]}
-    return _Layout(
-        width=int(max(draws.max(), min(int(batch.beam_width.max()), vocabulary), 1)),
-        number=min(max(int(batch.num_logprobs.max()), 0), vocabulary),
-        touched=touched,
-        place=place,
-        beams=bool(searching.any()),
-        arrays=arrays,
-    )
-
-
-def _places(batch: SamplingBatch, kind: str, place: Int32, tokens: Int32, vocabulary: int) -> dict[str, Array]:
-    """What a kind of edit needs on the device; tokens outside the vocabulary, as an encoder with one of its own may
-    have them, count for nothing."""
-    known = tokens < vocabulary
-    if kind == "history":
-        return {
-            "history_place": place[known],
-            "history_token": tokens[known],
-            "history_is_output": batch.history_is_output[known],
-        }
-    arrays: dict[str, Array] = {kind: (place.astype(np.int64) * vocabulary + tokens)[known]}
-    if kind == "bias":
-        arrays["bias_value"] = batch.bias_value[known]
-    elif kind == "source":
-        arrays["source_reward"] = batch.source_reward[batch.source_row][known]
-    elif kind == "force":
-        arrays["force_place"] = place.astype(np.int64)
-    return arrays
-
-
-def _where(mask: Array) -> Int32:
-    return np.flatnonzero(mask).astype(np.int32)

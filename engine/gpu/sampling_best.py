@@ -103,8 +103,8 @@ def report(
     tl.store(logprobs + row * columns + column, tl.where(possible, logprob, float("nan")), mask=known)
     tl.store(first + row + column, token, mask=column == 0)
     if COUNTED:
-        if tl.load(num_draws + row) > 0:
-            tl.store(positions + row, tl.load(positions + row) + 1)
+        position = tl.load(positions + row)
+        tl.store(positions + row, position + (tl.load(num_draws + row) > 0).to(tl.int32))
 
 
 @triton.jit
