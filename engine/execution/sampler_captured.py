@@ -60,10 +60,11 @@ class CapturedSampler:
         self._packed = torch.zeros(size, dtype=torch.uint8, device=device)
         self._on_device = {name: self._packed[self._places[name]].view(kind) for name, (_, kind) in _FIELDS.items()}
         self._on_device["num_draws"].fill_(-1)
-        self._results = torch.zeros((3, rows), dtype=torch.int32, device=device)
-        self._column = self._results[2].view(rows, 1)
+        # Rows of whole vectors, so that all begin where kernels expect memory to begin.
+        self._results = torch.zeros((3, -(-rows // 4) * 4), dtype=torch.int32, device=device)
+        self._column = self._results[2].view(-1, 1)
         self._chosen = torch.zeros((rows, 1), dtype=torch.float32, device=device)
-        self.tokens, self.logprobs = self._results[0], self._results[1].view(torch.float32)
+        self.tokens, self.logprobs = self._results[0, :rows], self._results[1, :rows].view(torch.float32)
         self.positions = self._on_device["positions"]
         self._last: tuple[object, ...] = ()
 

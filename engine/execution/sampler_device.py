@@ -92,8 +92,8 @@ class DeviceSamples:
 
         def take(width: int, kind: type[np.generic]) -> Array:
             nonlocal place
-            place += rows * width
-            return words[place - rows * width : place].view(kind).reshape(rows, width)
+            begin, place = place, place + _aligned(rows * width)
+            return words[begin : begin + rows * width].view(kind).reshape(rows, width)
 
         number = 0 if self.top_ids is None else self.top_ids.shape[1]
         tokens, logprobs = take(columns, np.int32), take(columns, np.float32)
@@ -214,15 +214,15 @@ class DeviceSampler:
         """Views of the output's memory, and memory for the logits of chosen tokens."""
         width, number = layout.width, layout.number
         asked = "asking_rows" in layout.arrays
-        words = rows * (width * (2 + layout.beams + asked) + 2 * number)
+        parts = [rows * part for part in (width, width, width * layout.beams, width * asked, number, number)]
+        words = sum(map(_aligned, parts))
         if words > len(self._output):
             self._output = torch.empty(max(words, 2 * self._max_rows), dtype=torch.int32, device=self._device)
         if rows > len(self._first):
             self._first = torch.zeros(rows, dtype=torch.int32, device=self._device)
-        parts = [width, width, width * layout.beams, width * asked, number, number]
         tokens, logprobs, scores, ranks, top_ids, top_logprobs = (
-            part.view(rows, -1) if len(part) else None
-            for part in torch.split(self._output[:words], [rows * part for part in parts])
+            memory[:part].view(rows, -1) if part else None
+            for memory, part in zip(torch.split(self._output[:words], [*map(_aligned, parts)]), parts, strict=True)
         )
         assert tokens is not None
         assert logprobs is not None
@@ -334,6 +334,11 @@ class DeviceSampler:
                 chosen=chosen,
                 place=given["touched_beam_place"],
             )
+
+
+def _aligned(words: int) -> int:
+    """Words of 4 bytes such that what follows lies where kernels expect memory to begin: at multiples of 16 bytes."""
+    return -(-words // 4) * 4
 
 
 def _parameters(given: dict[str, Tensor], counters: Counters | None) -> Parameters:

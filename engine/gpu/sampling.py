@@ -3,7 +3,8 @@
 What is read of B rows of V float32 logits: everything once by the walk (256 x 131072: 134 MB, 31 us at 4.3 TB/s),
 then about 1 KB for each of the few chunks with large logits. Rows whose filters keep many tokens are read six to
 eight times more (`sampling_wide.py`), by programs that all run at once. No launch depends on what is on the device:
-grids come from shapes, and every kernel can be captured in a CUDA graph.
+grids come from shapes, and every kernel can be captured in a CUDA graph. Numbers that change from step to step are no part of what
+is compiled, and memory is aligned alike: `DeviceSampler.warm` compiles all that serving needs.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class LogitRows:
             TOPS=triton.next_power_of_2(room.tops),
             ROOM=sizes.room,
             SPLIT=sizes.split,
-            COLUMNS=triton.next_power_of_2(columns),
+            COLUMNS=_block(columns),
             FEW=sizes.few,
             num_warps=8,
         )
@@ -249,7 +250,7 @@ class LogitRows:
             TOPS=triton.next_power_of_2(room.tops),
             ROOM=room.sizes.room,
             BLOCK=room.sizes.split,
-            COLUMNS=triton.next_power_of_2(width),
+            COLUMNS=_block(width),
             num_warps=8,
         )
 
@@ -303,7 +304,12 @@ class LogitRows:
             first,
             self.parameters.num_draws,
             first if positions is None else positions,
-            COLUMNS=triton.next_power_of_2(columns),
+            COLUMNS=_block(columns),
             COUNTED=positions is not None,
             num_warps=1,
         )
+
+
+def _block(columns: int) -> int:
+    """Columns that a program holds: one number for nearly all launches, so that little is compiled while serving."""
+    return max(64, triton.next_power_of_2(columns))

@@ -15,7 +15,7 @@ def _ordered(value, token):
     return key_of(number) * 4294967296 + (2147483647 - token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def best(
     logits, stride, vocabulary, rows, counts, before, after,
     tops, num_tops, chunks, values, candidates,
@@ -81,7 +81,7 @@ def best(
         tl.store(chosen + out + at, logit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def report(
     logits, stride, row_peak, row_log_sum, tokens, chosen, columns, logprobs, first, num_draws, positions,
     COLUMNS: tl.constexpr, COUNTED: tl.constexpr,
@@ -107,7 +107,7 @@ def report(
         tl.store(positions + row, position + (tl.load(num_draws + row) > 0).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def count_larger(logits, stride, vocabulary, rows, tokens, place, columns, partial, num_splits, BLOCK: tl.constexpr):
     """Program (m, split) counts the logits of row `rows[m]` that are larger than those of its tokens.
 

@@ -98,7 +98,7 @@ def _in_splits(
     return _among(_weights(value, heat, reference, smallest, min_p), token, value, rest, nothing)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "columns"])
 def choose(
     logits, stride, vocabulary, place,
     temperature, top_k, top_p, min_p, num_draws, uniforms, width, seeds, choices, positions,

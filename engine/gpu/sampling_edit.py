@@ -10,7 +10,7 @@ from torch import Tensor
 _BLOCK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _penalize(
     logits, stride, vocabulary, keys, first, last, count, repetition, frequency, presence, BLOCK: tl.constexpr
 ):

@@ -109,7 +109,7 @@ def _threshold(
     return threshold, count_high, weight_high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "columns"])
 def wide(
     logits, stride, vocabulary, place,
     temperature, top_k, top_p, min_p, num_draws, uniforms, width, seeds, choices, positions,
