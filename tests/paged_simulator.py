@@ -679,8 +679,9 @@ class Simulator:
                     assert owners.setdefault(page, root) == root, "a page is shared across salts or encoder inputs"
             self._check_encoder_pages(group, owners)
         assert self.scheduler.snapshot().num_waiting == waiting
+        pinned = self.scheduler.flights.pinned()
         for page in range(1, self.pool.total + 1):
-            if not self.pool.references(page) and not is_published(self.pool, page):
+            if not self.pool.references(page) and not is_published(self.pool, page) and page not in pinned:
                 self.tokens[page] = -1
                 self.states[page] = 0
 

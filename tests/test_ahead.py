@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.ahead import Late
+from paged_simulator import make_request
+from support.ahead import AheadSimulator, Late
 from support.driving import (
     Job,
     Tokens,
@@ -26,8 +27,12 @@ from support.jobs import MIXED, beams, greedy, prompt, sampled
 
 from engine import Engine, RequestOutput
 from engine.execution.pending import PendingStep
+from engine.scheduling.budget import Costs, StepBudget, StepWork
 from engine.scheduling.flights import Flight
 from engine.scheduling.plan import StepPlan
+from engine.scheduling.sequence import SequenceGroup
+from engine.scheduling.step import Step
+from engine.stepping import Stepping
 
 MORE = [
     Job(prompt(70, 9), greedy(24, logprobs=3)),
@@ -357,3 +362,142 @@ def test_who_looks_on_sees_what_is_known(engines: Callable[..., Engine]) -> None
         assert one.stats().generation_tokens == number
     assert one.stats().num_steps_ahead == 4
     finish(one)
+
+
+# ---------------------------------------------------------------- the scheduler, and a memory that is looked at
+
+
+def simulator(**settings: Any) -> AheadSimulator:
+    defaults = {"num_pages": 40, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "caching": False}
+    return AheadSimulator(**(defaults | settings))
+
+
+def words(seed: int, length: int) -> list[int]:
+    return [2 + (seed * 5 + i * i + 3 * i) % 15 for i in range(length)]
+
+
+def group_of(sim: AheadSimulator, name: str) -> SequenceGroup:
+    return next(group for group in sim.scheduler.groups() if group.request.request_id == name)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_copy_s_source_is_kept_until_the_step_is_over(gone: int) -> None:
+    """The step that copies a page fails when its answer is read, and is run again. Meanwhile one of the answers that
+    shared the page is gone, and another request has taken every page that was free."""
+    with simulator(num_pages=16) as sim:
+        sim.add(make_request("other", words(1, 3), max_tokens=20))
+        sim.step()
+        sim.step()
+        sim.add(make_request("r", words(2, 6), max_tokens=8, n=2, temperature=1.0, seed=3))
+        sim.runner.strikes, sim.runner.waits = [True], True
+        while not sim.ahead["copies of broken steps"]:
+            sim.step()
+        assert sim.ahead["broken ahead"] == len(sim.scheduler.flights) == len(sim.scheduler.flights.pinned()) == 1
+        assert sim.abort("r", gone)
+        sim.add(make_request("greedy one", words(3, 4 * sim.pool.num_available), max_tokens=1))
+        sim.step()
+        assert sim.ahead["broken later"] == 1
+        assert sim.ahead["planned again"] == 0
+        sim.drain()
+        assert sim.ahead["planned again"] == 1
+        sim.compare()
+
+
+@pytest.mark.parametrize("how", [{"n": 2, "temperature": 1.0}, {"num_beams": 2}], ids=["n", "beams"])
+def test_pages_are_copied_again_behind_a_step_that_failed(how: dict[str, Any]) -> None:
+    with simulator() as sim:
+        sim.add(make_request("other", words(1, 3), max_tokens=20))
+        sim.step()
+        sim.add(make_request("r", words(2, 6), max_tokens=8, **how))
+        while len(group_of(sim, "r").sequences) == 1:
+            sim.step()
+        # What is in flight was launched before they parted. The next step copies; that one breaks before it.
+        assert len(sim.scheduler.flights) == 1
+        sim.runner.broken = sim.scheduler.flights.newest
+        (launched,) = sim.stepping._in_flight
+        assert isinstance(launched.answer, PendingStep)
+        assert isinstance(launched.answer.candidates, Late)
+        launched.answer.candidates.garble = sim.runner.forget
+        sim.step()
+        (flight,) = sim.scheduler.flights
+        assert flight.copies
+        sim.drain()
+        assert sim.ahead["planned again"] == 1
+        sim.compare()
+
+
+def test_a_common_prefix_is_computed_in_turn() -> None:
+    """Answers that gave way compute what they have in common once, in chunks; where that ends, they part."""
+    with simulator(max_num_batched_tokens=8) as sim:
+        sim.add(make_request("other", words(1, 3), max_tokens=60))
+        sim.add(make_request("r", words(2, 26), max_tokens=12, n=3, temperature=1.0, seed=5))
+        while len(group_of(sim, "r").sequences) == 1:
+            sim.step()
+        for _ in range(3):
+            sim.step()
+        group = group_of(sim, "r")
+        sim.scheduler._preempt(Step(0), group)
+        assert group.fork_point is not None
+        before = sim.scheduler.stats.num_steps_ahead
+        sim.drain()
+        sim.compare()
+        assert sim.scheduler.stats.num_steps_ahead - before > 30
+
+
+def test_a_request_that_comes_back_is_not_taken_for_its_former_self() -> None:
+    """It gives way with a step in flight, and is planned anew behind that step, with tokens that are known."""
+    with simulator(caching=True) as sim:
+        sim.add(make_request("other", words(1, 3), max_tokens=20))
+        sim.add(make_request("r", words(2, 6), max_tokens=12))
+        while group_of(sim, "r").sequences[0].num_tokens != 9:
+            sim.step()
+        group = group_of(sim, "r")
+        sim.scheduler._preempt(Step(0), group)
+        sim.step()  # eight of its tokens are found, and the ninth is known
+        assert group.sequences[0].num_tokens == 9, "what was in flight was for nothing"
+        assert (group.sequences[0].num_computed, group.sequences[0].num_in_flight) == (8, 1)
+        sim.drain()
+        sim.compare()
+        assert sim.ahead["rows for nothing"] == 1
+
+
+def test_an_input_that_is_being_encoded_is_waited_for() -> None:
+    with simulator(caching=True) as sim:
+        source = tuple(words(4, 9))
+        sim.add(make_request("other", words(1, 3), max_tokens=30))
+        sim.step()
+        sim.add(make_request("a", words(2, 2), max_tokens=5, encoder_token_ids=source))
+        sim.step()  # it is encoded ahead
+        sim.add(make_request("b", words(3, 2), max_tokens=5, encoder_token_ids=source))
+        sim.drain()
+        sim.compare()
+        assert (sim.scheduler.stats.num_encoder_runs, sim.scheduler.stats.num_encoder_hits) == (1, 1)
+
+
+def test_a_step_s_time_begins_when_the_one_before_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second of a device is counted twice, although the host plans while it is busy."""
+    clock = SimpleNamespace(now=0.0, free=0.0)
+    monkeypatch.setattr("engine.stepping.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    observed: list[float] = []
+
+    class Watched(StepBudget):
+        def observe(self, work: StepWork, seconds: float) -> None:
+            observed.append(seconds)
+
+    with simulator() as sim:
+        sim.stepping = Stepping(sim.scheduler, Watched(1.0, Costs()), depth=1)
+        launch = sim.runner.launch
+
+        def slow(plan: StepPlan) -> PendingStep:
+            step = launch(plan)
+            clock.now += 1.0  # of the host
+            clock.free = due = max(clock.free, clock.now) + 10.0  # of the device
+            assert isinstance(step.candidates, Late)
+            step.candidates.wait = lambda: setattr(clock, "now", max(clock.now, due))
+            return step
+
+        sim.runner.launch = slow
+        sim.add(make_request("r", words(1, 3), max_tokens=5))
+        sim.drain()
+    assert observed == [11.0, *[10.0] * 4]
+    assert sim.scheduler.stats.step_seconds == clock.now == 51.0

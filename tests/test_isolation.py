@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.driving import Job, Tokens, add, check_idle, finish, preempt_all, run, tokens_of
+from support.driving import BOTH_DEPTHS, Job, Tokens, add, check_idle, finish, preempt_all, run, tokens_of
 from support.jobs import MIXED, beams, greedy, prompt, sampled
 
 from engine import LLM, Engine, EngineDeadError, RequestFailedError
@@ -55,6 +55,7 @@ def poison(plan: StepPlan) -> None:
         raise RuntimeError("the poison was computed")
 
 
+@BOTH_DEPTHS
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 12}], ids=["whole", "chunks"])
 def test_the_others_do_not_notice(
     settings: dict[str, Any], engines: Callable[..., Engine], mixed_answers: list[Tokens]
@@ -74,6 +75,7 @@ def test_the_others_do_not_notice(
     assert [tokens_of(outputs[str(len(BROKEN) + number)]) for number in range(len(MIXED))] == mixed_answers
 
 
+@BOTH_DEPTHS
 def test_every_step_may_fail_once(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """Only whole steps fail, as when memory is short, never their parts: nobody fails. Pages are copied, written
     and preempted meanwhile."""
@@ -102,6 +104,7 @@ def test_every_step_may_fail_once(engines: Callable[..., Engine], mixed_answers:
     assert one.stats().num_preemptions >= 5
 
 
+@BOTH_DEPTHS
 def test_a_failing_copy_fails_its_own_request(engines: Callable[..., Engine]) -> None:
     one = engines(enable_prefix_caching=False)
     jobs = [Job(prompt(50, 21), beams(4)), Job(prompt(51, 21), sampled(3, n=3)), Job(prompt(52, 9), greedy())]
@@ -126,6 +129,7 @@ def test_a_failing_copy_fails_its_own_request(engines: Callable[..., Engine]) ->
     assert [tokens_of(outputs["1"]), tokens_of(outputs["2"])] == expected[1:]
 
 
+@BOTH_DEPTHS
 def test_a_request_that_fails_alone_leaves_a_working_engine(engines: Callable[..., Engine]) -> None:
     """Twice in a row and with nothing else to do: that is the requests' fault, not the engine's."""
     one = engines()
@@ -139,6 +143,7 @@ def test_a_request_that_fails_alone_leaves_a_working_engine(engines: Callable[..
     assert run(one, [MIXED[0]]) == expected
 
 
+@BOTH_DEPTHS
 def test_an_engine_that_computes_nothing_any_more_says_so(engines: Callable[..., Engine]) -> None:
     """As after an error that a CUDA device does not recover from."""
     one = engines()
@@ -169,6 +174,7 @@ def test_ctrl_c_ends_the_step_and_nothing_else(shared_llm: Callable[[str], LLM])
 # ---------------------------------------------------------------- output that is not a number
 
 
+@BOTH_DEPTHS
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_a_model_that_overflows_fails_those_whom_it_meets(
     value: float, engines: Callable[..., Engine], mixed_answers: list[Tokens]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.driving import (
+    BOTH_DEPTHS,
     Job,
     Tokens,
     add,
@@ -31,6 +32,7 @@ from engine import Engine, InvalidRequestError, RequestDelta, SamplingParams
 # ------------------------------------------------------------------ batches and chunks
 
 
+@BOTH_DEPTHS
 def test_batched_equals_alone(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """All kinds of decoding in one batch, and beams share execute calls with the other rows."""
     one = engines()
@@ -40,6 +42,7 @@ def test_batched_equals_alone(engines: Callable[..., Engine], mixed_answers: lis
     assert sum(1 for plan in plans if beam_rows(plan) and other_rows(plan)) >= 10
 
 
+@BOTH_DEPTHS
 def test_any_order_and_company(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """Reversed, doubled, and through a step that holds only a few sequences."""
     one = engines(max_num_seqs=5, enable_prefix_caching=False)
@@ -49,6 +52,7 @@ def test_any_order_and_company(engines: Callable[..., Engine], mixed_answers: li
     assert max(plan.num_rows for plan in plans) <= 5
 
 
+@BOTH_DEPTHS
 @pytest.mark.parametrize("budget", [4, 7, 16])
 def test_chunked_equals_whole(budget: int, engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """Prompts in chunks of at most the step's budget."""
@@ -158,6 +162,7 @@ def test_priorities(engines: Callable[..., Engine]) -> None:
     assert [tokens_of(outputs["low"]), tokens_of(outputs["high"])] == expected
 
 
+@BOTH_DEPTHS
 def test_deadline(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """A request ends with "abort" when its time is over, running or waiting, and others go on."""
     one = engines(max_num_seqs=2, enable_prefix_caching=False)
@@ -181,6 +186,7 @@ def test_deadline(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatc
     assert tokens_of(outputs["good"]) == expected
 
 
+@BOTH_DEPTHS
 def test_abort_frees_pages(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """Running, waiting, shared or beams: what is aborted holds nothing, and the rest goes on unchanged."""
     one = engines(max_num_seqs=24, enable_prefix_caching=False)
@@ -203,6 +209,7 @@ def test_abort_frees_pages(engines: Callable[..., Engine], mixed_answers: list[T
     assert one.stats().num_aborted == len(gone)
 
 
+@BOTH_DEPTHS
 def test_abort_one_choice(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """One of n answers ends; the others are what they would have been."""
     one = engines(enable_prefix_caching=False)
@@ -235,6 +242,7 @@ def collect(one: Engine, jobs: list[Job]) -> dict[str, list[RequestDelta]]:
     return stream
 
 
+@BOTH_DEPTHS
 def test_streamed_equals_unstreamed(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """Deltas add up to the answer; every choice ends once, and samples come one token at a time."""
     stream = collect(engines(), MIXED)
@@ -254,6 +262,7 @@ def test_streamed_equals_unstreamed(engines: Callable[..., Engine], mixed_answer
         assert ended == [1] * job.params.n
 
 
+@BOTH_DEPTHS
 def test_beams_stream_their_settled_prefix(engines: Callable[..., Engine]) -> None:
     """What has been streamed is a prefix of the final answer, and it comes before the end."""
     jobs = [
@@ -277,6 +286,7 @@ def test_beams_stream_their_settled_prefix(engines: Callable[..., Engine]) -> No
     assert early > len(jobs)
 
 
+@BOTH_DEPTHS
 def test_streams_survive_preemption(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """A preempted request repeats nothing and leaves nothing out."""
     one = engines(block_size=4, num_gpu_blocks_override=40)

@@ -90,9 +90,10 @@ def assert_eventful(stats: EngineStats) -> None:
     assert stats.pages_free + stats.pages_cached == stats.pages_total == PAGES
 
 
-def test_offline(checkpoint: Callable[[str], Checkpoint], alone: list[Tokens]) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+def test_offline(ahead: bool, checkpoint: Callable[[str], Checkpoint], alone: list[Tokens]) -> None:
     """All at once, step by step, some aborted after a few deltas."""
-    engine = make_engine(checkpoint(CHECKPOINT).path, **SETTINGS)
+    engine = make_engine(checkpoint(CHECKPOINT).path, async_scheduling=ahead, **SETTINGS)
     for number, job in enumerate(JOBS):
         add(engine, str(number), job)
     streams: list[list[RequestDelta]] = [[] for _ in JOBS]

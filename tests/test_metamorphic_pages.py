@@ -9,7 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.driving import Job, Tokens, add, beam_rows, finish, preempt_all, run, run_alone, tokens_of, watching
+from support.driving import (
+    BOTH_DEPTHS,
+    Job,
+    Tokens,
+    add,
+    beam_rows,
+    finish,
+    preempt_all,
+    run,
+    run_alone,
+    tokens_of,
+    watching,
+)
 from support.jobs import MIXED, beams, greedy, prompt, sampled
 
 from engine import Engine, InvalidRequestError, RequestOutput, SamplingParams
@@ -46,6 +58,7 @@ def test_preempted_at_every_step(
         assert one.stats().num_preemptions == before + 1
 
 
+@BOTH_DEPTHS
 def test_preempted_after_each_step(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """All requests lose everything again and again, in the middle of prompts too."""
     one = engines(block_size=4, max_num_batched_tokens=64)
@@ -61,6 +74,7 @@ def test_preempted_after_each_step(engines: Callable[..., Engine], mixed_answers
     assert one.stats().num_preemptions == hits
 
 
+@BOTH_DEPTHS
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "recomputed"])
 def test_preempted_by_a_small_pool(caching: bool, engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """The scheduler's own preemptions, with pages for about two requests."""
@@ -72,6 +86,7 @@ def test_preempted_by_a_small_pool(caching: bool, engines: Callable[..., Engine]
     assert stats.peak_pages_held <= 40
 
 
+@BOTH_DEPTHS
 @pytest.mark.parametrize("params", [greedy(10), sampled(4, 10, n=2), beams(3, 10)], ids=["greedy", "n", "beams"])
 def test_preempted_logprobs(params: SamplingParams, engines: Callable[..., Engine]) -> None:
     """Log-probabilities of prompt and answer are reported once each, also in the middle of a prompt in chunks."""
@@ -104,6 +119,7 @@ def test_preempted_logprobs(params: SamplingParams, engines: Callable[..., Engin
             assert [next(iter(entry)) for entry in answer.logprobs or ()] == answer.token_ids
 
 
+@BOTH_DEPTHS
 @pytest.mark.parametrize("params", [sampled(3, 8, n=3), beams(3, 8, ignore_eos=True)], ids=["n", "beams"])
 def test_a_pool_of_exactly_the_worst_case(params: SamplingParams, engines: Callable[..., Engine]) -> None:
     """What is accepted can always be taken up again: nine tokens in three pages, of which two are shared
@@ -196,6 +212,7 @@ def test_cache_salt_separates_prefixes(engines: Callable[..., Engine]) -> None:
     assert all(answer == result[0] for answer in result)
 
 
+@BOTH_DEPTHS
 @pytest.mark.parametrize("length", [2, 9])
 def test_answers_are_prefixes_of_later_prompts(length: int, engines: Callable[..., Engine]) -> None:
     """The pages that an answer filled serve a conversation's next turn, under the same salt only."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.checkpoints import random_prompt
 from support.driving import (
+    BOTH_DEPTHS,
     Job,
     Tokens,
     beam_rows,
@@ -47,11 +48,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def engines(folder: Path) -> Iterator[Callable[..., Engine]]:
+def engines(folder: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
+    common = {"block_size": 4, "max_model_len": 100} | getattr(request, "param", {})
 
     def make(**settings: Any) -> Engine:
-        made.append(make_engine(folder, **({"block_size": 4, "max_model_len": 100} | settings)))
+        made.append(make_engine(folder, **(common | settings)))
         return made[-1]
 
     yield make
@@ -70,6 +72,7 @@ def answers(folder: Path) -> list[Tokens]:
     return result
 
 
+@BOTH_DEPTHS
 def test_one_run_per_distinct_input(engines: Callable[..., Engine], answers: list[Tokens]) -> None:
     """All in one batch: encoder inputs ragged beside decoding rows, and found by whoever has the same one."""
     one = engines()
@@ -83,6 +86,7 @@ def test_one_run_per_distinct_input(engines: Callable[..., Engine], answers: lis
     assert sum(1 for plan in plans if beam_rows(plan) and other_rows(plan)) >= 5
 
 
+@BOTH_DEPTHS
 def test_inputs_arrive_beside_decoding_rows(engines: Callable[..., Engine], answers: list[Tokens]) -> None:
     """A step holds so few tokens that inputs wait for each other; nobody's answer changes."""
     one = engines(max_num_batched_tokens=64, max_num_seqs=16)
@@ -108,6 +112,7 @@ def test_all_beams_read_the_same_pages(engines: Callable[..., Engine]) -> None:
     assert held[2] < held[8] <= pages + 8 * 3
 
 
+@BOTH_DEPTHS
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "recomputed"])
 def test_preempted_after_every_third_step(caching: bool, engines: Callable[..., Engine], answers: list[Tokens]) -> None:
     """With room for all pages, the encoder never runs again: what it left is found by the request itself."""
@@ -127,6 +132,7 @@ def test_preempted_after_every_third_step(caching: bool, engines: Callable[..., 
     assert caching or stats.pages_cached == 0, "without prefix caching nothing outlives its request"
 
 
+@BOTH_DEPTHS
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "recomputed"])
 def test_evicted_inputs_are_encoded_again(caching: bool, engines: Callable[..., Engine], answers: list[Tokens]) -> None:
     """A pool too small for all: the scheduler's own preemptions, and pages that are gone when it comes to resuming."""
@@ -141,6 +147,7 @@ def test_evicted_inputs_are_encoded_again(caching: bool, engines: Callable[..., 
     check_idle(one)
 
 
+@BOTH_DEPTHS
 def test_aborted_requests_leave_nothing_held(engines: Callable[..., Engine], answers: list[Tokens]) -> None:
     """Some of those that share an input go in the middle; the others go on as if alone."""
     one = engines()

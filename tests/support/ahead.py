@@ -3,6 +3,7 @@ memory. Steps may fail when they are launched or when their answers are read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -35,7 +36,8 @@ class Late:
     """A result that is asked for later, or an error that shows only then."""
 
     made: StepResult
-    garble: Any = None
+    garble: Callable[[], None] | None = None
+    wait: Callable[[], None] | None = None
     ready: bool = False
 
     @property
@@ -43,6 +45,8 @@ class Late:
         return self.made.tokens
 
     def result(self) -> StepResult:
+        if self.wait is not None:
+            self.wait()
         if self.garble is not None:
             self.garble()
             raise Broken
@@ -100,6 +104,7 @@ class AheadRunner:
             sim.ahead["copies of broken steps"] += len(plan.copies)
             if not self.strikes.pop(0):
                 sim.ahead["broken at the launch"] += 1
+                self._garble(plan)
                 sim._copy(*plan.copies[: len(plan.copies) // 2].T)
                 sim._garble(plan, set())
                 raise Broken
@@ -110,14 +115,22 @@ class AheadRunner:
             made = Late(sim.execute(plan, rows))
             if any(flight is self.broken for flight in sim.scheduler.flights):
                 made.made.tokens[:] += 1
-                sim._garble(plan, set())
+                self._garble(plan)
         result = made.made
         if plan.sampling is not None:
             self.sampled = result.tokens[:, 0]
         return PendingStep(candidates=made, prompt_logprobs=result.prompt_logprobs)
 
-    def _break(self, plan: StepPlan) -> None:
+    def forget(self) -> None:
+        """The broken step is over."""
         self.broken = None
+
+    def _break(self, plan: StepPlan) -> None:
+        self.forget()
+        self._garble(plan)
+
+    def _garble(self, plan: StepPlan) -> None:
+        self.sim.tokens[plan.copies[:, 1]] = -7
         self.sim._garble(plan, set())
 
     def _launch_part(self, plan: StepPlan, name: str, rows: list[Row]) -> PendingStep:
