@@ -239,6 +239,7 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     num_preemptions: int = 0
+    num_oom_retries: int = 0
     num_page_copies: int = 0
     num_encoder_runs: int = 0
     num_encoder_hits: int = 0

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from engine.errors import EngineDeadError
 from engine.execution.isolation import join, run_apart
+from engine.execution.memory import is_out_of_memory
 from engine.execution.pending import PendingStep
+from engine.execution.retry import SmallerSteps, TooLarge
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
 from engine.outputs import RequestDelta
@@ -23,8 +25,6 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("octavo.engine")
-
-Limit = StepLimit | Callable[[], StepLimit]
 
 
 @dataclass(slots=True)
@@ -56,6 +56,7 @@ class Stepping:
     def __init__(self, scheduler: Scheduler, budget: StepBudget | None, *, depth: int):
         self._scheduler = scheduler
         self._budget = budget
+        self._smaller = SmallerSteps(scheduler)
         self._depth = depth
         self._in_flight: deque[_Launched] = deque()  # as in `Scheduler.flights`
         self._last_end = 0.0
@@ -81,7 +82,10 @@ class Stepping:
         """See to it that steps are in flight: one, and another one ahead of its answer."""
         if self._in_flight and self._scheduler.skip():
             self._in_flight.popleft()  # all its requests have ended: nobody waits for that
-        limit: Limit = self._budget.limit if self._budget else UNLIMITED
+
+        def limit() -> StepLimit:
+            return self._smaller.limit(self._budget.limit() if self._budget else UNLIMITED)
+
         if not self._in_flight:
             self._launch(runner, lambda: self._scheduler.schedule(limit))
         elif self._in_flight[0].plan is None:
@@ -96,6 +100,8 @@ class Stepping:
         if plan is None:
             return
         try:
+            if not self._smaller.holds(plan):
+                raise TooLarge
             answer: PendingStep | Exception = runner.launch(plan)
         except Exception as error:
             answer = error
@@ -114,11 +120,14 @@ class Stepping:
                 raise answer
             result = answer.result()
         except Exception as error:
-            logger.exception("a step of %d tokens in %d rows failed", plan.num_tokens, plan.num_rows)
             for later in self._in_flight:
                 later.plan = None
+            if self._smaller.concerns(error):
+                return self._smaller.finish(runner, plan, error, self._isolate)
+            logger.exception("a step of %d tokens in %d rows failed", plan.num_tokens, plan.num_rows)
             return self._isolate(runner, error)
         deltas = self._scheduler.update(plan, result)
+        self._smaller.succeeded()
         # The device begins with a step when it has ended the one before.
         began, self._last_end = max(step.began, self._last_end), step.ended or time.perf_counter()
         seconds = self._last_end - began
@@ -127,8 +136,11 @@ class Stepping:
             self._budget.observe(StepWork.of(plan), seconds)
         return deltas
 
-    def _isolate(self, runner: ModelRunner, error: Exception) -> list[RequestDelta]:
+    def _isolate(self, runner: ModelRunner, error: Exception, *, retry: bool = True) -> list[RequestDelta]:
         """Fail the requests that the oldest step's exception belongs to, and finish the step for the others.
+
+        Args:
+            retry: a part that lacks memory is computed in smaller ones; else that fails its request, too.
 
         Raises:
             EngineDeadError: no request could be computed, and no step at all can be.
@@ -139,6 +151,9 @@ class Stepping:
         failures: dict[str, Exception] = dict.fromkeys(parts, error)
         if len(parts) > 1:
             results, failures = run_apart(runner, parts)
+            short = next((name for name in failures if is_out_of_memory(failures[name])), None)
+            if retry and short is not None:  # that is nobody's fault
+                return self._smaller.finish(runner, parts[short], failures[short], self._isolate)
         causes = {name: f"the engine failed to compute a step: {_named(failures[name])}" for name in failures}
         deltas = scheduler.fail(causes)
         if not results:

@@ -77,14 +77,14 @@ def test_the_others_do_not_notice(
 
 @BOTH_DEPTHS
 def test_every_step_may_fail_once(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
-    """Only whole steps fail, as when memory is short, never their parts: nobody fails. Pages are copied, written
+    """Only whole steps fail, never their parts: nobody fails. Pages are copied, written
     and preempted meanwhile."""
     one = engines(enable_prefix_caching=False)
     whole = {"plan": None}
 
     def too_large(plan: StepPlan) -> None:
         if plan is whole["plan"]:
-            raise torch.OutOfMemoryError("made by the test")
+            raise RuntimeError("made by the test")
 
     schedule, copies = one.scheduler.schedule, 0
 

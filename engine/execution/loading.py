@@ -12,14 +12,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
-from engine.execution.memory import available_memory
+from engine.execution.memory import available_memory, is_out_of_memory
 from engine.model.quantisation import Quantization, size_of
 from engine.model.spec import ModelSpec
 from engine.model.weight_files import weight_files
 
 logger = logging.getLogger("octavo.engine")
-
-_NO_MEMORY = ("allocate memory", "out of memory", "not enough memory")
 
 
 def check_weights_fit(
@@ -80,7 +78,7 @@ def explained(model: str) -> Iterator[None]:
             f"{error.filename} cannot be read: permission denied. Make it readable for the user that runs Octavo."
         ) from error
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(text in str(error).lower() for text in _NO_MEMORY):
+        if not is_out_of_memory(error):
             raise
         raise ModelLoadError(
             f"The memory does not suffice to load {model} ({str(error).strip() or type(error).__name__}). Use a "

@@ -1,4 +1,4 @@
-"""How much of the host's memory is left for this process."""
+"""How much memory is left for this process, and how its absence shows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import os
 import re
 from pathlib import Path
 
+import torch
+
 from engine.cgroups import MOUNT, OWN_GROUPS, own_groups, text_of
 
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
+
+_NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "cublas_status_alloc_failed")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Memory was not there, of the host or of a GPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
 
 
 def available_memory(cgroups: Path = MOUNT, listing: Path = OWN_GROUPS) -> int:

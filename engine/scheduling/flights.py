@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.block_pool import BlockPool
@@ -133,6 +133,50 @@ class Flights:
             return None
         copies = [pair for pairs in flight.copies.values() for pair in pairs]
         return build_plan(flight.rows, copies, self._size, flight.memories({row.group for row in flight.rows}))
+
+    def plan(self, rows: list[Row]) -> StepPlan:
+        """Some rows of the oldest step alone."""
+        return build_plan(rows, [], self._size)
+
+    def split(self) -> bool:
+        """Make two steps of the oldest one, each answered by itself, the second after the first; False if there is
+        nothing to divide. Requests are divided where half of the tokens are; one alone has half of its tokens in each.
+
+        The copies are left to the first one, but whoever splits makes them all before: the requests of the first may
+        fail. An encoder input that requests of both have is encoded in both, for the same reason.
+        """
+        flight = self.oldest
+        rows = flight.live()
+        sizes: dict[SequenceGroup, int] = {}
+        for row in rows:
+            sizes[row.group] = sizes.get(row.group, 0) + row.count
+        for encoding in flight.encodings:
+            for group in encoding.groups:
+                sizes[group] = sizes.get(group, 0) + len(encoding.memory.tokens)
+        groups = list(dict.fromkeys(row.group for row in rows))
+        later: list[Encoding] = []
+        if len(groups) > 1:
+            chosen, half = {groups[0]}, sum(sizes[group] for group in groups) / 2
+            taken = sizes[groups[0]]
+            for group in groups[1:-1]:
+                taken += sizes[group]
+                if taken > half:
+                    break
+                chosen.add(group)
+            first = [row for row in rows if row.group in chosen]
+            second = [row for row in rows if row.group not in chosen]
+            later = [Encoding([group for group in one.groups if group not in chosen]) for one in flight.encodings]
+            for encoding in flight.encodings:
+                encoding.groups = [group for group in encoding.groups if group in chosen]
+        elif any(row.count > 1 for row in rows) and not groups[0].whole:
+            first = [replace(row, count=row.count // 2, sampled=False) for row in rows if row.count > 1]
+            second = [replace(row, start=row.start + row.count // 2, count=-(-row.count // 2)) for row in rows]
+        else:
+            return False
+        flight.rows = first
+        flight.encodings = [encoding for encoding in flight.encodings if encoding.groups]
+        self._queue.insert(1, Flight(second, {}, [encoding for encoding in later if encoding.groups]))
+        return True
 
     def pinned(self) -> list[int]:
         """Sources of copies, as often as they are pinned."""
