@@ -93,11 +93,14 @@ class Run:
 
     def _model(self, model: str) -> None:
         """All parts that need an engine of one model; the peer's model comes when that engine is gone."""
+        import torch
         from gpu_parts import peer, shapes
 
         config = shapes.config_of(model, tiny=self.options.tiny)
         ours = self._with_engine(model, config)
         gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         if ours:
             self._measure("peer", model, lambda: peer.compare(config, self.device, self.sizes, ours))
 
@@ -134,7 +137,7 @@ class Run:
             limit *= 1 + len(_OF_AN_ENGINE)
         outer = signal.setitimer(signal.ITIMER_REAL, limit)[0]
         # Where a kernel never ends, no exception comes through: then the process ends, with what was kept so far.
-        faulthandler.dump_traceback_later(limit + 60, exit=True)
+        faulthandler.dump_traceback_later(limit + 60, exit=True, file=sys.__stderr__)
         try:
             act()
         except Exception as error:
@@ -177,6 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if options.device == "cpu":  # before anything imports Triton
         os.environ["TRITON_INTERPRET"] = "1"
+    # A profiler that is started again after CUDA graphs have run may crash where it was taken down in between.
+    os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -189,9 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from gpu_parts import report
 
-    signal.signal(signal.SIGALRM, _late)
-    run = Run(options)
-    run.all()
+    before = signal.signal(signal.SIGALRM, _late)
+    try:
+        run = Run(options)
+        run.all()
+    finally:
+        signal.signal(signal.SIGALRM, before)
     result = run.result()
     if options.goals:
         if options.tiny:
@@ -220,7 +228,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: shows that everything works")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--part-timeout", type=float, default=180.0, help="seconds of each part (default: 180)")
+    parser.add_argument("--part-timeout", type=float, default=240.0, help="seconds of each part (default: 240)")
     parser.add_argument("--goals", action="store_true", help="print the goals and how near they are")
     parser.add_argument(
         "--output",

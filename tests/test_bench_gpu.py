@@ -307,3 +307,21 @@ def test_a_check_that_fails_is_told_from_one_that_is_skipped(capsys: pytest.Capt
     found = kernels.run(kernels.Check("broken", broken), setting)
     assert (found["passed"], found["note"]) == (False, "ValueError: never reached")
     assert "skipped  not on this machine" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_is_named_and_the_status_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import gpu
+
+    found = [{"kernel": "norms", "passed": True}, {"kernel": "gates", "passed": False}, {"kernel": "x", "passed": None}]
+    monkeypatch.setattr(kernels, "check_all", lambda _: found)
+    output = tmp_path / "gpu.json"
+    arguments = ["--device", "cpu", "--tiny", "--parts", "kernels", "--output", str(output)]
+    for name in ("TRITON_INTERPRET", "DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"):
+        monkeypatch.setenv(name, "1")  # what a run sets is gone afterwards
+    assert gpu.main(arguments) == 1
+    assert "FAILED: kernels: RuntimeError: wrong: gates" in capsys.readouterr().err
+    assert json.loads(output.read_text())["parts"]["kernels"] == found
+    found[1]["passed"] = True
+    assert gpu.main(arguments) == 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata, DistanceBias, Paged, Window
-from engine.attention.formats import LARGEST, format_named
+from engine.attention.formats import LARGEST, format_named, movable
 from engine.attention.triton import TritonAttention
 from gpu_parts.kernels import Check, Outcome, Setting
 
@@ -63,7 +63,7 @@ def _paged(case: Case, setting: Setting) -> tuple[Paged, Tensor, Tensor]:
     paged.write(slots[there], k[there], v[there])
     read = []
     for pages, scale in ((keys, paged.key_scales), (values, paged.value_scales)):
-        flat = pages.view(-1, case.kv_heads, case.head_dim)[slots].double()
+        flat = movable(pages).view(-1, case.kv_heads, case.head_dim)[slots].view(dtype).double()
         if scale is not None:
             flat = flat * scale.view(-1, case.kv_heads)[slots].double()[..., None]
         read.append(flat)

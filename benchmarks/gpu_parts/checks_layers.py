@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import Paged
-from engine.attention.formats import LARGEST, format_named
+from engine.attention.formats import LARGEST, format_named, movable
 from engine.gpu import activations, norms
 from engine.gpu.rotary import Angles, HeadNorms, turn_and_store
 from gpu_parts.kernels import Check, Outcome, Setting
@@ -119,7 +119,7 @@ def _rotary(pages: str | None, normed: bool) -> Callable[[Setting], Iterator[Out
             (cache.keys, cache.key_scales, _turned(keys, cos, sin)),
             (cache.values, cache.value_scales, values.double()),
         ):
-            read = stored.view(-1, kv_heads, size)[slots].double()
+            read = movable(stored).view(-1, kv_heads, size)[slots].view(dtype).double()
             if scales is None:
                 yield read, want
                 continue
