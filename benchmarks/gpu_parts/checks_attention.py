@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata, DistanceBias, Paged, Window
 from engine.attention.formats import LARGEST, format_named, movable
 from engine.attention.triton import TritonAttention
-from gpu_parts.kernels import Check, Outcome, Setting
+from gpu_parts.kernels import Check, Outcome, Setting, SkippedError
 
 Rows = tuple[tuple[int, ...], tuple[int, ...]]  # queries and keys of each row
 
@@ -38,6 +38,7 @@ class Case:
     window: Window | None = None
     softcap: float | None = None
     distances: int = 0
+    content_bias: bool = False
 
 
 def _paged(case: Case, setting: Setting) -> tuple[Paged, Tensor, Tensor]:
@@ -106,6 +107,8 @@ def _attends(make: Callable[[Setting], list[Case]]) -> Callable[[Setting], Itera
                 bias = DistanceBias(table, case.distances - 1)
             metadata = AttentionMetadata.build(list(case.queries), list(case.contexts), setting.device)
             scale = case.head_dim**-0.5
+            if reasons := TritonAttention.unsupported(case, setting.device, paged.keys.dtype):
+                raise SkippedError("; ".join(reasons))
             got = TritonAttention().attend(
                 q, paged, metadata, causal=case.causal, window=case.window, scale=scale, bias=bias,
                 softcap=case.softcap,

@@ -11,7 +11,6 @@ bfloat16.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -114,15 +113,7 @@ def check_all(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _checks() -> Iterator[Check]:
-    for family in ("layers", "attention", "experts", "sampler", "engine"):
-        try:
-            yield from importlib.import_module(f"gpu_parts.checks_{family}").CHECKS
-        except ModuleNotFoundError as missing:
-            yield Check(family, _not_there(str(missing)))
+    from gpu_parts import checks_attention, checks_engine, checks_experts, checks_layers, checks_sampler
 
-
-def _not_there(reason: str) -> Callable[[Setting], Iterator[Outcome]]:
-    def checks(_: Setting) -> Iterator[Outcome]:
-        raise SkippedError(reason)
-
-    return checks
+    for family in (checks_layers, checks_attention, checks_experts, checks_sampler, checks_engine):
+        yield from family.CHECKS
