@@ -207,6 +207,11 @@ def test_each_mixture_reaches_the_sampler() -> None:
     assert batch.rows.tolist() == list(range(6))
 
 
+def test_a_pace_is_that_of_several_steps_together() -> None:
+    assert decode.pace([1, 3] * 8 + [100] * 8) == 2  # neither 1 nor 3, and no pause
+    assert decode.pace([1, 2, 6]) == 3
+
+
 def test_steps_that_are_not_all_alike_are_no_figure() -> None:
     config = shapes.config_of(QWEN, tiny=True)
     with shapes.random_engine(config, "cpu", shapes.TINY) as engine:

@@ -18,6 +18,15 @@ from gpu_parts.timing import synchronize
 _PATIENCE = 100_000
 
 
+def pace(times: Sequence[float], together: int = 8) -> float:
+    """Seconds of a step: the median of the means of so many steps each.
+
+    One step ahead, single calls say little: what one waits for, the next one does not.
+    """
+    means = [statistics.fmean(times[at : at + together]) for at in range(0, len(times), together)]
+    return statistics.median(means)
+
+
 class Rows:
     """Requests that decode together, for as long as they are needed; a context manager.
 
@@ -84,7 +93,7 @@ class Rows:
 
 
 def decode(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[str, Any]]:
-    """A row for each batch size: the median step, and how near it is to the floor.
+    """A row for each batch size: a step's time, and how near it is to the floor.
 
     Largest first: the prompts of the others are then in the prefix cache. Each row still has pages of its own.
     """
@@ -101,7 +110,7 @@ def _decoding(engine: Engine, rows: int, work: Work, rates: Rates, sizes: Sizes)
         before, replayed = ready.context, _replayed(engine)
         times = ready.run(sizes.steps)
         context, replayed = (before + ready.context) / 2, _replayed(engine) - replayed
-    seconds = statistics.median(times)
+    seconds = pace(times)
     floor = floor_seconds(work, rates, rows, context)
     flops, per_byte = intensity(work, rows, context)
     return {
@@ -152,9 +161,9 @@ def gap(engine: Engine, sizes: Sizes) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         with _ready(engine, rows, sizes, steps=3 * sizes.gap_steps) as ready:
             ready.run(sizes.warm)
-            plain = statistics.median(ready.run(sizes.gap_steps))
+            plain = pace(ready.run(sizes.gap_steps))
             with gaps.marked(engine.runner), gaps.profiled(device, events):
-                slowed = statistics.median(ready.run(sizes.gap_steps))
+                slowed = pace(ready.run(sizes.gap_steps))
         # The first steps of a profile pay for its start; what the last one asked for may have been cut off.
         steps = gaps.steps_of(events, device.type)[2:-1]
         between = gaps.gaps([step.kernels for step in steps])
@@ -242,7 +251,7 @@ def beams(engine: Engine, sizes: Sizes, width: int = 4) -> list[dict[str, Any]]:
         for wide in (1, width):
             with _ready(engine, rows, sizes, beams=wide) as ready:
                 ready.run(sizes.warm)
-                medians.append(statistics.median(ready.run(sizes.steps)))
+                medians.append(pace(ready.run(sizes.steps)))
         greedy, searching = medians
         results.append(
             {
