@@ -34,14 +34,12 @@ def missing() -> str:
 @pytest.fixture
 def services(tmp_path: Path) -> Iterator[list[Service]]:
     """The demo model, open, behind a key, and without the live feed."""
-    started = [
-        Service("--max-num-seqs", "32", log=tmp_path / "open.log"),
-        Service("--api-key", KEY, log=tmp_path / "closed.log"),
-        Service("--no-enable-cache-map", log=tmp_path / "silent.log"),
-    ]
+    started: list[Service] = []
     try:
-        for service in started:
-            service.wait_ready()
+        for arguments in (("--max-num-seqs", "32"), ("--api-key", KEY), ("--no-enable-cache-map",)):
+            service = Service(*arguments, log=tmp_path / f"service-{len(started)}.log")
+            started.append(service)
+            service.wait_ready()  # one after the other: each has its own time to start
         yield started
     finally:
         for service in started:
