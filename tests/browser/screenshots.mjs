@@ -23,8 +23,13 @@ async function ready(page) {
   await page.waitForSelector('[role="tab"]');
 }
 
+// Later visitors have found what earlier ones left.
 const busy = (page) =>
-  page.waitForFunction(() => Number(document.querySelector("#machine").dataset.held) > 70 && document.querySelectorAll("#requests .swatch").length > 4);
+  page.waitForFunction(() => {
+    const { held, cached } = document.querySelector("#machine").dataset;
+    const found = /\d found/.test(document.querySelector("#requests").textContent);
+    return Number(held) > 70 && Number(cached) > 120 && found && document.querySelectorAll("#requests .swatch").length > 4;
+  });
 
 async function picture(page, name) {
   await page.screenshot({ path: `${folder}/playground-${name}.png` });
@@ -45,7 +50,6 @@ for (const colorScheme of ["light", "dark"]) {
   await ask(page);
   on = true;
   const visitors = [...Array(9).keys()].map(visit);
-  await page.waitForTimeout(2000); // so that later visitors find what earlier ones left
   await busy(page);
   await page.evaluate(() => scrollTo(0, 0));
   await page.locator("#pane-chat .token").first().hover();
