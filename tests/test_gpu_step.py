@@ -38,7 +38,10 @@ def check(path: Path, jobs: list[Job], **settings: Any) -> None:
             if device.type == "cpu":
                 engine.runner.use_graphs(4, eager)
             assert run(engine, jobs) == expected
-            assert engine.runner.graphs.num_replayed > 2
+            graphs = engine.runner.graphs
+            assert graphs.num_replayed > 2
+            assert graphs.sampling.num_replayed > 2
+            assert graphs.sampling.num_sent < graphs.sampling.num_replayed
             assert engine.stats().num_steps_ahead > 2
         finally:
             engine.close()

@@ -12,7 +12,7 @@ import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,13 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata
 from engine.execution.decode_state import DecodeState
 from engine.execution.kv_cache import KVCache
+from engine.execution.pending import LateResult
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
-from engine.scheduling.plan import StepPlan
+from engine.scheduling.plan import SamplingBatch, StepPlan
+
+if TYPE_CHECKING:
+    from engine.execution.graph_sampling import SamplingGraphs
 
 logger = logging.getLogger("octavo.execution")
 
@@ -88,6 +92,8 @@ class DecodeGraphs:
         min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
 
     Attributes:
+        hidden: [most rows, features] where a step leaves its hidden states.
+        sampling: what follows, if it is recorded, too.
         num_replayed: steps that ran as a graph.
     """
 
@@ -111,11 +117,11 @@ class DecodeGraphs:
         memory_blocks = math.ceil((model.max_encoder_len or 0) / size)
         self._blocks = math.ceil(model.max_model_len / size)
         self.state = DecodeState(self._sizes[-1], self._blocks, memory_blocks, model.device)
-        self._hidden = torch.zeros(
-            self._sizes[-1], model.spec.trunk.output_size, dtype=model.dtype, device=model.device
-        )
+        features = model.spec.trunk.output_size
+        self.hidden = torch.zeros(self._sizes[-1], features, dtype=model.dtype, device=model.device)
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=model.device)
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self.sampling: SamplingGraphs | None = None
         self.num_replayed = 0
 
     @torch.inference_mode()
@@ -124,6 +130,8 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             for bound in reversed(self._bounds):
                 self._graphs[size, bound] = self._record(self._step(size, bound))
+            if self.sampling is not None:
+                self.sampling.capture(size)
         self._cache.clear_scratch()
 
     def serves(self, plan: StepPlan) -> bool:
@@ -142,12 +150,21 @@ class DecodeGraphs:
     def run(self, plan: StepPlan) -> Tensor:
         """Hidden states [R, features] of a plan that this serves; valid until the next step."""
         self.state.load(plan)
-        size = self._sizes[bisect_left(self._sizes, plan.num_rows)]
+        size = self._size_of(plan.num_rows)
         bound = self._bounds[bisect_left(self._bounds, int(plan.context_lens.max()))]
         self._graphs[size, bound]()
         self.state.advanced()
         self.num_replayed += 1
-        return self._hidden[: plan.num_rows]
+        return self.hidden[: plan.num_rows]
+
+    def sample(self, batch: SamplingBatch) -> LateResult | None:
+        """Candidates of the plan that was run last; None where their sampling is not recorded."""
+        if self.sampling is None or not self.sampling.serves(batch):
+            return None
+        return self.sampling.run(batch, self._size_of(len(batch.rows)))
+
+    def _size_of(self, count: int) -> int:
+        return self._sizes[bisect_left(self._sizes, count)]
 
     def _step(self, size: int, bound: int) -> Callable[[], None]:
         """What a graph does: `size` rows, no context longer than `bound`."""
@@ -165,7 +182,7 @@ class DecodeGraphs:
             tokens = torch.where(inputs.sources >= 0, known, inputs.tokens)
             # Slots are worked out on the device, from tables and positions.
             hidden = self._model(tokens, inputs.positions, caches, None, metadata, self._min_rows, cross)
-            self._hidden[:size].copy_(hidden)
+            self.hidden[:size].copy_(hidden)
             inputs.advance()
             # What backends work out once in a step is part of the graph, and nothing to keep: lengths change.
             for shape in shapes:

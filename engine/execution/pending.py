@@ -5,19 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
-
 from engine.scheduling.plan import PooledRow, StepResult, TokenScores
 
 
 class LateResult(Protocol):
-    """Candidates that are still on their way from the device.
-
-    Attributes:
-        tokens: [S, C] as in `StepResult`, on the device.
-    """
-
-    tokens: Tensor
+    """Candidates that are still on their way from the device."""
 
     @property
     def ready(self) -> bool:

@@ -17,6 +17,7 @@ from engine.execution.pending import LateResult, PendingStep
 from engine.execution.pooler import Pooler
 from engine.execution.sampler import sample, score_prompt
 from engine.model.layers import CrossPages
+from engine.model.spec import Lm
 from engine.model.transformer import Transformer
 from engine.outputs import Activation
 from engine.scheduling.plan import CrossRows, EncoderBatch, Int32, SamplingBatch, StepPlan, StepResult
@@ -101,11 +102,15 @@ class ModelRunner:
         self.cache.copy_pages(plan.copies)
         if plan.encoder is not None:
             self._encode(plan.encoder)
-        hidden = self._hidden(plan)
-        candidates: StepResult | LateResult = StepResult.empty()
+        recorded = self.graphs if self.graphs is not None and self.graphs.serves(plan) else None
+        hidden = self._hidden(plan) if recorded is None else recorded.run(plan)
+        candidates: StepResult | LateResult | None = None
         if plan.sampling is not None:
-            candidates = self._sample(self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens)), plan.sampling)
-        step = PendingStep(candidates=candidates)
+            candidates = None if recorded is None else recorded.sample(plan.sampling)
+            if candidates is None:
+                rows = _rows(hidden, plan.sampling.rows, plan.num_tokens)
+                candidates = self._sample(self._logits(rows), plan.sampling)
+        step = PendingStep(candidates=candidates or StepResult.empty())
         if plan.pooling:
             step.pooled = self._pooler.pool(hidden, plan)
         if plan.prompt_logprobs is not None:
@@ -118,6 +123,11 @@ class ModelRunner:
         graphs = DecodeGraphs(
             self.model, self.cache, self._sampled.data, max_rows=max_rows, record=record, min_rows=self.min_rows
         )
+        if self._sampler is not None and isinstance(self.model.spec.head, Lm):
+            from engine.execution.graph_sampling import SamplingGraphs
+
+            vocabulary, sampled = self.model.vocab_size, self._sampled.data
+            graphs.sampling = SamplingGraphs(self._logits, graphs.hidden, sampled, vocabulary, record)
         graphs.capture()
         self.graphs = graphs
 
@@ -133,11 +143,7 @@ class ModelRunner:
         return samples
 
     def _hidden(self, plan: StepPlan) -> Tensor:
-        if plan.whole:
-            return self._read(plan)
-        if self.graphs is not None and self.graphs.serves(plan):
-            return self.graphs.run(plan)
-        return self._forward(plan)
+        return self._read(plan) if plan.whole else self._forward(plan)
 
     def _read(self, plan: StepPlan) -> Tensor:
         """Hidden states of whole inputs."""

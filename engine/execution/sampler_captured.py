@@ -155,6 +155,11 @@ class Fetched:
     def __init__(self, download: Download, rows: int):
         self._download, self._rows = download, rows
 
+    @property
+    def ready(self) -> bool:
+        """The values are there: `result` does not wait."""
+        return self._download.ready
+
     def result(self) -> StepResult:
         """The values, with one column; waits until they are there."""
         words = self._download.wait()[:, : self._rows]

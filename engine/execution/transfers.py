@@ -77,7 +77,7 @@ class Download:
     @property
     def ready(self) -> bool:
         """`wait` would not."""
-        return self._event is None or bool(self._event.query())
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Array:
         """The values; waits for the copy, and for nothing that was started after it."""

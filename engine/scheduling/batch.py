@@ -14,6 +14,7 @@ from engine.scheduling.encoding import Memory
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import (
     CrossRows,
+    DrawCounters,
     EncoderBatch,
     Float64,
     Int32,
@@ -224,6 +225,7 @@ def _sampling(rows: Seq[Row], query_start: Int32) -> SamplingBatch | None:
         num_logprobs=parameters[:, 8].astype(np.int32),
         num_draws=_int32(draws),
         uniforms=_uniforms(rows, draws),
+        counters=_counters(rows),
         bias_row=_int32([b[0] for b in biases]),
         bias_token=_int32([b[1] for b in biases]),
         bias_value=np.array([b[2] for b in biases], dtype=np.float32),
@@ -243,7 +245,9 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
     groups = {row.group for row in rows}
     changes: dict[str, Any] = {}
     if any(group.draws for group in groups):
+        assert before.counters is not None
         changes["uniforms"] = _uniforms(rows, before.num_draws.tolist())
+        changes["counters"] = replace(before.counters, positions=_int32([row.num_output for row in rows]))
     if any(group.has_penalties for group in groups):
         changes |= _histories(rows)
     if any(group.has_changing_bans for group in groups):
@@ -291,6 +295,14 @@ def _uniforms(rows: Seq[Row], draws: Seq[int]) -> Float64:
             choices = range(sequence.index, sequence.index + count)
             numbers[i, :count] = uniforms([row.group.seed] * count, choices, [row.num_output] * count)
     return numbers
+
+
+def _counters(rows: Seq[Row]) -> DrawCounters:
+    return DrawCounters(
+        seeds=np.array([row.group.seed & (2**64 - 1) for row in rows], dtype=np.uint64).view(np.int64),
+        choices=_int32([row.sequence.index for row in rows]),
+        positions=_int32([row.num_output for row in rows]),
+    )
 
 
 def _look_ahead(rows: Seq[Row]) -> None:

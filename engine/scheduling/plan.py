@@ -13,9 +13,25 @@ from numpy.typing import NDArray
 from engine.pooling import Pooling
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawCounters:
+    """What the random numbers of S rows are made of (`engine.scheduling.philox`), for devices that make their own.
+
+    Attributes:
+        seeds: [S] the 64 bits of the seed.
+        choices: [S] number of the answer that the first draw is for; the others follow.
+        positions: [S] place of the token in its answer.
+    """
+
+    seeds: Int64
+    choices: Int32
+    positions: Int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +46,7 @@ class SamplingBatch:
         beam_width: [S] candidates wanted of a beam row, 0 for a row that samples.
         num_draws: [S] tokens to draw (n on a request's first sample, else 1), 0 for beam rows.
         uniforms: [S, max draws] numbers in [0, 1), one per draw.
+        counters: the same numbers, as a device makes them.
         num_logprobs: [S] how many most probable tokens to report, -1 for none.
         bias_row, bias_token, bias_value: added to logits first (logit_bias).
         history_row, history_token, history_is_output: tokens of the rows that have penalties.
@@ -67,6 +84,7 @@ class SamplingBatch:
     ban_token: Int32
     force_row: Int32
     force_token: Int32
+    counters: DrawCounters | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

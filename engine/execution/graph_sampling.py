@@ -1,0 +1,75 @@
+"""Logits and sampling of decoding steps as CUDA graphs, for steps in which each row wants one token and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.cuda_graphs import Recorder
+from engine.execution.pending import LateResult
+from engine.execution.sampler_captured import CapturedSampler
+from engine.scheduling.plan import DrawCounters, Int32, SamplingBatch
+
+
+class SamplingGraphs:
+    """What follows the hidden states of a recorded step.
+
+    Random numbers are made on the device, of positions that it counts itself: a steady step sends nothing.
+
+    Args:
+        logits: of hidden states.
+        hidden: [most rows, features] where a recorded step leaves them.
+        sampled: [most rows] int32 where the next step looks for its tokens.
+
+    Attributes:
+        num_replayed: steps that were sampled as a graph.
+        num_sent: those for which the device had to be told something.
+    """
+
+    def __init__(
+        self, logits: Callable[[Tensor], Tensor], hidden: Tensor, sampled: Tensor, vocabulary: int, record: Recorder
+    ):
+        self._logits, self._hidden, self._sampled, self._record = logits, hidden, sampled, record
+        self._sampler = CapturedSampler(len(hidden), vocabulary, hidden.device)
+        self._graphs: dict[int, Callable[[], None]] = {}
+        self._sent: SamplingBatch | None = None
+        self._expected: Int32 | None = None  # the positions that the device has counted to
+        self.num_replayed = self.num_sent = 0
+
+    @torch.inference_mode()
+    def capture(self, size: int) -> None:
+        """Record the sampling of so many rows."""
+        self._graphs[size] = self._record(lambda: self._step(size))
+
+    def serves(self, batch: SamplingBatch) -> bool:
+        """Nothing is wanted but one token a row."""
+        return batch.counters is not None and self._sampler.serves(batch)
+
+    def run(self, batch: SamplingBatch, size: int) -> LateResult:
+        """Sample a batch that this serves, of the first of `size` rows."""
+        counters = self._counters(batch)
+        self.num_sent += self._sampler.put(
+            batch, seeds=counters.seeds, choices=counters.choices, positions=counters.positions
+        )
+        self._graphs[size]()
+        self._expected = (counters.positions if self._expected is None else self._expected) + (batch.num_draws > 0)
+        self.num_replayed += 1
+        return self._sampler.fetch(len(batch.rows))
+
+    def _counters(self, batch: SamplingBatch) -> DrawCounters:
+        """The batch's, or those that were sent before, if the device has counted to the batch's since."""
+        given, sent = batch.counters, self._sent
+        assert given is not None
+        if sent is not None and sent.counters is not None and sent.temperature is batch.temperature:
+            counted = self._expected is not None and np.array_equal(given.positions, self._expected)
+            if given is sent.counters or counted:  # where no row draws, nobody counts
+                return sent.counters
+        self._sent, self._expected = batch, None
+        return given
+
+    def _step(self, size: int) -> None:
+        self._sampler.launch(self._logits(self._hidden[:size]))
+        self._sampled[:size].copy_(self._sampler.tokens[:size])
