@@ -175,7 +175,9 @@ class TritonAttention(AttentionBackend):
         group = heads // kv_heads
         few = shapes.decode_tiles(head_dim, group, product.itemsize, isinstance(kv, Paged))
         plain = window is None and bias is None and softcap is None
-        many = shapes.prefill_tiles(head_dim, group, product.itemsize, kv.keys.itemsize, device.capability, plain)
+        many = shapes.prefill_tiles(
+            head_dim, group, product.itemsize, kv.keys.itemsize, device.capability, plain, isinstance(kv, Paged)
+        )
         prepared = _prepare(metadata, kv, _Shape(heads, kv_heads, few, many, causal, window), head_dim, device)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if prepared.tokens < q.shape[0]:

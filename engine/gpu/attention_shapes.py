@@ -63,7 +63,7 @@ def decode_tiles(head_dim: int, group: int, product_bytes: int, paged: bool) -> 
 
 
 def prefill_tiles(
-    head_dim: int, group: int, product_bytes: int, stored_bytes: int, capability: int, plain: bool
+    head_dim: int, group: int, product_bytes: int, stored_bytes: int, capability: int, plain: bool, paged: bool
 ) -> Tiles:
     """Of rows with many queries.
 
@@ -79,12 +79,13 @@ def prefill_tiles(
     block_d = padded(head_dim)
     if product_bytes == 4:  # three products of tf32 for one, and twice the memory
         return Tiles(max(64, padded(group)), 32 if block_d <= 64 else 16, block_d, num_warps=8, num_stages=2)
+    # Of 3 stages one is the way through the block table, whose entries would be waited for in each tile otherwise.
     # Widening 8 bits takes registers of its own, and so does what happens to scores.
     large, narrow = capability >= 90, stored_bytes == 1 or not plain
     if block_d <= 64:
         return Tiles(128, 128 if large and not narrow else 64, block_d, num_warps=8, num_stages=3)
     if block_d <= 128:
         block_n = (128 if large else 64) // (2 if narrow else 1)
-        return Tiles(128, block_n, block_d, num_warps=8, num_stages=2 if large else 3)
+        return Tiles(128, block_n, block_d, num_warps=8, num_stages=3 if paged or not large else 2)
     block_m = 128 if large and not narrow else max(64, padded(group))
-    return Tiles(block_m, 32, block_d, num_warps=8, num_stages=2)
+    return Tiles(block_m, 32, block_d, num_warps=8, num_stages=3 if paged else 2)
