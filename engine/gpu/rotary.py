@@ -179,6 +179,8 @@ def turn_kernel(
             b = tl.where(paired, right, 0.0).to(FORMAT).to(tl.float32)
 
     if of_queries:
+        # A small tile is held by several warps: none may overwrite what another has still to read.
+        tl.debug_barrier()
         tl.store(heads + first, a.to(FORMAT), mask=there & paired)
         tl.store(heads + second, b.to(FORMAT), mask=there & paired)
         tl.store(heads + third, rest.to(FORMAT), mask=there & single)
