@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from support.gpu import check_compiled, compile_variants, kernels
+from support.poison import poisoned
 
 from engine.gpu import activations, norms
 from engine.model.activations import ACTIVATIONS
@@ -80,7 +81,7 @@ def hows(draw: st.DrawFn, size: int, dtype: torch.dtype, device: torch.device) -
 @few
 @given(st.data(), counts, sizes, seeds, formats, st.booleans())
 def test_norms(data: st.DataObject, count: int, size: int, seed: int, dtype: torch.dtype, deep: bool) -> None:
-    with kernels() as device:
+    with kernels() as device, poisoned(norms):
         how = data.draw(hows(size, dtype, device))
         shape = (count, 3, size) if deep else (count, size)
         x = apart(numbers(seed, *shape, dtype=dtype).to(device) + 0.5)
@@ -98,7 +99,7 @@ def test_norms(data: st.DataObject, count: int, size: int, seed: int, dtype: tor
 @few
 @given(st.data(), counts, sizes, seeds, formats)
 def test_sums_and_their_norms(data: st.DataObject, count: int, size: int, seed: int, dtype: torch.dtype) -> None:
-    with kernels() as device:
+    with kernels() as device, poisoned(norms):
         stream, y, z = (numbers(seed + n, count, size, dtype=dtype).to(device) for n in range(3))
         after = data.draw(st.one_of(st.none(), hows(size, dtype, device)))
         how = data.draw(st.one_of(st.none(), hows(size, dtype, device)))
@@ -162,7 +163,7 @@ def test_nothing_of_nothing() -> None:
 def test_activations(function: str, dtype: torch.dtype) -> None:
     assert set(activations.FUNCTIONS) == set(ACTIVATIONS)
     plain = ACTIVATIONS[function]  # type: ignore[index]
-    with kernels() as device:
+    with kernels() as device, poisoned(activations):
         for count, width in ((3, 193), (1, 1100), (2, 48)):
             x = apart(numbers(width, count, width, dtype=dtype, scale=3.0).to(device))
             x[0, :8] = torch.tensor([0.0, -0.0, 100.0, 1e-4, -1e-4, 40.0, -40.0, torch.nan])

@@ -107,6 +107,22 @@ def test_hidden_states_and_pages_are_those_of_the_modules(name: str, tmp_path: P
             near(ours, hidden_states(model))
 
 
+@pytest.mark.parametrize("name", ["gemma3", "olmo2"])
+def test_hidden_states_in_half_precision(name: str, tmp_path: Path) -> None:
+    path = make_any(name, tmp_path)
+    with kernels() as device:
+        model = load(path, torch.float16, device=device)
+        model.pack()
+        ours = hidden_states(model)
+        with by_torch(model):
+            theirs = hidden_states(model)
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert found.dtype == wanted.dtype == torch.float16
+        assert torch.equal(found.isnan(), wanted.isnan())
+        difference = (found - wanted).float().nan_to_num(0.0)
+        assert difference.norm() <= 4 * torch.finfo(torch.float16).eps * wanted.float().nan_to_num(0.0).norm()
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_any("llama-grouped", tmp_path_factory.mktemp("llama"))

@@ -14,11 +14,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from support.gpu import check_compiled, compile_variants, kernels
+from support.poison import poisoned
 from test_gpu_elementwise import by_torch
 
 from engine.attention.base import Paged
 from engine.attention.formats import FP8, LARGEST, SCALE
-from engine.gpu import norms
+from engine.gpu import norms, pages
 from engine.gpu.pages import slots_of
 from engine.gpu.rotary import Angles, HeadNorms, turn_, turn_and_store
 from engine.model.positions import Rotary
@@ -236,7 +237,7 @@ def test_slots_beyond_32_bits() -> None:
 @few
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(0, 3), st.integers(0, 2**20))
 def test_slots(lengths: list[int], padding: int, seed: int) -> None:
-    with kernels() as device:
+    with kernels() as device, poisoned(pages):
         generator = torch.Generator().manual_seed(seed)
         tables = torch.randint(1, 2**20, (len(lengths), 7), generator=generator, dtype=torch.int32)
         before = torch.randint(0, 6 * BLOCK + 1 - 9, (len(lengths),), generator=generator).tolist()
