@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from support.checkpoints import SHAPES as PLAIN_SHAPES
 from support.checkpoints import make_checkpoint, random_prompt
 from support.driving import Job, make_engine, run
+from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.gpu import kernels
 from support.pages import BLOCK, Pages, load, scattered_tables
@@ -204,6 +205,28 @@ def test_a_step_without_tokens(llama: Path) -> None:
         held = Pages(model, scattered_tables([8]))
         for slots_known in (True, False):
             assert [len(row) for row in held.step([[]], slots_known=slots_known)] == [0]
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "gemma3-both-sides"])
+def test_encoders_run_part_by_part(name: str, tmp_path: Path) -> None:
+    path = make_encoder_checkpoint(ENCODER_SHAPES[name], tmp_path).path
+    lengths = [5, 1, 7]
+    with kernels() as device, torch.inference_mode():
+        model = load(path, device=device)
+        model.pack()
+        total = sum(lengths)
+        ids = torch.tensor(random_prompt(VOCABULARY, 1, total), device=device)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        metadata = AttentionMetadata.build(lengths, lengths, device)
+        with (
+            mock.patch.object(norms, "_launch", side_effect=norms._launch) as normed,
+            mock.patch.object(rotary, "_launch", side_effect=rotary._launch) as turned,
+        ):
+            found = model.read(ids, positions, metadata, tokens=total)
+        assert normed.called
+        assert turned.called == (name != "bert")
+        with mock.patch.object(gpu, "serves", return_value=False):
+            near([found], [model.read(ids, positions, metadata, tokens=total)])
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "gpt-neox"])

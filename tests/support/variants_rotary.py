@@ -37,6 +37,11 @@ def _turn(name: str, absent: tuple[str, ...], pages: str = "*bf16", **flags: Any
 VARIANTS = [
     _turn("decode", (*_NO_NORM, *_PLAIN, "slots")),
     _turn("norms", ("query_bias", "key_bias", *_PLAIN, "slots"), NORM=1),
+    _turn(
+        "wide heads", ("query_bias", "key_bias", *_PLAIN, "slots"), QUERIES=8, KV_HEADS=4, HEAD_DIM=256, HALF=128,
+        NORM=3, HEADS=4, HALF_BLOCK=128,
+    ),
+    _turn("few turned", (*_NO_NORM, *_PLAIN, "slots"), HEAD_DIM=80, HALF=4, HALF_BLOCK=4, REST_BLOCK=128),
     _turn("int8", (*_NO_NORM, "tables"), "*i8", WHERE=1, STEPS=1),
     _turn("fp8", (*_NO_NORM, "slots", "centre"), "*u8", STEPS=2),
     _turn("half, clipped", (*_NO_NORM, *_PLAIN, "slots"), "*fp16", CLIP=8.0),
