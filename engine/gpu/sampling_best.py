@@ -17,7 +17,7 @@ def _ordered(value, token):
 
 @triton.jit(do_not_specialize=["columns"])
 def best(
-    logits, stride, vocabulary, rows, counts, before, after,
+    logits, stride, vocabulary: tl.constexpr, rows, counts, before, after,
     tops, num_tops, chunks, values, candidates,
     tokens, scores, place, columns, chosen,
     TOPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
@@ -62,7 +62,8 @@ def best(
     token = tl.load(candidates + row * ROOM + index, mask=held, other=2147483647)
     keys = tl.where(held, _ordered(value, token), -9223372036854775807)
     last = count.to(tl.int64) * 0 + 9223372036854775807
-    for at in range(count):
+    at = count * 0
+    while at < count:
         if fits:
             last = tl.max(tl.where(keys < last, keys, -9223372036854775807), axis=0)
         else:
@@ -79,6 +80,7 @@ def best(
         tl.store(tokens + out + at, drawn.to(tl.int32))
         tl.store(scores + out + at, (logit - first) - second)
         tl.store(chosen + out + at, logit)
+        at += 1
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -108,7 +110,9 @@ def report(
 
 
 @triton.jit(do_not_specialize=["columns"])
-def count_larger(logits, stride, vocabulary, rows, tokens, place, columns, partial, num_splits, BLOCK: tl.constexpr):
+def count_larger(
+    logits, stride, vocabulary: tl.constexpr, rows, tokens, place, columns, partial, num_splits, BLOCK: tl.constexpr
+):
     """Program (m, split) counts the logits of row `rows[m]` that are larger than those of its tokens.
 
     Args:
@@ -120,7 +124,9 @@ def count_larger(logits, stride, vocabulary, rows, tokens, place, columns, parti
     mine = tokens + tl.load(place + item).to(tl.int64) * columns
     token = split * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(row_logits + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    for column in range(columns):
+    column = split * 0
+    while column < columns:
         logit = tl.load(row_logits + tl.load(mine + column)).to(tl.float32)
         larger = tl.sum((value > logit).to(tl.int32), axis=0)
         tl.store(partial + (item.to(tl.int64) * num_splits + split) * columns + column, larger)
+        column += 1

@@ -65,7 +65,8 @@ def _among(weight, token, value, target, nothing):
 
 @triton.jit
 def _in_splits(
-    row_logits, vocabulary, row_weights, row_peaks, num_splits, peak, heat, smallest, min_p, number, nothing,
+    row_logits, vocabulary: tl.constexpr, row_weights, row_peaks, num_splits, peak, heat, smallest, min_p,
+    number, nothing,
     OWN: tl.constexpr, SPLITS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Token and logit of one draw, by the weights of splits.
@@ -100,7 +101,7 @@ def _in_splits(
 
 @triton.jit(do_not_specialize=["width", "columns"])
 def choose(
-    logits, stride, vocabulary, place,
+    logits, stride, vocabulary: tl.constexpr, place,
     temperature, top_k, top_p, min_p, num_draws, uniforms, width, seeds, choices, positions,
     split_peak, split_place, split_sum, split_weight, tops, num_splits, num_tops,
     row_peak, row_log_sum, chunks, values, candidates, is_wide,
@@ -154,7 +155,8 @@ def choose(
     limited = (k > 0) & (k < vocabulary)
     row_logits = logits + row * stride
     if (limited == 0) & (p >= 1.0) & (least <= 0.0):
-        for draw in range(draws):
+        draw = draws * 0
+        while draw < draws:
             number = _number(uniforms, seeds, choices, positions, row, draw, width, COUNTED)
             token, value = _in_splits(
                 row_logits, vocabulary, split_weight + row * num_splits, split_peak + row * num_splits, num_splits,
@@ -162,6 +164,7 @@ def choose(
             )  # fmt: skip
             tl.store(tokens + out + draw, token)
             tl.store(chosen + out + draw, value)
+            draw += 1
         return
     if limited & (k > 2 * FEW):
         tl.store(is_wide + row, 1)
@@ -213,8 +216,10 @@ def choose(
         return
     weight = _weights(value, heat, top_scaled, smallest, least)
     whole = tl.sum(weight, axis=0)
-    for draw in range(draws):
+    draw = draws * 0
+    while draw < draws:
         number = _number(uniforms, seeds, choices, positions, row, draw, width, COUNTED)
         drawn, logit = _among(weight, token, value, number * whole, best)
         tl.store(tokens + out + draw, drawn)
         tl.store(chosen + out + draw, logit)
+        draw += 1

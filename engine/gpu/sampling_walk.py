@@ -46,7 +46,7 @@ def divided(value, divisor):
 def summarize(
     logits,
     stride,
-    vocabulary,
+    vocabulary: tl.constexpr,
     temperature,
     num_draws,
     split_peak,
@@ -128,7 +128,7 @@ def least_with(values, weights, goal, low, high):
 @triton.jit
 def collect(
     row_logits,
-    vocabulary,
+    vocabulary: tl.constexpr,
     row_tops,
     num_tops,
     heat,

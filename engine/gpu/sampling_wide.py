@@ -16,7 +16,17 @@ from engine.gpu.sampling_walk import FARTHEST, divided, key_of, kth_largest, lea
 
 
 @triton.jit
-def _pass(row_logits, vocabulary, heat, reference, first, second, third, DEPTH: tl.constexpr, SPLIT: tl.constexpr):
+def _pass(
+    row_logits,
+    vocabulary: tl.constexpr,
+    heat,
+    reference,
+    first,
+    second,
+    third,
+    DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
     """How many logits of a row reach each of three numbers, and their weights."""
     column = tl.arange(0, SPLIT)
     n1, n2, n3 = tl.zeros((SPLIT,), tl.int32), tl.zeros((SPLIT,), tl.int32), tl.zeros((SPLIT,), tl.int32)
@@ -40,7 +50,7 @@ def _pass(row_logits, vocabulary, heat, reference, first, second, third, DEPTH: 
 
 @triton.jit
 def _threshold(
-    row_logits, vocabulary, heat, reference, low, high, goal, room,
+    row_logits, vocabulary: tl.constexpr, heat, reference, low, high, goal, room,
     COUNTED: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """The largest number such that the logits that reach it are `goal` many at least (COUNTED), or have that weight.
@@ -53,8 +63,8 @@ def _threshold(
         That number, how many logits are above it, and their weight.
     """
     # Until the first pass says how many there are: as many as would not be collected.
-    count_low, count_high, weight_high = vocabulary, vocabulary * 0, reference.to(tl.float64) * 0.0
-    turn = vocabulary * 0
+    turn = low.to(tl.int32) * 0
+    count_low, count_high, weight_high = turn + vocabulary, turn, reference.to(tl.float64) * 0.0
     while (high - low > 1) & (count_low - count_high > ROOM):
         floor, ceiling = value_of(low), value_of(high)
         step = (ceiling - floor) * 0.25
@@ -82,7 +92,7 @@ def _threshold(
     threshold = value_of(low)
     if high - low > 1:
         floor, ceiling = threshold, value_of(high)
-        found = vocabulary * 0
+        found = turn * 0
         element = tl.arange(0, DEPTH * SPLIT)
         for start in tl.range(0, vocabulary, DEPTH * SPLIT, num_stages=3):
             token = start + element
@@ -111,7 +121,7 @@ def _threshold(
 
 @triton.jit(do_not_specialize=["width", "columns"])
 def wide(
-    logits, stride, vocabulary, place,
+    logits, stride, vocabulary: tl.constexpr, place,
     temperature, top_k, top_p, min_p, num_draws, uniforms, width, seeds, choices, positions,
     split_floor, split_weight, num_splits, split_peak,
     row_peak, room, is_wide,
@@ -161,7 +171,8 @@ def wide(
     tl.debug_barrier()
     best = tl.load(tokens + tl.load(place + row).to(tl.int64) * columns)
     out = tl.load(place + row).to(tl.int64) * columns
-    for draw in range(draws):
+    draw = draws * 0
+    while draw < draws:
         number = _number(uniforms, seeds, choices, positions, row, draw, width, COUNTED)
         token, value = _in_splits(
             row_logits, vocabulary, split_weight + row * num_splits, split_weight, num_splits,
@@ -169,3 +180,4 @@ def wide(
         )  # fmt: skip
         tl.store(tokens + out + draw, token)
         tl.store(chosen + out + draw, value)
+        draw += 1

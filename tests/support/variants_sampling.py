@@ -16,7 +16,7 @@ _FLOAT32 = (
     *("temperature", "top_p", "min_p", "split_peak", "split_floor", "split_sum", "tops", "row_peak", "row_log_sum"),
     *("values", "room", "chosen", "scores", "before", "after", "logprobs", "repetition", "frequency", "presence"),
 )
-_NUMBERS = ("stride", "vocabulary", "width", "num_splits", "num_tops", "columns", "count")
+_NUMBERS = ("stride", "width", "num_splits", "num_tops", "columns", "count")
 _TYPES = {
     "split_weight": "*fp64",
     "uniforms": "*fp64",
@@ -27,6 +27,7 @@ _TYPES = {
 }
 _VOCABULARY = 131_072
 _SIZES = {
+    "vocabulary": _VOCABULARY,
     "SPLITS": _VOCABULARY // SIZES.split,
     "TOPS": _VOCABULARY // 64,
     "ROOM": SIZES.room,
@@ -39,14 +40,18 @@ _SIZES = {
 
 def _variant(name: str, kernel: Any, num_warps: int, types: dict[str, str] | None = None, **constants: Any) -> Variant:
     """A kernel with the types that its arguments' names stand for."""
-    fixed = {key: value for key, value in (_SIZES | constants).items() if key in kernel.arg_names}
+    fixed = {
+        key: value
+        for key, value in (_SIZES | constants).items()
+        if key in kernel.arg_names and key not in (types or {})
+    }
     kinds = _TYPES | {"logits": "*fp32"} | (types or {})
     return Variant(
         name=name,
         kernel=kernel,
         signature={argument: kinds[argument] for argument in kernel.arg_names if argument not in fixed},
         constants=fixed,
-        multiples=tuple(key for key in ("stride", "vocabulary", "num_splits", "num_tops") if key in kernel.arg_names),
+        multiples=tuple(key for key in ("stride", "num_splits", "num_tops") if key in kernel.arg_names),
         num_warps=num_warps,
     )
 
@@ -65,7 +70,7 @@ VARIANTS = [
         "penalties",
         sampling_edit._penalize,
         4,
-        {"keys": "*i64", "first": "*i64", "last": "*i64"},
+        {"keys": "*i64", "first": "*i64", "last": "*i64", "vocabulary": "i32"},
         BLOCK=sampling_edit._BLOCK,
     ),
     _variant("philox", philox._fill, 4, {"out": "*fp64"}, BLOCK=philox._BLOCK),
