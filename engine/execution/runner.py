@@ -78,6 +78,7 @@ class ModelRunner:
         self._types = Buffer(size, torch.int64, device)
         self._sources = Buffer(size, torch.int64, device)
         self._sampled = Buffer(size, torch.int32, device)  # [S] tokens of the last step that sampled
+        self._unfilled: Int32 | None = None  # the same, where the host knows them and no step has asked for them yet
         self.graphs: DecodeGraphs | None = None
         self._sampler: DeviceSampler | None = None
         if gpu.serves(device):
@@ -100,6 +101,9 @@ class ModelRunner:
         are those that the step launched before it sampled.
         """
         self.cache.copy_pages(plan.copies)
+        if plan.sources is not None and self._unfilled is not None:
+            self._sampled.fill(self._unfilled)
+            self._unfilled = None
         if plan.encoder is not None:
             self._encode(plan.encoder)
         recorded = self.graphs if self.graphs is not None and self.graphs.serves(plan) else None
@@ -135,7 +139,7 @@ class ModelRunner:
         """Candidates; what they begin with is kept on the device, for the next step."""
         if self._sampler is None:
             known = sample(logits, batch)
-            self._sampled.fill(known.tokens[:, 0])
+            self._unfilled = known.tokens[:, 0]
             return known
         samples = self._sampler.sample(logits, batch)
         self._sampled.data[: len(logits)].copy_(samples.first)
