@@ -17,8 +17,9 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.calibration import mean_keys
 from engine.execution.invariance import min_invariant_rows
-from engine.execution.kv_cache import KVCache, choose_cache_dtype, count_blocks
+from engine.execution.kv_cache import KVCache, choose_cache_dtype
 from engine.execution.loading import check_weights_fit, explained, find_max_model_len, find_quantization
+from engine.execution.profiling import allocate_pages, warn_if_short
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
 from engine.execution.warmup import measure, record
@@ -76,7 +77,7 @@ class Engine:
         dtype = choose_dtype(config.dtype, stored, device)
         quantization = find_quantization(config, device)
         cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
-        check_weights_fit(path, stored, dtype, device, quantization)
+        check_weights_fit(path, stored, dtype, device, quantization, config.gpu_memory_utilization)
         max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
         abilities = find_abilities(hf_config, spec, pipeline)
         backend = select(device, [b.attention for b in spec.trunk.blocks], cache_dtype if spec.decoder else None)
@@ -98,12 +99,8 @@ class Engine:
             abilities = find_abilities(hf_config, spec, pipeline)
         shapes = model.kv_shapes()
         whole, num_blocks = spec.decoder is None, 0
-        if not whole:
-            num_blocks = count_blocks(
-                config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len
-            )
         centres = mean_keys(model) if cache_dtype in LARGEST and not whole else None
-        cache = KVCache(shapes, num_blocks, config.block_size, cache_dtype, device, centres)
+        cache = KVCache(shapes, int(not whole), config.block_size, cache_dtype, device, centres)
         self.runner = ModelRunner(
             model,
             cache,
@@ -112,6 +109,9 @@ class Engine:
             activation=abilities.activation,
             project=load_projection(pipeline.layers, device),
         )
+        if not whole:
+            recorded = backend.recordable and not config.enforce_eager
+            num_blocks = allocate_pages(self.runner, config, cache_dtype, max_rows=config.most_seqs, graphs=recorded)
         costs, measured = measure(self.runner, max_tokens=config.max_num_batched_tokens, max_model_len=max_model_len)
         step_time = config.max_step_time
         if step_time is None:
@@ -160,6 +160,7 @@ class Engine:
         )
         self._random = random.Random(config.seed)
         self._outputs: dict[str, RequestOutput] = {}
+        warn_if_short(self.info)
         self._log_start(time.monotonic() - started)
 
     def add_request(

@@ -134,10 +134,12 @@ def count_blocks(
     *,
     max_encoder_len: int | None = None,
     reserved: int = 0,
+    available: int | None = None,
 ) -> int:
     """How many pages to make: what memory allows, and never more than max_num_seqs sequences of
     max_model_len tokens, each with an encoder's input of max_encoder_len, can use. `dtype` is the pages' format;
-    `reserved` bytes of the memory that is free now are for other things.
+    `reserved` bytes of the memory that is free now are for other things; `available` are for pages, if that was
+    measured (`engine.execution.profiling`).
 
     Raises:
         ConfigError: not one page fits.
@@ -149,6 +151,8 @@ def count_blocks(
         return _within_memory(blocks, size, "--num-gpu-blocks-override", device, reserved)
     if config.kv_cache_memory is not None:
         memory, setting = parse_bytes(config.kv_cache_memory, "kv_cache_memory"), "--kv-cache-memory"
+    elif available is not None:
+        memory, setting = available, "--gpu-memory-utilization"
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         memory = int(free - reserved - (1.0 - config.gpu_memory_utilization) * total)

@@ -12,7 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
-from engine.execution.memory import available_memory, is_out_of_memory
+from engine.execution.memory import available_memory, device_memory, gib, is_out_of_memory
 from engine.model.quantisation import Quantization, size_of
 from engine.model.spec import ModelSpec
 from engine.model.weight_files import weight_files
@@ -26,19 +26,34 @@ def check_weights_fit(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None = None,
+    utilization: float = 1.0,
 ) -> None:
-    """Refuse weights that exceed the free memory of a CPU.
+    """Refuse weights that exceed the free memory, before they are read.
 
-    The system hands out memory that it does not have, and kills who uses it.
+    A CPU's system hands out memory that it does not have, and kills who uses it.
+
+    Args:
+        utilization: share of a GPU's memory that may be used.
 
     Raises:
         ModelLoadError: they take more than there is.
     """
-    if device.type != "cpu":
-        return
+    memory = device_memory(device)
     size = sum(file.stat().st_size for file in weight_files(path)) * dtype.itemsize // stored.itemsize
     if quantization is not None:  # embeddings take more: this is the least
         size = size * size_of(1, 1 << 20, quantization) // (dtype.itemsize << 20)
+    if memory is not None:
+        total, free = memory.total(), memory.free()
+        allowed = total * utilization - (total - free)
+        if size > allowed:
+            raise ModelLoadError(
+                f"The weights of {path} take {gib(size)} as {dtype}, but {device} has {gib(free)} of {gib(total)} free"
+                + (f", of which --gpu-memory-utilization {utilization} allows {gib(max(allowed, 0))}" * (size <= free))
+                + ". "
+                + ("Raise --gpu-memory-utilization, use" if size <= free else "Use")
+                + " a smaller model, a 16-bit --dtype, another GPU (--device cuda:1), or end what else uses this one."
+            )
+        return
     free = available_memory()
     if size > free:
         raise ModelLoadError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -49,3 +50,57 @@ def _left(group: Path, limit_file: str, usage_file: str, cache: str) -> list[int
     # Cached files count as used, and give way when memory is needed.
     files = re.search(rf"^{cache} (\d+)$", text_of(group / "memory.stat"), re.MULTILINE)
     return [int(limit) - int(used) + (int(files[1]) if files else 0)]
+
+
+class DeviceMemory(Protocol):
+    """What a GPU and torch say of its memory, in bytes."""
+
+    def total(self) -> int:
+        """All there is."""
+
+    def free(self) -> int:
+        """What nobody has, neither this process nor another one."""
+
+    def allocated(self) -> int:
+        """What this process's tensors take."""
+
+    def peak(self) -> int:
+        """The most that was `allocated` since `reset`."""
+
+    def reset(self) -> None:
+        """Give back what no tensor needs, and begin `peak` anew."""
+
+
+class CudaMemory:
+    """The memory of a CUDA device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def total(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """The memory of a GPU; None for a CPU, whose memory is the host's (`available_memory`)."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+def gib(size: float) -> str:
+    """Bytes for people, such as 1.25 GiB."""
+    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**28 else f"{size / 2**20:.1f} MiB"

@@ -101,6 +101,11 @@ def measure(
     return costs, [one, plain]
 
 
+def score_plan(runner: ModelRunner, count: int) -> StepPlan:
+    """A prompt of count tokens, all of which are scored."""
+    return _plan(runner, 0, count, scored=True)
+
+
 def _measure_whole(
     runner: ModelRunner, most: int, timed: Callable[[StepPlan], tuple[StepWork, float]]
 ) -> tuple[Costs, Measured]:

@@ -1,0 +1,199 @@
+"""How much of a GPU's memory pages may take: what is left beside weights and the largest step, which is run at start.
+
+The step holds `max_num_batched_tokens` tokens, of which as many as there may be rows are sampled, with all that makes
+a sampler's work hard; prompts whose tokens are scored, and encoder inputs, are run as well where the model has such.
+They read and write block 0 of a cache that has hardly more pages than that.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.execution.cuda_graphs import context_bounds, graph_sizes
+from engine.execution.kv_cache import KVCache, count_blocks, page_bytes
+from engine.execution.memory import DeviceMemory, device_memory, gib, is_out_of_memory
+from engine.execution.runner import ModelRunner
+from engine.execution.warmup import score_plan
+from engine.model.spec import Lm
+from engine.outputs import EngineInfo
+from engine.request import Decoding, Request
+from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.plan import EncoderBatch, StepPlan
+from engine.scheduling.sequence import SequenceGroup, pages_needed
+
+logger = logging.getLogger("octavo.execution")
+
+# Bytes that a recorded decoding step takes outside of torch's memory: about 2 KiB for each of a thousand nodes.
+GRAPH = 2 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a GPU's memory goes to besides pages, in bytes.
+
+    Attributes:
+        total: of the GPU.
+        used: weights, libraries, and what other processes have.
+        weights: those alone.
+        step: the largest step, while it runs.
+        graphs: reserved for recorded decoding steps.
+    """
+
+    total: int
+    used: int
+    weights: int
+    step: int
+    graphs: int = 0
+
+    def left(self, utilization: float) -> int:
+        """For pages, if that share of the memory may be used; negative where it does not suffice."""
+        return int(self.total * utilization) - self.used - self.step - self.graphs
+
+
+def allocate_pages(
+    runner: ModelRunner, config: EngineConfig, dtype: torch.dtype, *, max_rows: int, graphs: bool
+) -> int:
+    """Give a runner its pages in place of the few that it was made with; how many they are.
+
+    On a GPU their number goes by what the largest step leaves, unless the settings say it.
+
+    Args:
+        dtype: the pages' format.
+        max_rows: most rows of a step.
+        graphs: decoding steps will be recorded.
+
+    Raises:
+        ConfigError: not one page fits, or the memory is less than is needed without pages.
+    """
+    model, few = runner.model, runner.cache
+    device, longest, encoder = model.device, model.max_model_len, model.max_encoder_len
+    shapes = model.kv_shapes()
+    memory = device_memory(device)
+    needs = available = None
+    if memory is not None and config.num_gpu_blocks_override is None and config.kv_cache_memory is None:
+        needs = measure_needs(runner, memory, config.max_num_batched_tokens, max_rows, graphs=graphs)
+        available = needs.left(config.gpu_memory_utilization)
+        _check_room(config, needs, page_bytes(shapes, config.block_size, dtype), model.max_model_len, max_rows)
+    count = count_blocks(config, shapes, longest, dtype, device, max_encoder_len=encoder, available=available)
+    centres = [centre for centre in few.key_centres if centre is not None]
+    runner.cache = KVCache(shapes, count, config.block_size, dtype, device, centres or None)
+    if needs is not None:
+        logger.info(
+            "GPU memory: of %s, %s are used by weights (%s), libraries and other processes; the largest step takes %s, "
+            "recorded steps %s at most; %s are for pages (--gpu-memory-utilization %s)",
+            *map(gib, (needs.total, needs.used, needs.weights, needs.step, needs.graphs, available or 0)),
+            config.gpu_memory_utilization,
+        )  # fmt: skip
+    return count
+
+
+def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, max_rows: int, *, graphs: bool) -> Needs:
+    """Run the largest step, and see what it takes.
+
+    Raises:
+        ConfigError: it does not fit beside the weights.
+    """
+    weights = runner.model.weight_bytes()
+    memory.reset()
+    before = memory.allocated()
+    try:
+        for plan in largest_steps(runner, max_tokens, max_rows):
+            runner.execute(plan)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"The largest step ({max_tokens} tokens, {max_rows} rows) does not fit beside the weights: the GPU has "
+            f"{gib(memory.total())}, the weights take {gib(weights)}, {gib(memory.free())} are free "
+            f"({str(error).splitlines()[0]}). Lower --max-num-batched-tokens or --max-num-seqs, use a smaller model or "
+            "a 16-bit --dtype, or another GPU (--device cuda:1)."
+        ) from error
+    finally:
+        runner.cache.clear_scratch()
+    step = memory.peak() - before
+    memory.reset()
+    # What libraries took for the first step (workspaces, code) they keep: it is among what is used now.
+    return Needs(
+        total=memory.total(),
+        used=memory.total() - memory.free(),
+        weights=weights,
+        step=step,
+        graphs=graph_reserve(runner, max_rows, step, max_tokens) if graphs else 0,
+    )
+
+
+def graph_reserve(runner: ModelRunner, max_rows: int, step: int, max_tokens: int) -> int:
+    """Memory to keep for recorded decoding steps: they share one pool, as large as the largest of them needs, which is
+    a step of max_rows tokens; and each has nodes, outside of torch's memory."""
+    count = len(graph_sizes(max_rows)) * len(context_bounds(runner.model.max_model_len))
+    return count * GRAPH + math.ceil(step * min(max_rows / max_tokens, 1.0))
+
+
+def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterator[StepPlan]:
+    """Plans that take the most memory a step can, each for something else. Tables name block 0 alone."""
+    model, size = runner.model, runner.cache.block_size
+    generates = isinstance(model.spec.head, Lm)
+    longest = max(model.max_model_len - 1, 1)
+    count = min(max(max_rows, math.ceil(max_tokens / longest)), max_tokens)
+    each, more = divmod(min(max_tokens, count * longest), count)
+    decoding = Decoding(
+        max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=5
+    )
+    rows = []
+    for number in range(count):
+        tokens = each + (number < more)
+        request = Request(request_id="", prompt_token_ids=(0,) * tokens, decoding=decoding)
+        group = SequenceGroup(request, number, b"")
+        group.sequences[0].table.extend([0] * pages_needed(tokens, size))
+        rows.append(Row(group, group.sequences[0], 0, tokens, generates and number < max_rows))
+    plan = build_plan(rows, [], size)
+    if model.max_encoder_len is not None:
+        length = min(model.max_encoder_len, max_tokens)
+        starts = np.append(np.arange(0, max_tokens, length), max_tokens).astype(np.int32)
+        token_ids, slots = np.zeros(max_tokens, dtype=np.int32), np.arange(max_tokens, dtype=np.int32) % size
+        plan = replace(plan, encoder=EncoderBatch(token_ids=token_ids, starts=starts, slots=slots))
+    yield plan
+    if generates:
+        yield score_plan(runner, min(max_tokens, longest))
+
+
+def _check_room(config: EngineConfig, needs: Needs, page: int, max_model_len: int, max_rows: int) -> None:
+    """Refuse a start without room for a page.
+
+    Raises:
+        ConfigError: with what is needed and what is free.
+    """
+    share, tokens = config.gpu_memory_utilization, config.max_num_batched_tokens
+    left = needs.left(share)
+    if left >= 2 * page:  # block 0 is one, too
+        return
+    request = page * pages_needed(max_model_len, config.block_size)
+    graphs = f", recorded decoding steps {gib(needs.graphs)}" if needs.graphs else ""
+    raise ConfigError(
+        f"The model does not fit into the GPU's memory: of {gib(needs.total)}, --gpu-memory-utilization {share} allows "
+        f"{gib(needs.total * share)}. Weights take {gib(needs.weights)}, libraries and other processes "
+        f"{gib(needs.used - needs.weights)}, the largest step ({tokens} tokens, {max_rows} rows) "
+        f"{gib(needs.step)}{graphs}: {gib(max(left, 0))} are left for pages, of which one takes {gib(page)} and one "
+        f"request of {max_model_len} tokens {gib(request)}. Raise --gpu-memory-utilization, lower "
+        "--max-num-batched-tokens, --max-num-seqs or --max-model-len, use a narrower --kv-cache-dtype (fp8, int8)"
+        f"{', --enforce-eager' if needs.graphs else ''}, a smaller model, or another GPU (--device cuda:1)."
+    )
+
+
+def warn_if_short(info: EngineInfo) -> None:
+    """Say it if not even one request of the full length fits; shorter ones are served."""
+    if info.num_blocks and info.full_requests < 1.0:
+        logger.warning(
+            "the KV cache holds %d tokens, less than one request of the full %d (max_model_len): longer requests will "
+            "be refused. Give it more memory (--kv-cache-memory, --gpu-memory-utilization), choose a narrower "
+            "--kv-cache-dtype, or lower --max-model-len.",
+            info.num_blocks * info.block_size, info.max_model_len,
+        )  # fmt: skip
