@@ -94,7 +94,7 @@ def _measured(
     limits = dict(settings)
     if device.type == "cpu":  # it would make pages of half the memory
         tokens = sizes.peer_rows * (sizes.peer_prompt + sizes.peer_answer)
-        limits |= {"page_size": 32, "num_blocks": tokens // 8 + 64, "max_batch_tokens": tokens}
+        limits |= {"num_blocks": tokens // 8 + 64, "max_batch_tokens": tokens}
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # advice for those who write programs
     continuous = transformers.ContinuousBatchingConfig(**limits)
     seconds, steps = [], []
