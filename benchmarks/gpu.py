@@ -11,7 +11,7 @@ One command, no download: weights are random, in the shapes of Qwen3-0.6B and Ll
     beams     steps of 4 beams beside greedy ones with as many rows
     peer      transformers' continuous batching on the same work
 
-    python benchmarks/gpu.py --output --goals
+    python benchmarks/gpu.py --goals
     python benchmarks/gpu.py --parts decode gap --models Qwen3-0.6B
     python benchmarks/gpu.py --device cpu --tiny      # a dry run without a GPU: shows that everything works
 """
@@ -201,6 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGALRM, before)
     result = run.result()
+    if "decode" in result["parts"]:
+        print("\n" + report.steps(result["parts"]["decode"]))
     if options.goals:
         if options.tiny:
             print("\nTiny shapes: the figures say nothing about the goals.")
@@ -233,11 +235,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=Path,
-        nargs="?",
-        const=ROOT / "benchmarks" / "results" / "gpu.json",
-        help="keep the result, and a plot beside it (default name: benchmarks/results/gpu.json)",
+        help="where the result is kept, with a plot beside it (default: benchmarks/results/gpu.json; of tiny shapes, "
+        "nowhere)",
     )
     options = parser.parse_args(arguments)
+    if options.output is None and not options.tiny:
+        options.output = ROOT / "benchmarks" / "results" / "gpu.json"
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu is for dry runs: add --tiny")
     return options

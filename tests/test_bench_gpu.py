@@ -262,6 +262,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     assert all(check["passed"] for check in parts["kernels"])
     assert [row["mixture"] for row in parts["sampler"]["mixtures"]] == 2 * list(sampling.MIXTURES)
     assert "4 beams: of greedy, at equal rows" in done.stdout
+    assert done.stdout.count("\nLlama-3.1-8B  8      40") == 1, done.stdout  # the table of steps
     assert "Tiny shapes: the figures say nothing about the goals." in done.stdout
 
 

@@ -11,6 +11,7 @@ bfloat16.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ def run(check: Check, setting: Setting) -> dict[str, Any]:
             one if isinstance(one, float) else error_of(*one, setting.dtype) for one in check.run(setting)
         )
         found["passed"] = found["error"] <= check.bound
+        if not math.isfinite(found["error"]):
+            found["error"], found["note"] = None, "numbers are missing, or not finite"
     except SkippedError as reason:
         found["note"] = str(reason)
     except Exception as error:  # a kernel that does not compile is wrong, too, and the others are checked

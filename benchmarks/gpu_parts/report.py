@@ -61,6 +61,16 @@ def _said(command: Sequence[str]) -> str | None:
     return done.stdout.strip() or None
 
 
+def steps(decoding: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Decode steps of all models."""
+    lines = [("model", "batch", "context", "ms a step", "tokens/s", "floor, ms", "of the floor")]
+    for model, rows in decoding.items():
+        for row in rows:
+            figures = (f"{row['step_ms']:.3f}", f"{row['tokens_per_second']:.0f}", f"{row['floor_ms']:.3f}")
+            lines.append((model, str(row["rows"]), str(row["context"]), *figures, f"{row['percent_of_floor']:.0f}%"))
+    return _aligned(lines)
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Goals, what was measured, and whether they are met."""
     lines = [("goal", "limit", "stretch", "measured", "met")]
@@ -70,6 +80,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         measured = "-" if row["measured"] is None else f"{row['measured']:.3g} {unit}"
         met = "-" if row["met"] is None else ("yes" if row["met"] else "NO")
         lines.append((row["label"], f"{sign} {row['goal']:g} {unit}", stretch, measured, met))
+    return _aligned(lines)
+
+
+def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
