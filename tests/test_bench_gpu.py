@@ -258,7 +258,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
         assert all(row["percent_of_greedy"] > 0 for row in parts["beams"][model])
         if not torch.cuda.is_available():  # else the peer may want that device
             assert parts["peer"][model].get("ratio", 0) > 0, parts["peer"][model]
-    assert len(parts["kernels"]) >= 48
+    assert len(parts["kernels"]) >= 49
     assert all(check["passed"] for check in parts["kernels"])
     assert [row["mixture"] for row in parts["sampler"]["mixtures"]] == 2 * list(sampling.MIXTURES)
     assert "4 beams: of greedy, at equal rows" in done.stdout

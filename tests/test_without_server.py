@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).resolve().parent
 
 SUITE = {
@@ -48,7 +46,3 @@ def test_without_the_option_a_missing_package_is_an_error(tmp_path: Path) -> Non
     assert "2 failed, 1 passed" in said
     assert "1 error" in said
     assert status == 1
-
-
-def test_the_option_is_off_here(pytestconfig: pytest.Config) -> None:
-    assert pytestconfig.getoption("--without-server") is False
