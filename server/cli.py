@@ -88,6 +88,8 @@ def _no_command(arguments: list[str]) -> str:
     if not arguments:
         return f"a command is missing: {', '.join(COMMANDS)}"
     name = arguments[0]
+    if name in ("-v", "-V", "version"):
+        return f"unknown {'flag' if name.startswith('-') else 'command'} {name!r}; did you mean --version?"
     if name.startswith("-"):
         return f"{name.partition('=')[0]} must come after the command ({', '.join(COMMANDS)})"
     if synonym := SYNONYMS.get(name.lower()):

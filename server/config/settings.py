@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, Pydantic
 from engine import ConfigError, EngineConfig, parse_bytes
 from server.config.field_docs import field_docs
 from server.config.sources import VariableSource
+from server.terminal.nearest import did_you_mean
 
 _DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 DEMOS = {"chat": _DEMO_FOLDER / "chat", "seq2seq": _DEMO_FOLDER / "seq2seq"}  # the bundled models
@@ -266,14 +267,25 @@ def is_switch(field: FieldInfo) -> bool:
     return field.annotation is bool or set(get_args(field.annotation)) == {bool, type(None)}
 
 
+def _kinds(field: FieldInfo) -> list[Any]:
+    """The types of a setting, and of a Literal its values."""
+    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
+    return [choice for kind in kinds for choice in (get_args(kind) if get_origin(kind) is Literal else (kind,))]
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """The names that a setting takes, if it takes no others."""
+    kinds = _kinds(field)
+    return kinds if all(isinstance(kind, str) for kind in kinds) else []
+
+
 def allowed(field: FieldInfo) -> str:
     """What a setting takes, as in "port must be ..."."""
     if get_origin(field.annotation) is tuple:
         return "a text or a list of texts"
-    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
-    kinds = [choice for kind in kinds for choice in (get_args(kind) if get_origin(kind) is Literal else (kind,))]
-    if all(isinstance(kind, str) for kind in kinds):
-        return f"one of {', '.join(kinds)}"
+    if names := choices(field):
+        return f"one of {', '.join(names)}"
+    kinds = _kinds(field)
     if bool in kinds:
         return "true or false"
     if {int, str} <= set(kinds):
@@ -299,4 +311,6 @@ def _explain(cls: type[BaseModel], problem: ValidationError) -> str:
     name = str(error["loc"][0]) if error["loc"] else ""
     if name not in cls.model_fields:
         return f"{name} is no setting."
-    return f"{name} must be {allowed(cls.model_fields[name])}, got {shown(name, error['input'])!r}."
+    field, given = cls.model_fields[name], error["input"]
+    near = did_you_mean(given, choices(field)) if isinstance(given, str) and name not in SECRETS else ""
+    return f"{name} must be {allowed(field)}, got {shown(name, given)!r}{near or '.'}"

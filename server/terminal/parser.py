@@ -57,9 +57,12 @@ class OneLineParser(argparse.ArgumentParser):
         print_coloured(text, stream)
 
     def _unknown(self, name: str) -> str:
-        if name == "--model" and name not in self._option_string_actions:
-            return "unknown flag --model: the model is named without one, after the command"
-        return f"unknown flag {name}{did_you_mean('--' + name.lstrip('-'), self._option_string_actions)}"
+        arguments = {f"--{action.dest}" for action in self._get_positional_actions()}
+        near = did_you_mean("--" + name.lstrip("-"), {**self._option_string_actions, **dict.fromkeys(arguments)})
+        for named in arguments - set(self._option_string_actions):
+            if near.endswith(f" {named}?"):
+                return f"unknown flag {name}: the {named[2:]} is named without one, after the command"
+        return f"unknown flag {name}{near}"
 
 
 class WholeFlags(argparse.HelpFormatter):
