@@ -24,7 +24,8 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 from engine import Engine
 from engine.attention.native import NativeAttention
 from engine.execution import cuda_graphs, warmup
-from engine.execution.cuda_graphs import DecodeGraphs, context_bounds, eager, graph_sizes
+from engine.execution.cuda_graphs import DecodeGraphs, context_bounds, graph_sizes
+from engine.execution.recording import eager
 from engine.execution.warmup import record
 
 FAMILIES = {

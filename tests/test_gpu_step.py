@@ -21,7 +21,7 @@ from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
-from engine.execution.cuda_graphs import eager
+from engine.execution.recording import eager
 
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 4}
 

@@ -634,7 +634,11 @@ class TestPlan:
             assert getattr(plan, name).dtype == np.int32, name
         batch = plan.sampling
         assert batch is not None
-        kinds = {f.name: getattr(batch, f.name).dtype for f in dataclasses.fields(batch)}
+        assert batch.counters is not None
+        assert batch.counters.seeds.dtype == np.int64
+        assert batch.counters.choices.dtype == batch.counters.positions.dtype == np.int32
+        arrays = [f.name for f in dataclasses.fields(batch) if f.name != "counters"]
+        kinds = {name: getattr(batch, name).dtype for name in arrays}
         assert kinds.pop("uniforms") == np.float64
         assert kinds.pop("history_is_output") == kinds.pop("renormalize") == np.bool_
         floats = {name for name, kind in kinds.items() if kind == np.float32}

@@ -12,7 +12,7 @@ import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from engine.attention.base import AttentionMetadata
 from engine.execution.decode_state import DecodeState
 from engine.execution.kv_cache import KVCache
 from engine.execution.pending import LateResult
+from engine.execution.recording import Recorder
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import SamplingBatch, StepPlan
@@ -33,35 +34,6 @@ logger = logging.getLogger("octavo.execution")
 # The shortest bound on contexts, and how much longer each next one is: programs of a grid that find nothing to do end
 # at once, so that a bound four times too far costs little, and few bounds mean few graphs.
 _SHORTEST, _FACTOR = 1024, 4
-
-
-class Recorder(Protocol):
-    """Makes of a function without arguments one that does the same again."""
-
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]: ...
-
-
-class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: the largest should be recorded first."""
-
-    def __init__(self, device: torch.device):
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            function()  # libraries and Triton set themselves up, which cannot be recorded
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            function()
-        return graph.replay
-
-
-def eager(function: Callable[[], None]) -> Callable[[], None]:
-    """The `Recorder` of devices without graphs."""
-    return function
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.cuda_graphs import Recorder
 from engine.execution.pending import LateResult
+from engine.execution.recording import Recorder
 from engine.execution.sampler_captured import CapturedSampler
 from engine.scheduling.plan import DrawCounters, Int32, SamplingBatch
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from engine import gpu
 from engine.attention.base import AttentionMetadata
 from engine.execution.buffers import Buffer
-from engine.execution.cuda_graphs import DecodeGraphs, Recorder
+from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.kv_cache import KVCache
 from engine.execution.pending import LateResult, PendingStep
 from engine.execution.pooler import Pooler
+from engine.execution.recording import Recorder
 from engine.execution.sampler import sample, score_prompt
 from engine.model.layers import CrossPages
 from engine.model.spec import Lm

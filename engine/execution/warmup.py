@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from engine.attention.base import AttentionBackend
 from engine.attention.tiles import TILE
-from engine.execution.cuda_graphs import CudaRecorder
+from engine.execution.recording import CudaRecorder
 from engine.execution.runner import ModelRunner
 from engine.model.spec import Lm, MaskedLm
 from engine.pooling import Pooling

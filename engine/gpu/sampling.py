@@ -312,4 +312,4 @@ class LogitRows:
 
 def _block(columns: int) -> int:
     """Columns that a program holds: one number for nearly all launches, so that little is compiled while serving."""
-    return max(64, triton.next_power_of_2(columns))
+    return max(64, int(triton.next_power_of_2(columns)))

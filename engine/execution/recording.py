@@ -1,0 +1,37 @@
+"""How work on a device is recorded, to be started again as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Recorder(Protocol):
+    """Makes of a function without arguments one that does the same again."""
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]: ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory: the largest should be recorded first."""
+
+    def __init__(self, device: torch.device):
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            function()  # libraries and Triton set themselves up, which cannot be recorded
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            function()
+        return graph.replay
+
+
+def eager(function: Callable[[], None]) -> Callable[[], None]:
+    """The `Recorder` of devices without graphs."""
+    return function
