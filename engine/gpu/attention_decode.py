@@ -22,6 +22,17 @@ from engine.gpu.attention_plan import ITEM, span
 from engine.gpu.attention_tiles import divide, meet, merge
 
 
+@triton.jit
+def _part(places, about, one, chunks, step, part_rows, real, read, HEAD_DIM: tl.constexpr):
+    """The maximum, sum and result of a chunk that some program stored; of none where there are not so many."""
+    there = one < chunks
+    about += one * step * 2
+    best = tl.load(about, mask=real & there, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(about + part_rows, mask=real & there, other=0, cache_modifier=".cg")
+    acc = tl.load(places + one * step * HEAD_DIM, mask=read & there, other=0, cache_modifier=".cg")
+    return best, total, acc
+
+
 @triton.jit(do_not_specialize=["table_row", "columns", "zero", "left", "right", "part_rows"])
 def decode(
     q, out, keys, values, key_scales, value_scales, centre, where, query_start, context,
@@ -118,13 +129,17 @@ def decode(
                 places = parts + (slot.to(tl.int64) * KV_HEADS + head) * part_rows * HEAD_DIM
                 places = places + pair[:, None] * HEAD_DIM + features[None, :]
                 about = stats + (slot.to(tl.int64) * KV_HEADS + head) * 2 * part_rows + pair
-                for _one in tl.range(0, chunks):
-                    best_of = tl.load(about, mask=real, other=float("-inf"), cache_modifier=".cg")
-                    total_of = tl.load(about + part_rows, mask=real, other=0, cache_modifier=".cg")
-                    acc_of = tl.load(places, mask=read, other=0, cache_modifier=".cg")
-                    best, total, acc = merge(best, total, acc, best_of, total_of, acc_of)
-                    places += KV_HEADS * part_rows * HEAD_DIM
-                    about += KV_HEADS * 2 * part_rows
+                step = KV_HEADS * part_rows
+                for one in tl.range(0, chunks, 4):
+                    # Four are asked for before the first is needed; what is not there changes nothing.
+                    best0, total0, acc0 = _part(places, about, one, chunks, step, part_rows, real, read, HEAD_DIM)
+                    best1, total1, acc1 = _part(places, about, one + 1, chunks, step, part_rows, real, read, HEAD_DIM)
+                    best2, total2, acc2 = _part(places, about, one + 2, chunks, step, part_rows, real, read, HEAD_DIM)
+                    best3, total3, acc3 = _part(places, about, one + 3, chunks, step, part_rows, real, read, HEAD_DIM)
+                    best, total, acc = merge(best, total, acc, best0, total0, acc0)
+                    best, total, acc = merge(best, total, acc, best1, total1, acc1)
+                    best, total, acc = merge(best, total, acc, best2, total2, acc2)
+                    best, total, acc = merge(best, total, acc, best3, total3, acc3)
         if done & (number > 0):
             result = divide(acc, total).to(out.dtype.element_ty)
             tl.store(out + (token[:, None] * HEADS + heads[:, None]) * HEAD_DIM + features[None, :], result, mask=read)
