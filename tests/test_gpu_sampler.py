@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from support.gpu import check_compiled, compile_variants, kernels
 from engine.execution import sampler, sampler_torch
 from engine.execution.sampler_captured import CapturedSampler
 from engine.execution.sampler_device import Counters, DeviceSampler
+from engine.gpu import sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
 from engine.gpu.sampling import SIZES, Sizes
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, StepResult
@@ -311,6 +312,19 @@ def test_numbers_may_be_made_on_the_device(device: torch.device) -> None:
 # ------------------------------------------------------------------ what is sent, and what nobody waits for
 
 
+KERNELS = {"summarize", "choose", "wide", "best", "report", "count_larger", "_penalize"}
+
+
+def recorded(names: set[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's launch that leaves its name."""
+
+    def launch(*arguments: Any, **named: Any) -> Any:
+        names.add(name)
+        return run(*arguments, **named)
+
+    return launch
+
+
 @contextmanager
 def nothing_waits() -> Iterator[None]:
     """On a GPU, an error where the host would wait for it."""
@@ -361,6 +375,22 @@ def test_a_sampler_serves_batches_of_all_sizes_one_after_the_other(device: torch
         logits = random_logits(len(kinds), vocabulary, seed=14)
         found = ours.sample(logits.to(device), batch_of(kinds)).result()
         assert_same(found, sampler_torch.sample(logits, batch_of(kinds)), kinds)
+
+
+def test_warming_up_starts_all_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves nothing behind that the next batch would notice."""
+    launched = set()
+    for module in (sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide):
+        for name, kernel in vars(module).items():
+            if name in KERNELS:
+                monkeypatch.setattr(kernel, "run", recorded(launched, name, kernel.run))
+    ours = DeviceSampler(device, max_rows=4)
+    ours.warm(97)
+    assert launched == KERNELS
+    logits = random_logits(4, 97, seed=17)
+    assert_same(
+        ours.sample(logits.to(device), batch_of(MIXED[:4])).result(), sample(logits, MIXED[:4], device), MIXED[:4]
+    )
 
 
 # ------------------------------------------------------------------ what a CUDA graph can hold

@@ -25,6 +25,7 @@ from engine.execution.sampler_layout import (
     Layout,
     lay_out,
     places_of,
+    trial_batch,
     where_true,
 )
 from engine.execution.transfers import Array, Download, Uploads
@@ -178,6 +179,12 @@ class DeviceSampler:
                     after=walked.log_sum,
                 )
         return samples
+
+    def warm(self, vocabulary: int) -> None:
+        """Compile all kernels for float32 logits of as many tokens, and make memory for `max_rows` rows: so that no
+        request waits for that."""
+        logits = torch.zeros((3, vocabulary), dtype=torch.float32, device=self._device)
+        self.sample(logits, trial_batch(vocabulary)).result()
 
     @torch.inference_mode()
     def score(self, logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenScores:

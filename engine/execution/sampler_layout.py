@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.execution.transfers import Array
-from engine.scheduling.plan import Int32, SamplingBatch
+from engine.scheduling.plan import Float32, Int32, SamplingBatch
 
 # Arrays of a batch that decide how its rows are laid out; the others are numbers that rows are treated with.
 DECISIVE = ("beam_width", "num_draws", "num_logprobs", "renormalize")
@@ -94,3 +94,43 @@ def places_of(batch: SamplingBatch, kind: str, place: Int32, tokens: Int32, voca
 
 def where_true(mask: Array) -> Int32:
     return np.flatnonzero(mask).astype(np.int32)
+
+
+def trial_batch(vocabulary: int) -> SamplingBatch:
+    """A row that draws, one of beams, and one that is changed and asks for reports: together they take all kernels."""
+
+    def ints(*values: int) -> Int32:
+        return np.array(values, dtype=np.int32)
+
+    def floats(*values: float) -> Float32:
+        return np.array(values, dtype=np.float32)
+
+    none, ones, last = ints(), floats(1.0, 1.0, 1.0), vocabulary - 1
+    return SamplingBatch(
+        rows=ints(0, 1, 2),
+        temperature=ones,
+        top_k=ints(0, 0, 0),
+        top_p=floats(0.9, 1.0, 0.9),
+        min_p=floats(0.0, 0.0, 0.0),
+        repetition_penalty=floats(1.0, 1.0, 1.1),
+        presence_penalty=floats(0.0, 0.0, 0.0),
+        frequency_penalty=floats(0.0, 0.0, 0.0),
+        beam_width=ints(0, 2, 0),
+        num_draws=ints(1, 0, 1),
+        uniforms=np.full((3, 1), 0.5),
+        num_logprobs=ints(-1, -1, 1),
+        bias_row=none,
+        bias_token=none,
+        bias_value=floats(),
+        history_row=ints(2, 2),
+        history_token=ints(0, last),
+        history_is_output=np.array([False, True]),
+        renormalize=np.zeros(3, dtype=np.bool_),
+        source_reward=ones,
+        source_row=none,
+        source_token=none,
+        ban_row=none,
+        ban_token=none,
+        force_row=none,
+        force_token=none,
+    )

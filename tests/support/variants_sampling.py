@@ -53,18 +53,27 @@ def _variant(name: str, kernel: Any, num_warps: int, types: dict[str, str] | Non
         constants=fixed,
         multiples=tuple(key for key in ("stride", "num_splits", "num_tops") if key in kernel.arg_names),
         num_warps=num_warps,
+        capabilities=(90,) if fixed.get("num_splits") == 1 else (80, 90, 100),
     )
 
+
+# Of a vocabulary that one split and one chunk hold, as those of tests.
+_TINY = {"vocabulary": 50, "SPLITS": 1, "TOPS": 1, "num_splits": 1, "num_tops": 1}
 
 VARIANTS = [
     _variant("walk", sampling_walk.summarize, 4),
     _variant("walk of bfloat16", sampling_walk.summarize, 4, {"logits": "*bf16"}),
-    _variant("choose", sampling_draw.choose, 8, COUNTED=False, COLUMNS=4),
-    _variant("choose, numbers counted", sampling_draw.choose, 8, COUNTED=True, COLUMNS=1),
+    _variant("choose", sampling_draw.choose, 8, COUNTED=False, COLUMNS=64),
+    _variant("choose, numbers counted", sampling_draw.choose, 8, COUNTED=True, COLUMNS=64),
     _variant("wide", sampling_wide.wide, 16, COUNTED=False),
     _variant("wide, numbers counted", sampling_wide.wide, 16, COUNTED=True),
-    _variant("best", sampling_best.best, 8, BLOCK=SIZES.split, COLUMNS=16),
-    _variant("report", sampling_best.report, 1, COUNTED=True, COLUMNS=1),
+    _variant("best", sampling_best.best, 8, BLOCK=SIZES.split, COLUMNS=64),
+    _variant("walk of few tokens", sampling_walk.summarize, 4, **_TINY),
+    _variant("choose of few tokens", sampling_draw.choose, 8, COUNTED=False, COLUMNS=64, **_TINY),
+    _variant("wide of few tokens", sampling_wide.wide, 16, COUNTED=False, **_TINY),
+    _variant("best of few tokens", sampling_best.best, 8, BLOCK=SIZES.split, COLUMNS=64, **_TINY),
+    _variant("ranks of few tokens", sampling_best.count_larger, 4, BLOCK=SIZES.split, **_TINY),
+    _variant("report", sampling_best.report, 1, COUNTED=True, COLUMNS=64),
     _variant("ranks", sampling_best.count_larger, 4, BLOCK=SIZES.split),
     _variant(
         "penalties",
