@@ -117,9 +117,11 @@ def test_offline(ahead: bool, checkpoint: Callable[[str], Checkpoint], alone: li
     engine.close()
 
 
-def test_through_the_client(checkpoint: Callable[[str], Checkpoint], alone: list[Tokens]) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+def test_through_the_client(ahead: bool, checkpoint: Callable[[str], Checkpoint], alone: list[Tokens]) -> None:
     """64 tasks of one event loop; those that leave close their iterator."""
-    streams, stats = asyncio.run(asyncio.wait_for(_serve(checkpoint(CHECKPOINT).path), timeout=120))
+    streams, stats = asyncio.run(asyncio.wait_for(_serve(checkpoint(CHECKPOINT).path, ahead), timeout=120))
+    assert (stats.num_steps_ahead > 20) == ahead
     assert_answers(streams, alone)
     assert stats.num_aborted > 0
     assert_eventful(stats)
@@ -127,10 +129,9 @@ def test_through_the_client(checkpoint: Callable[[str], Checkpoint], alone: list
     assert stats.pages_free + stats.pages_cached == stats.pages_total
 
 
-async def _serve(path: Path) -> tuple[list[list[RequestDelta]], EngineStats]:
-    client = start_engine(
-        EngineConfig(model=str(path), device="cpu", dtype="float32", show_progress=False, **SETTINGS)  # type: ignore[arg-type]
-    )
+async def _serve(path: Path, ahead: bool) -> tuple[list[list[RequestDelta]], EngineStats]:
+    common = {"device": "cpu", "dtype": "float32", "show_progress": False, "async_scheduling": ahead}
+    client = start_engine(EngineConfig(model=str(path), **common, **SETTINGS))  # type: ignore[arg-type]
     try:
         streams = await asyncio.gather(*(_ask(client, number) for number in range(len(JOBS))))
         while (stats := client.stats()).num_running or stats.num_waiting:

@@ -243,8 +243,10 @@ def ended_with_error(stream: bytes) -> bool:
 
 
 def test_the_drain_lets_everybody_finish_and_refuses_the_rest(start: Callable[..., Service]) -> None:
-    """One decodes, one is in prefill, one is queued, streamed or not; all end in order."""
-    service = start("--max-num-seqs", "2", "--shutdown-timeout", "60", "--served-model-name", "mine")
+    """One decodes, one is in prefill, one is queued, streamed or not; all end in order. One step ahead."""
+    service = start(
+        "--async-scheduling", "--max-num-seqs", "2", "--shutdown-timeout", "60", "--served-model-name", "mine"
+    )
     decode = RawClient(service, {"prompt": "a", "stream": True, "max_tokens": 2500, "ignore_eos": True})
     decode.read(100)
     bodies = [
