@@ -21,8 +21,9 @@ from support.seq2seq_shapes import SHAPES
 
 from engine import Engine, EngineDeadError, PoolingParams, RequestOutput
 from engine.execution import retry
+from engine.execution.cuda_graphs import eager
 from engine.execution.pending import PendingStep
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import Int32, StepPlan, StepResult
 
 JOBS = [
     *MIXED,
@@ -229,6 +230,32 @@ def test_copies_are_made_one_by_one_where_memory_is_short(engines: Callable[...,
     with shortage(one, lambda plan: len(plan.copies) > 1):
         assert answers(one, JOBS) == answers(plain, JOBS)
     assert cut > 3
+
+
+def test_a_state_that_was_sent_in_part(engines: Callable[..., Engine]) -> None:
+    """Steps read a state that the device keeps, and of which it is sent what changed."""
+    plain, one = engines(block_size=4), engines(block_size=4)
+    one.runner.use_graphs(32, eager)
+    graphs, rng, broken = one.runner.graphs, random.Random(1), 0
+    assert graphs is not None
+    replay, send = graphs.run, graphs.state._sender.send
+
+    def interrupted(places: Int32, values: Int32) -> None:
+        send(places[::2], values[::2])
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    def run_graph(plan: StepPlan) -> torch.Tensor:
+        nonlocal broken
+        breaks = plan.num_rows > 1 and rng.random() < 0.3
+        broken += breaks
+        graphs.state._sender.send = interrupted if breaks else send  # type: ignore[method-assign]
+        return replay(plan)
+
+    graphs.run = run_graph  # type: ignore[method-assign]
+    with forgetful():
+        assert answers(one, JOBS) == answers(plain, JOBS)
+    assert broken > 5
+    assert graphs.num_replayed > 10
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])

@@ -135,6 +135,12 @@ class DecodeGraphs:
             return None
         return self.sampling.run(batch, self._size_of(len(batch.rows)))
 
+    def reset(self) -> None:
+        """A step failed on the way: what the device holds by now is not known, and is sent anew."""
+        self.state.reset()
+        if self.sampling is not None:
+            self.sampling.reset()
+
     def _size_of(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]
 

@@ -90,14 +90,24 @@ class DecodeState:
         self.max_rows = max_rows
         self._fixed, self._tables = _Mirrored(6, max_rows), _Mirrored(max_rows, max_blocks)
         self._memories = _Mirrored(max_rows, max_memory_blocks)
-        for numbers in (self._fixed.expected, self._fixed.wanted):
-            numbers[_SOURCE], numbers[_CONTEXT] = -1, 1
         parts = (self._fixed, self._tables, self._memories)
         for before, part in pairwise(parts):
             part.first = before.first + before.wanted.size
-        self._state = torch.from_numpy(np.concatenate([part.expected.ravel() for part in parts])).to(device)
-        self._num_rows = 0  # of the last plan
+        self._state = torch.empty(sum(part.wanted.size for part in parts), dtype=torch.int32, device=device)
         self._sender = _Sender(self._state)
+        self.reset()
+
+    def reset(self) -> None:
+        """Padding alone, whatever the device holds: a step that failed may have left it otherwise than it is known."""
+        parts = (self._fixed, self._tables, self._memories)
+        for part in parts:
+            for numbers in (part.expected, part.wanted):
+                numbers.fill(0)
+            part.used = 0
+        for numbers in (self._fixed.expected, self._fixed.wanted):
+            numbers[_SOURCE], numbers[_CONTEXT] = -1, 1
+        self._num_rows = 0  # of the last plan
+        self._state.copy_(torch.from_numpy(np.concatenate([part.expected.ravel() for part in parts])))
 
     @property
     def num_uploaded(self) -> int:

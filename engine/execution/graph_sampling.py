@@ -59,6 +59,11 @@ class SamplingGraphs:
         self.num_replayed += 1
         return self._sampler.fetch(len(batch.rows))
 
+    def reset(self) -> None:
+        """What the device was told is not known any more."""
+        self._sent = self._expected = None
+        self._sampler.forget()
+
     def _counters(self, batch: SamplingBatch) -> DrawCounters:
         """The batch's, or those that were sent before, if the device has counted to the batch's since."""
         given, sent = batch.counters, self._sent

@@ -101,6 +101,14 @@ class ModelRunner:
         Steps run in the order in which they were launched. Tokens that the plan does not know (`StepPlan.sources`)
         are those that the step launched before it sampled.
         """
+        try:
+            return self._launch(plan)
+        except BaseException:
+            if self.graphs is not None:
+                self.graphs.reset()
+            raise
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
         self.cache.copy_pages(plan.copies)
         if plan.sources is not None and self._unfilled is not None:
             self._sampled.fill(self._unfilled)

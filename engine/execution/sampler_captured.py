@@ -127,6 +127,10 @@ class CapturedSampler:
         self._packed.copy_(packed, non_blocking=True)
         return True
 
+    def forget(self) -> None:
+        """What is given next is sent, whatever was sent before."""
+        self._last = ()
+
     @torch.inference_mode()
     def launch(self, logits: Tensor) -> None:
         """Sample the first N rows, of logits [N, vocabulary]; this is what is captured."""
