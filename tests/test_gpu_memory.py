@@ -118,8 +118,8 @@ def test_recorded_steps_have_a_reserve(checkpoint: Callable[[str], Any]) -> None
     step = 64 * TOKEN + 8 * ROW
     weights = one.runner.model.weight_bytes()
     assert eager == Needs(total=100 * MIB, used=10 * MIB, weights=weights, step=step, graphs=0)
-    graphs = len(graph_sizes(8)) * len(context_bounds(one.info.max_model_len))
-    assert recorded == replace(eager, graphs=graphs * GRAPH + step * 8 // 64)
+    graphs = len(graph_sizes(8)) * (len(context_bounds(one.info.max_model_len)) + 1)
+    assert recorded == replace(eager, graphs=graphs * GRAPH + 8 * (TOKEN + ROW))
     one.close()
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -102,11 +103,9 @@ def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, ma
         ConfigError: it does not fit beside the weights.
     """
     weights = runner.model.weight_bytes()
-    memory.reset()
-    before = memory.allocated()
     try:
-        for plan in largest_steps(runner, max_tokens, max_rows):
-            runner.execute(plan)
+        step = _peak(runner, memory, largest_steps(runner, max_tokens, max_rows))
+        decoding = _peak(runner, memory, islice(largest_steps(runner, max_rows, max_rows), 1)) if graphs else 0
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -118,7 +117,6 @@ def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, ma
         ) from error
     finally:
         runner.cache.clear_scratch()
-    step = memory.peak() - before
     memory.reset()
     # What libraries took for the first step (workspaces, code) they keep: it is among what is used now.
     return Needs(
@@ -126,15 +124,23 @@ def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, ma
         used=memory.total() - memory.free(),
         weights=weights,
         step=step,
-        graphs=graph_reserve(runner, max_rows, step, max_tokens) if graphs else 0,
+        graphs=decoding + count_graphs(runner, max_rows) * GRAPH if graphs else 0,
     )
 
 
-def graph_reserve(runner: ModelRunner, max_rows: int, step: int, max_tokens: int) -> int:
-    """Memory to keep for recorded decoding steps: they share one pool, as large as the largest of them needs, which is
-    a step of max_rows tokens; and each has nodes, outside of torch's memory."""
-    count = len(graph_sizes(max_rows)) * len(context_bounds(runner.model.max_model_len))
-    return count * GRAPH + math.ceil(step * min(max_rows / max_tokens, 1.0))
+def _peak(runner: ModelRunner, memory: DeviceMemory, plans: Iterable[StepPlan]) -> int:
+    """The most that these steps take while they run."""
+    memory.reset()
+    before = memory.allocated()
+    for plan in plans:
+        runner.execute(plan)
+    return memory.peak() - before
+
+
+def count_graphs(runner: ModelRunner, max_rows: int) -> int:
+    """Graphs that are recorded of decoding steps, their sampling included. They share one pool of memory, which is as
+    large as the largest of them needs."""
+    return len(graph_sizes(max_rows)) * (len(context_bounds(runner.model.max_model_len)) + 1)
 
 
 def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterator[StepPlan]:
