@@ -253,6 +253,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
         assert [row["rows"] for row in parts["decode"][model]] == list(shapes.TINY.batches)
         assert all(row["step_ms"] > 0 and row["percent_of_floor"] > 0 for row in parts["decode"][model])
         assert all(abs(row["context"] - shapes.TINY.context) <= 4 for row in parts["decode"][model])
+        assert all(row["steps_ahead"] == row["steps"] for row in parts["decode"][model])
         assert all(row["steps"] > 3 for row in parts["gap"][model])
         assert [row["tokens"] for row in parts["prefill"][model]] == list(shapes.TINY.prompts)
         assert all(row["busiest"] for part in ("gap", "prefill") for row in parts[part][model])

@@ -107,9 +107,10 @@ def decode(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[
 def _decoding(engine: Engine, rows: int, work: Work, rates: Rates, sizes: Sizes) -> dict[str, Any]:
     with _ready(engine, rows, sizes) as ready:
         ready.run(sizes.warm)
-        before, replayed = ready.context, _replayed(engine)
+        before, replayed, ahead = ready.context, _replayed(engine), engine.stats().num_steps_ahead
         times = ready.run(sizes.steps)
         context, replayed = (before + ready.context) / 2, _replayed(engine) - replayed
+        ahead = engine.stats().num_steps_ahead - ahead
     seconds = pace(times)
     floor = floor_seconds(work, rates, rows, context)
     flops, per_byte = intensity(work, rows, context)
@@ -118,6 +119,7 @@ def _decoding(engine: Engine, rows: int, work: Work, rates: Rates, sizes: Sizes)
         "context": round(context),
         "steps": len(times),
         "steps_as_graphs": replayed,
+        "steps_ahead": ahead,
         "step_ms": 1e3 * seconds,
         "mean_ms": 1e3 * statistics.fmean(times),
         "slowest_ms": 1e3 * max(times),

@@ -77,7 +77,9 @@ def sampler(device: torch.device, rows: int, vocabulary: int, repeats: int = 20)
             if device.type == "cuda":
                 busy = _busy(device, lambda logits=logits, batch=batch: act(logits, batch), repeats)
             mixtures.append({"mixture": name, "logits": shape, "device_ms": 1e3 * busy, "call_ms": 1e3 * whole})
-            print(f"  {name:20s} {shape:10s} {1e3 * busy:8.3f} ms of the device, {1e3 * whole:.3f} ms a call", flush=True)
+            print(
+                f"  {name:20s} {shape:10s} {1e3 * busy:8.3f} ms of the device, {1e3 * whole:.3f} ms a call", flush=True
+            )
     return {"rows": rows, "vocabulary": vocabulary, "mixtures": mixtures}
 
 
