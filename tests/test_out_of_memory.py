@@ -21,7 +21,7 @@ from support.seq2seq_shapes import SHAPES
 
 from engine import Engine, EngineDeadError, PoolingParams, RequestOutput
 from engine.execution import retry
-from engine.execution.cuda_graphs import eager
+from engine.execution.recording import eager
 from engine.execution.pending import PendingStep
 from engine.scheduling.plan import Int32, StepPlan, StepResult
 
