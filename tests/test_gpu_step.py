@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -55,6 +56,40 @@ def test_decoder(checkpoint: Callable[[str], Any]) -> None:
 def test_beams_beside_a_row_that_runs_ahead(checkpoint: Callable[[str], Any]) -> None:
     jobs = [Job(prompt(4, 5), beams(2, 3)), Job(prompt(5, 6), greedy(7, ignore_eos=True))]
     check(checkpoint(CHECKPOINT).path, jobs)
+
+
+def test_memory_that_is_short_in_the_middle_of_a_step(checkpoint: Callable[[str], Any]) -> None:
+    """Before the device was told all, and after it has counted: the steps that follow do not build on that."""
+    jobs = [Job(prompt(1, 9), sampled(2, 6, ignore_eos=True)), Job(prompt(2, 3), sampled(3, 6, ignore_eos=True))]
+    path = checkpoint(CHECKPOINT).path
+    plain = make_engine(path, **SETTINGS)
+    expected = run_alone(plain, jobs)
+    plain.close()
+    with kernels() as device:
+        engine = make_engine(path, **(SETTINGS | {"device": str(device), "async_scheduling": True}))
+        if device.type == "cpu":
+            engine.runner.use_graphs(4, eager)
+        graphs, calls = engine.runner.graphs.sampling, 0
+        replay = graphs.run
+
+        def broken(batch: Any, size: int) -> Any:
+            nonlocal calls
+            calls += len(batch.rows) > 1
+            if len(batch.rows) == 1 or calls % 2:
+                return replay(batch, size)
+            if calls % 4:
+                replay(batch, size)
+            else:
+                graphs._counters(batch)
+                graphs._sampler._packed.fill_(255)
+            raise torch.OutOfMemoryError("CUDA out of memory, made by the test")
+
+        graphs.run = broken
+        engine._stepping._smaller.succeeded = lambda: setattr(engine._stepping._smaller, "rows", 2)
+        assert run(engine, jobs) == expected
+        assert calls >= 4
+        assert engine.stats().num_oom_retries >= 2
+        engine.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom-odd-heads-untied"])
