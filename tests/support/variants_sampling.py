@@ -38,7 +38,14 @@ _SIZES = {
 }
 
 
-def _variant(name: str, kernel: Any, num_warps: int, types: dict[str, str] | None = None, **constants: Any) -> Variant:
+def _variant(
+    name: str,
+    kernel: Any,
+    num_warps: int,
+    types: dict[str, str] | None = None,
+    capabilities: tuple[int, ...] = (80, 90, 100),
+    **constants: Any,
+) -> Variant:
     """A kernel with the types that its arguments' names stand for."""
     fixed = {
         key: value
@@ -53,26 +60,23 @@ def _variant(name: str, kernel: Any, num_warps: int, types: dict[str, str] | Non
         constants=fixed,
         multiples=tuple(key for key in ("stride", "num_splits", "num_tops") if key in kernel.arg_names),
         num_warps=num_warps,
-        capabilities=(90,) if fixed.get("num_splits") == 1 else (80, 90, 100),
+        capabilities=capabilities,
     )
 
 
 # Of a vocabulary that one split and one chunk hold, as those of tests.
 _TINY = {"vocabulary": 50, "SPLITS": 1, "TOPS": 1, "num_splits": 1, "num_tops": 1}
+_ONE: Any = {"capabilities": (90,)}  # what differs little from others
 
 VARIANTS = [
     _variant("walk", sampling_walk.summarize, 4),
-    _variant("walk of bfloat16", sampling_walk.summarize, 4, {"logits": "*bf16"}),
+    _variant("walk of bfloat16", sampling_walk.summarize, 4, {"logits": "*bf16"}, **_ONE),
     _variant("choose", sampling_draw.choose, 8, COUNTED=False, COLUMNS=64),
-    _variant("choose, numbers counted", sampling_draw.choose, 8, COUNTED=True, COLUMNS=64),
+    _variant("choose, numbers counted", sampling_draw.choose, 8, COUNTED=True, COLUMNS=64, **_ONE),
+    _variant("choose of few tokens", sampling_draw.choose, 8, COUNTED=False, COLUMNS=64, **_TINY, **_ONE),
     _variant("wide", sampling_wide.wide, 16, COUNTED=False),
-    _variant("wide, numbers counted", sampling_wide.wide, 16, COUNTED=True),
+    _variant("wide of few tokens, numbers counted", sampling_wide.wide, 16, COUNTED=True, **_TINY, **_ONE),
     _variant("best", sampling_best.best, 8, BLOCK=SIZES.split, COLUMNS=64),
-    _variant("walk of few tokens", sampling_walk.summarize, 4, **_TINY),
-    _variant("choose of few tokens", sampling_draw.choose, 8, COUNTED=False, COLUMNS=64, **_TINY),
-    _variant("wide of few tokens", sampling_wide.wide, 16, COUNTED=False, **_TINY),
-    _variant("best of few tokens", sampling_best.best, 8, BLOCK=SIZES.split, COLUMNS=64, **_TINY),
-    _variant("ranks of few tokens", sampling_best.count_larger, 4, BLOCK=SIZES.split, **_TINY),
     _variant("report", sampling_best.report, 1, COUNTED=True, COLUMNS=64),
     _variant("ranks", sampling_best.count_larger, 4, BLOCK=SIZES.split),
     _variant(
