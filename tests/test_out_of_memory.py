@@ -21,8 +21,8 @@ from support.seq2seq_shapes import SHAPES
 
 from engine import Engine, EngineDeadError, PoolingParams, RequestOutput
 from engine.execution import retry
-from engine.execution.recording import eager
 from engine.execution.pending import PendingStep
+from engine.execution.recording import eager
 from engine.scheduling.plan import Int32, StepPlan, StepResult
 
 JOBS = [

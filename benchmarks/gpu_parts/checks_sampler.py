@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from engine.execution.sampler_device import DeviceSampler
 from torch import Tensor
 
+from engine.execution.sampler_device import DeviceSampler
 from gpu_parts.kernels import Check, Outcome, Setting
 from gpu_parts.sampling import MIXTURES, SHAPES, batch_of
 

@@ -61,4 +61,6 @@ def upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
     all steps before are computed. torch keeps such memory for the next upload, once it has been read.
     """
     tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
