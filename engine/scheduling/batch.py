@@ -210,6 +210,7 @@ def _sampling(rows: Seq[Row], query_start: Int32) -> SamplingBatch | None:
     rows = [row for row in rows if row.sampled]
     parameters = np.array([row.group.parameters for row in rows])
     draws = [_num_draws(row.group) for row in rows]
+    places = [row.num_output for row in rows]
     biases = [(i, *bias) for i, row in enumerate(rows) for bias in row.group.request.decoding.logit_bias]
     sources = [i for i, row in enumerate(rows) if len(row.group.favoured)]
     return SamplingBatch(
@@ -224,8 +225,12 @@ def _sampling(rows: Seq[Row], query_start: Int32) -> SamplingBatch | None:
         beam_width=parameters[:, 7].astype(np.int32),
         num_logprobs=parameters[:, 8].astype(np.int32),
         num_draws=_int32(draws),
-        uniforms=_uniforms(rows, draws),
-        counters=_counters(rows),
+        uniforms=_uniforms(rows, draws, places),
+        counters=DrawCounters(
+            seeds=np.array([row.group.seed & (2**64 - 1) for row in rows], dtype=np.uint64).view(np.int64),
+            choices=_int32([row.sequence.index for row in rows]),
+            positions=_int32(places),
+        ),
         bias_row=_int32([b[0] for b in biases]),
         bias_token=_int32([b[1] for b in biases]),
         bias_value=np.array([b[2] for b in biases], dtype=np.float32),
@@ -246,8 +251,9 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
     changes: dict[str, Any] = {}
     if any(group.draws for group in groups):
         assert before.counters is not None
-        changes["uniforms"] = _uniforms(rows, before.num_draws.tolist())
-        changes["counters"] = replace(before.counters, positions=_int32([row.num_output for row in rows]))
+        places = [row.num_output for row in rows]
+        changes["uniforms"] = _uniforms(rows, before.num_draws.tolist(), places)
+        changes["counters"] = replace(before.counters, positions=_int32(places))
     if any(group.has_penalties for group in groups):
         changes |= _histories(rows)
     if any(group.has_changing_bans for group in groups):
@@ -283,40 +289,34 @@ def _num_draws(group: SequenceGroup) -> int:
     return 1 if group.started else group.request.decoding.n
 
 
-def _uniforms(rows: Seq[Row], draws: Seq[int]) -> Float64:
+def _uniforms(rows: Seq[Row], draws: Seq[int], places: Seq[int]) -> Float64:
+    """[S, most draws] numbers of rows that sample the tokens at `places` of their answers."""
     numbers = np.zeros((len(rows), max(1, *draws)), dtype=np.float64)
-    drawing = [(i, row) for i, row in enumerate(rows) if row.group.draws]
-    _look_ahead([row for i, row in drawing if draws[i] == 1])
-    for i, row in drawing:
-        sequence, count = row.sequence, draws[i]
+    _look_ahead([(rows[i], places[i]) for i, count in enumerate(draws) if count == 1])
+    for i, count in enumerate(draws):
+        group, sequence, place = rows[i].group, rows[i].sequence, places[i]
+        if not group.draws:
+            continue
         if count == 1:
-            numbers[i, 0] = sequence.uniforms[row.num_output]
+            numbers[i, 0] = sequence.uniforms[place]
         else:
             choices = range(sequence.index, sequence.index + count)
-            numbers[i, :count] = uniforms([row.group.seed] * count, choices, [row.num_output] * count)
+            numbers[i, :count] = uniforms([group.seed] * count, choices, [place] * count)
     return numbers
 
 
-def _counters(rows: Seq[Row]) -> DrawCounters:
-    return DrawCounters(
-        seeds=np.array([row.group.seed & (2**64 - 1) for row in rows], dtype=np.uint64).view(np.int64),
-        choices=_int32([row.sequence.index for row in rows]),
-        positions=_int32([row.num_output for row in rows]),
-    )
-
-
-def _look_ahead(rows: Seq[Row]) -> None:
-    """Let each row's sequence have its number for the next token, and those for the tokens after it."""
-    rows = [row for row in rows if row.num_output not in row.sequence.uniforms]
+def _look_ahead(rows: Seq[tuple[Row, int]]) -> None:
+    """Let each drawing row's sequence have its number for the next token, and those for the tokens after it."""
+    rows = [(row, place) for row, place in rows if row.group.draws and place not in row.sequence.uniforms]
     if not rows:
         return
     made = uniforms(
-        [row.group.seed for row in rows for _ in range(_AHEAD)],
-        [row.sequence.index for row in rows for _ in range(_AHEAD)],
-        [row.num_output + place for row in rows for place in range(_AHEAD)],
+        [row.group.seed for row, _ in rows for _ in range(_AHEAD)],
+        [row.sequence.index for row, _ in rows for _ in range(_AHEAD)],
+        [place + more for _, place in rows for more in range(_AHEAD)],
     )
-    for row, numbers in zip(rows, made.reshape(len(rows), _AHEAD).tolist(), strict=True):
-        row.sequence.uniforms = dict(enumerate(numbers, start=row.num_output))
+    for (row, place), numbers in zip(rows, made.reshape(len(rows), _AHEAD).tolist(), strict=True):
+        row.sequence.uniforms = dict(enumerate(numbers, start=place))
 
 
 def banned_tokens(row: Row) -> set[int]:
