@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,14 +21,16 @@ from test_attention_reference import Part, Row, by_position, make_row, paged, ra
 from torch import Tensor
 
 from engine import gpu
-from engine.attention import select
+from engine.attention import select, triton
 from engine.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
 from engine.attention.formats import FORMATS, FP8
 from engine.attention.triton import TritonAttention
 from engine.gpu import attention_shapes as shapes
 
-# The interpreter multiplies no bfloat16.
-QUERIES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+# The interpreter multiplies no bfloat16; a GPU has each shape compiled first.
+QUERIES, EXAMPLES = [torch.float32, torch.float16], 20
+if torch.cuda.is_available():
+    QUERIES, EXAMPLES = [torch.float32, torch.bfloat16], 10
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +78,7 @@ def problems(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Tensor, Paged | Ra
     return sizes, queries(rows, [n for n, _ in sizes], causal), kv, how
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(problem=problems(), surplus=st.integers(0, 3))
 def test_any_batch_equals_the_reference(device: torch.device, problem: Any, surplus: int) -> None:
     sizes, q, kv, how = problem
@@ -128,11 +131,15 @@ def test_alone_equals_in_a_crowd_to_the_bit(
     """Chunks of a row that is alone are spread over programs and merged by the last of them; in a crowd, where there
     are fewer programs than rows, one program has them all."""
     monkeypatch.setattr(shapes, "CHUNK", 64)
+    few = replace(triton._facts(device), workers=3)
     lengths, contexts = map(list, zip(*CROWD, strict=True))
     rows = make_rows(CROWD, 6, 2, 16, torch.float16)
     kv = stored(paged(rows), pages)
     q = queries(rows, lengths)
-    crowd = assert_close(device, q, kv, lengths, contexts, scale=0.25, **how).split(lengths)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton, "_facts", lambda _: few)
+        crowd = assert_close(device, q, kv, lengths, contexts, scale=0.25, **how).split(lengths)
+    monkeypatch.setattr(triton, "_facts", lambda _: replace(few, workers=64))
     for i, (row, together) in enumerate(zip(q.split(lengths), crowd, strict=True)):
         own = replace(kv, block_tables=kv.block_tables[i : i + 1])
         alone = attend(device, row, own, [lengths[i]], [contexts[i]], scale=0.25, **how)
@@ -242,12 +249,14 @@ def test_what_it_serves_and_why_not(device: torch.device) -> None:
         assert word in reason
 
 
-def test_a_cpu_is_never_served_outside_the_interpreter() -> None:
+def test_a_cpu_is_never_served_outside_the_interpreter(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "_interpreting", False)
         (reason,) = TritonAttention.unsupported(part(), torch.device("cpu"))
         assert "the device is cpu" in reason
-        assert type(select("cpu", [part()], torch.float32)) is not TritonAttention
+        with caplog.at_level(logging.INFO, logger="octavo.attention"):
+            assert type(select("cpu", [part()], torch.float32)) is not TritonAttention
+        assert "triton" not in caplog.text
 
 
 def test_contradictions_are_refused_with_the_figures(device: torch.device) -> None:

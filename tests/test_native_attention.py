@@ -536,4 +536,4 @@ def test_the_library_is_chosen_where_there_is_one(caplog: pytest.LogCaptureFixtu
     cuda = torch.device("cuda")
     assert NativeAttention.unsupported(Part(), cuda) == ["native attention runs on cpu; the device is cuda"]
     reasons = NativeAttention.unsupported(Part(), CPU, torch.float64)
-    assert reasons == ["native attention reads no torch.float64 pages"]
+    assert reasons == ["native attention reads no float64 pages"]

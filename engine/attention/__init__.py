@@ -36,6 +36,8 @@ def select(
     parts = list(parts)
     refusals: list[str] = []
     for backend in BACKENDS:
+        if not backend.made_for(device):
+            continue
         # Layers share parts, so reasons repeat: each is said once, in the order in which it first came up.
         found = (reason for part in parts for reason in backend.unsupported(part, device, cache_dtype))
         reasons = list(dict.fromkeys(found))

@@ -218,6 +218,11 @@ class AttentionBackend(ABC):
     recordable = False
 
     @classmethod
+    def made_for(cls, device: torch.device) -> bool:
+        """Whether a device is of a kind that this backend was made for; if not, nobody needs to hear why it cannot."""
+        return True
+
+    @classmethod
     def unsupported(
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:

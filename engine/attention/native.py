@@ -82,6 +82,10 @@ class NativeAttention(AttentionBackend):
 
     name = "native"
 
+    @classmethod
+    def made_for(cls, device: torch.device) -> bool:
+        return device.type == "cpu"
+
     def __init__(self) -> None:
         self._memory = threading.local()
 

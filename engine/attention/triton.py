@@ -114,6 +114,10 @@ class TritonAttention(AttentionBackend):
     recordable = True
 
     @classmethod
+    def made_for(cls, device: torch.device) -> bool:
+        return device.type == "cuda" or gpu.serves(device)
+
+    @classmethod
     def unsupported(
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
