@@ -28,6 +28,10 @@ class Served(TritonAttention):
     """On a CPU, too, by the interpreter, while torch computes everything but attention."""
 
     @classmethod
+    def made_for(cls, device: torch.device) -> bool:
+        return True
+
+    @classmethod
     def unsupported(
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
