@@ -3,8 +3,8 @@
 What is read of B rows of V float32 logits: everything once by the walk (256 x 131072: 134 MB, 31 us at 4.3 TB/s),
 then about 1 KB for each of the few chunks with large logits. Rows whose filters keep many tokens are read six to
 eight times more (`sampling_wide.py`), by programs that all run at once. No launch depends on what is on the device:
-grids come from shapes, and every kernel can be captured in a CUDA graph. Numbers that change from step to step are no part of what
-is compiled, and memory is aligned alike: `DeviceSampler.warm` compiles all that serving needs.
+grids come from shapes, and every kernel can be captured in a CUDA graph. What is compiled does not depend on numbers
+that change from step to step, and memory is aligned alike: `DeviceSampler.warm` compiles all that serving needs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Parameters:
 
 
 class Workspace:
-    """Device memory for what is left of a walk over up to `rows` rows: about 18 KB a row for 131072 tokens.
+    """Device memory for what is left of a walk over up to `rows` rows: about 26 KB a row for 131072 tokens.
 
     Args:
         vocabulary: tokens of a row.
