@@ -23,8 +23,8 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine
 from engine.attention.native import NativeAttention
-from engine.execution import cuda_graphs, warmup
-from engine.execution.cuda_graphs import DecodeGraphs, context_bounds, graph_sizes
+from engine.execution import warmup
+from engine.execution.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.execution.recording import eager
 from engine.execution.warmup import record
 
@@ -116,21 +116,6 @@ def test_rows_that_lose_their_pages_go_on_with_others(checkpoint: Callable[[str]
         replayed(engine)
 
 
-def test_a_longer_context_takes_the_next_bound(checkpoint: Callable[[str], Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(cuda_graphs, "_SHORTEST", 8)
-    job = Job(prompt(3, 4), greedy(60))
-    bounds: list[int] = []
-    with recorded(checkpoint(CHECKPOINT).path) as engine:
-        graphs = engine.runner.graphs
-        assert {bound for _, bound in graphs._graphs} == {8, 32, 100}
-        for key, start in list(graphs._graphs.items()):
-            graphs._graphs[key] = lambda key=key, start=start: (bounds.append(key[1]), start())
-        (answer,) = run(engine, [job])
-    assert len(answer[0]) == 60
-    assert bounds == sorted(bounds)
-    assert set(bounds) == {8, 32, 100}
-
-
 def test_steps_beyond_what_was_recorded_run_eagerly(checkpoint: Callable[[str], Any]) -> None:
     path = checkpoint(CHECKPOINT).path
     jobs = [Job(prompt(seed, 5), greedy(12, ignore_eos=True)) for seed in range(6)]
@@ -158,13 +143,6 @@ def test_recording_leaves_the_pages_as_they_were(checkpoint: Callable[[str], Any
 )  # fmt: skip
 def test_sizes_hold_every_number_of_rows(most: int, sizes: list[int]) -> None:
     assert graph_sizes(most) == sizes
-
-
-@pytest.mark.parametrize(
-    ("longest", "bounds"), [(1, [1]), (1024, [1024]), (1025, [1024, 1025]), (40960, [1024, 4096, 16384, 40960])]
-)
-def test_bounds_end_with_the_longest_context(longest: int, bounds: list[int]) -> None:
-    assert context_bounds(longest) == bounds
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_says_so(checkpoint: Callable[[str], Any], caplog: Any) -> None:

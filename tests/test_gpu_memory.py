@@ -19,7 +19,7 @@ from support.seq2seq_shapes import SHAPES
 
 from engine import ConfigError, Engine, EngineConfig, InvalidRequestError, ModelLoadError
 from engine.execution import loading, profiling
-from engine.execution.cuda_graphs import context_bounds, graph_sizes
+from engine.execution.cuda_graphs import graph_sizes
 from engine.execution.kv_cache import page_bytes
 from engine.execution.loading import check_weights_fit
 from engine.execution.memory import CudaMemory, DeviceMemory, device_memory, gib
@@ -118,7 +118,7 @@ def test_recorded_steps_have_a_reserve(checkpoint: Callable[[str], Any]) -> None
     step = 64 * TOKEN + 8 * ROW
     weights = one.runner.model.weight_bytes()
     assert eager == Needs(total=100 * MIB, used=10 * MIB, weights=weights, step=step, graphs=0)
-    graphs = len(graph_sizes(8)) * (len(context_bounds(one.info.max_model_len)) + 1)
+    graphs = 2 * len(graph_sizes(8))
     assert recorded == replace(eager, graphs=graphs * GRAPH + 8 * (TOKEN + ROW))
     one.close()
 

@@ -2,7 +2,7 @@
 
 A layer's kernels are over sooner than Python has started them, when few rows decode. A graph starts all of a step's
 kernels at once, but with the same arguments each time: so what a step reads lies at fixed addresses (`DecodeState`),
-rows are filled up to the next recorded number with padding, and how far grids reach is set by a bound on the contexts.
+rows are filled up to the next recorded number with padding, and attention shares out the keys that it finds.
 Steps that hold prompts run eagerly.
 """
 
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.execution")
 
-# The shortest bound on contexts, and how much longer each next one is: programs of a grid that find nothing to do end
-# at once, so that a bound four times too far costs little, and few bounds mean few graphs.
-_SHORTEST, _FACTOR = 1024, 4
-
 
 def graph_sizes(max_rows: int) -> list[int]:
     """Numbers of rows that are recorded: 1, 2, 4, 8, then every multiple of 8 that max_rows needs."""
@@ -42,15 +38,6 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in (1, 2, 4) if size < max_rows] + (
         list(range(8, top + 1, 8)) if max_rows > 4 else [1 << (max_rows - 1).bit_length()]
     )
-
-
-def context_bounds(longest: int) -> list[int]:
-    """Bounds on contexts that are recorded, the last being the longest context there can be."""
-    bounds, bound = [], _SHORTEST
-    while bound < longest:
-        bounds.append(bound)
-        bound *= _FACTOR
-    return [*bounds, longest]
 
 
 class DecodeGraphs:
@@ -83,7 +70,6 @@ class DecodeGraphs:
         self._max_rows = max_rows
         self._sizes = graph_sizes(max(max_rows, min_rows))
         self._sizes = [size for size in self._sizes if size >= min_rows]
-        self._bounds = context_bounds(model.max_model_len)
         self._min_rows = min_rows
         size = cache.block_size
         memory_blocks = math.ceil((model.max_encoder_len or 0) / size)
@@ -92,7 +78,7 @@ class DecodeGraphs:
         features = model.spec.trunk.output_size
         self.hidden = torch.zeros(self._sizes[-1], features, dtype=model.dtype, device=model.device)
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=model.device)
-        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self._graphs: dict[int, Callable[[], None]] = {}
         self.sampling: SamplingGraphs | None = None
         self.num_replayed = 0
 
@@ -100,8 +86,7 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Record all graphs, the largest first; the state is padding, so that they write into block 0 alone."""
         for size in reversed(self._sizes):
-            for bound in reversed(self._bounds):
-                self._graphs[size, bound] = self._record(self._step(size, bound))
+            self._graphs[size] = self._record(self._step(size))
             if self.sampling is not None:
                 self.sampling.capture(size)
         self._cache.clear_scratch()
@@ -123,8 +108,7 @@ class DecodeGraphs:
         """Hidden states [R, features] of a plan that this serves; valid until the next step."""
         self.state.load(plan)
         size = self._size_of(plan.num_rows)
-        bound = self._bounds[bisect_left(self._bounds, int(plan.context_lens.max()))]
-        self._graphs[size, bound]()
+        self._graphs[size]()
         self.state.advanced()
         self.num_replayed += 1
         return self.hidden[: plan.num_rows]
@@ -144,12 +128,11 @@ class DecodeGraphs:
     def _size_of(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]
 
-    def _step(self, size: int, bound: int) -> Callable[[], None]:
-        """What a graph does: `size` rows, no context longer than `bound`."""
+    def _step(self, size: int) -> Callable[[], None]:
+        """What a graph of `size` rows does."""
         inputs = self.state.inputs(size)
-        blocks = math.ceil(bound / self._cache.block_size)
         caches = self._cache.views(inputs.tables)
-        metadata = self._metadata(inputs.contexts, size, min(bound, blocks * self._cache.block_size))
+        metadata = self._metadata(inputs.contexts, size, self._model.max_model_len)
         shapes, cross = [metadata], None
         if self._model.max_encoder_len is not None:
             cross = CrossPages(inputs.memories, self._metadata(inputs.memory_lens, size, self._model.max_encoder_len))
@@ -168,12 +151,12 @@ class DecodeGraphs:
 
         return step
 
-    def _metadata(self, contexts: Tensor, size: int, bound: int) -> AttentionMetadata:
+    def _metadata(self, contexts: Tensor, size: int, longest: int) -> AttentionMetadata:
         return AttentionMetadata(
             query_lens=[1] * size,
-            context_lens=[bound] * size,
+            context_lens=[longest] * size,
             query_start=self._starts[: size + 1],
             context=contexts,
             cache={},
-            max_context=bound,
+            max_context=longest,
         )

@@ -18,7 +18,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.execution.cuda_graphs import context_bounds, graph_sizes
+from engine.execution.cuda_graphs import graph_sizes
 from engine.execution.kv_cache import KVCache, count_blocks, page_bytes
 from engine.execution.memory import DeviceMemory, device_memory, gib, is_out_of_memory
 from engine.execution.runner import ModelRunner
@@ -140,7 +140,7 @@ def _peak(runner: ModelRunner, memory: DeviceMemory, plans: Iterable[StepPlan]) 
 def count_graphs(runner: ModelRunner, max_rows: int) -> int:
     """Graphs that are recorded of decoding steps, their sampling included. They share one pool of memory, which is as
     large as the largest of them needs."""
-    return len(graph_sizes(max_rows)) * (len(context_bounds(runner.model.max_model_len)) + 1)
+    return 2 * len(graph_sizes(max_rows))
 
 
 def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterator[StepPlan]:
