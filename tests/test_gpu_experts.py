@@ -283,8 +283,8 @@ def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     """Prompts and answers that share steps."""
     given = make_family_checkpoint(FAMILY_SHAPES[family], tmp_path)
-    prompts = given.prompts()[:3]
-    jobs = [Job(prompt, SamplingParams(max_tokens=6, temperature=0.0)) for prompt in prompts]
+    prompts = sorted(given.prompts(), key=len)[:2]
+    jobs = [Job(prompt, SamplingParams(max_tokens=4, temperature=0.0)) for prompt in prompts]
     with kernels() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExpertsFeedForward, "group", None)  # the way through torch is closed
         engine = make_engine(tmp_path, device=str(device), num_gpu_blocks_override=32)
@@ -293,7 +293,7 @@ def test_an_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path)
     for prompt, (answer,) in zip(prompts, found, strict=True):
         expected = given.greedy(prompt).answers[0].tokens
         assert answer == expected[: len(answer)]
-        assert len(answer) == min(6, len(expected))
+        assert len(answer) == min(4, len(expected))
 
 
 def test_products_are_compiled_for_the_published_models(tmp_path: Path) -> None:
