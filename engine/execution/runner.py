@@ -85,7 +85,7 @@ class ModelRunner:
         if gpu.serves(device):
             from engine.execution.sampler_device import DeviceSampler
 
-            self._sampler = DeviceSampler(device)
+            self._sampler = DeviceSampler(device, first=self._sampled.data)
         self._last_cross: tuple[CrossRows, CrossPages] | None = None
         self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(model.spec.head, self._logits, project=project, activation=activation)
@@ -131,6 +131,11 @@ class ModelRunner:
             step.prompt_logprobs = score_prompt(self._logits, wanted, plan.prompt_logprobs)
         return step
 
+    def warm(self) -> None:
+        """Compile what sampling needs, where it is compiled: no request should wait for that."""
+        if self._sampler is not None and isinstance(self.model.spec.head, Lm):
+            self._sampler.warm(self.model.vocab_size)
+
     def use_graphs(self, max_rows: int, record: Recorder) -> None:
         """Record decoding steps of up to max_rows rows, and run them so from now on."""
         graphs = DecodeGraphs(
@@ -150,8 +155,7 @@ class ModelRunner:
             known = sample(logits, batch)
             self._unfilled = known.tokens[:, 0]
             return known
-        samples = self._sampler.sample(logits, batch)
-        self._sampled.data[: len(logits)].copy_(samples.first)
+        samples = self._sampler.sample(logits, batch)  # which leaves them there itself
         samples.fetch()
         return samples
 

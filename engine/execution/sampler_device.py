@@ -116,14 +116,15 @@ class DeviceSampler:
     Args:
         max_rows: rows for which memory is made at once; more are served, too.
         sizes: how kernels cut their work; tests take small ones.
+        first: int32 memory for the first tokens of as many rows as there will ever be; None makes some.
     """
 
-    def __init__(self, device: torch.device, max_rows: int = 0, sizes: Sizes = SIZES):
+    def __init__(self, device: torch.device, max_rows: int = 0, sizes: Sizes = SIZES, *, first: Tensor | None = None):
         self._device, self._max_rows, self._sizes = device, max_rows, sizes
         self.uploads = Uploads(device)
         self._rooms: dict[str, Workspace] = {}
         self._output = torch.empty(0, dtype=torch.int32, device=device)
-        self._first = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._first = torch.zeros(max_rows, dtype=torch.int32, device=device) if first is None else first
         self._layout: Layout | None = None
         self._vocabulary = 0
         self._decided: tuple[Array, ...] = ()

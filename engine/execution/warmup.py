@@ -71,6 +71,8 @@ def measure(
         clock: seconds.
     """
     trial(runner)  # what happens only once is not measured
+    if runner.model.device.type == "cuda":
+        runner.warm()
 
     def timed(plan: StepPlan) -> tuple[StepWork, float]:
         taken: list[float] = []
