@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine import gpu
 from engine.attention import select
 from engine.attention.formats import LARGEST, format_name
 from engine.cache_map import CacheMap
@@ -22,7 +23,7 @@ from engine.execution.loading import check_weights_fit, explained, find_max_mode
 from engine.execution.profiling import allocate_pages, warn_if_short
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
-from engine.execution.warmup import measure, record
+from engine.execution.warmup import can_record, measure, record
 from engine.generation import GenerationDefaults, load_defaults, resolve
 from engine.inputs import check_terms, decoder_start, read_input, read_pooling_input
 from engine.model.abilities import find_abilities
@@ -61,10 +62,11 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig):
-        with explained(config.model):
-            self._load(config)
+        device = choose_device(config.device)
+        with explained(config.model), gpu.current(device):
+            self._load(config, device)
 
-    def _load(self, config: EngineConfig) -> None:
+    def _load(self, config: EngineConfig, device: torch.device) -> None:
         started = time.monotonic()
         self.config = config
         use_threads(config)
@@ -72,7 +74,6 @@ class Engine:
         path = pipeline.transformer
         hf_config = read_config(path)
         spec = build_spec(hf_config)
-        device = choose_device(config.device)
         stored = stored_dtype(path, hf_config)
         dtype = choose_dtype(config.dtype, stored, device)
         quantization = find_quantization(config, device)
@@ -110,7 +111,7 @@ class Engine:
             project=load_projection(pipeline.layers, device),
         )
         if not whole:
-            recorded = backend.recordable and not config.enforce_eager
+            recorded = backend.recordable and can_record(model) and not config.enforce_eager
             num_blocks = allocate_pages(self.runner, config, cache_dtype, max_rows=config.most_seqs, graphs=recorded)
         costs, measured = measure(self.runner, max_tokens=config.max_num_batched_tokens, max_model_len=max_model_len)
         step_time = config.max_step_time

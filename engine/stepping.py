@@ -102,11 +102,13 @@ class Stepping:
         try:
             if not self._smaller.holds(plan):
                 raise TooLarge
-            answer: PendingStep | Exception = runner.launch(plan)
+            step = runner.launch(plan)
+            answer: PendingStep | Exception = step
+            is_over = bool(self._depth) and step.ready
         except Exception as error:
-            answer = error
+            answer, is_over = error, False
         launched = _Launched(plan, answer, began)
-        if self._depth and isinstance(answer, PendingStep) and answer.ready:
+        if is_over:
             launched.ended = time.perf_counter()
         self._in_flight.append(launched)
 

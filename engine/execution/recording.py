@@ -18,17 +18,22 @@ class CudaRecorder:
     """Records CUDA graphs that share one pool of memory: the largest should be recorded first."""
 
     def __init__(self, device: torch.device):
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        before = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
             function()  # libraries and Triton set themselves up, which cannot be recorded
-        torch.cuda.current_stream().wait_stream(self._stream)
+        before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            function()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                function()
+        finally:  # a recording that fails at its end does not leave its stream
+            torch.cuda.set_stream(before)
         return graph.replay
 
 

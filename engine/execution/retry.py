@@ -174,9 +174,11 @@ class SmallerSteps:
 
     def _note(self, runner: ModelRunner, plan: StepPlan, error: Exception) -> None:
         """Give back what a failed attempt held; learn from a shortage, and say it."""
-        _release(runner, error)
+        traceback.clear_frames(error.__traceback__)  # they keep tensors alive
         if not is_out_of_memory(error):
             return
+        if runner.model.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch keeps the memory of others
         self._scheduler.stats.num_oom_retries += 1
         if _size(plan) // 2 < plan.num_rows:  # hardly more than a token for each: the rows are what is many
             self.rows = max(min(self.rows, plan.num_rows) // 2, 1)

@@ -78,7 +78,8 @@ class ModelRunner:
         self._cross_tables = Buffer(1024, torch.int32, device)
         self._types = Buffer(size, torch.int64, device)
         self._sources = Buffer(size, torch.int64, device)
-        self._sampled = Buffer(size, torch.int32, device)  # [S] tokens of the last step that sampled
+        # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.
+        self._sampled = Buffer(-(-size // 8) * 8, torch.int32, device)
         self._unfilled: Int32 | None = None  # the same, where the host knows them and no step has asked for them yet
         self.graphs: DecodeGraphs | None = None
         self._sampler: DeviceSampler | None = None
@@ -102,7 +103,8 @@ class ModelRunner:
         are those that the step launched before it sampled.
         """
         try:
-            return self._launch(plan)
+            with gpu.current(self.model.device):
+                return self._launch(plan)
         except BaseException:
             if self.graphs is not None:
                 self.graphs.reset()
@@ -226,7 +228,8 @@ class ModelRunner:
             self._tokens(plan, padded),
             self._positions.fill(plan.positions, padded),
             self.cache.paged(self._tables.fill(plan.block_tables)),
-            self._slots.fill(plan.slots),
+            # Kernels for GPUs find slots themselves, from tables and positions.
+            self._slots.fill(plan.slots) if self._sampler is None else None,
             metadata,
             self.min_rows,
             self._cross(plan, metadata.query_lens),

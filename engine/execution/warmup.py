@@ -14,6 +14,7 @@ from engine.attention.tiles import TILE
 from engine.execution.recording import CudaRecorder
 from engine.execution.runner import ModelRunner
 from engine.model.spec import Lm, MaskedLm
+from engine.model.transformer import Transformer
 from engine.pooling import Pooling
 from engine.request import Decoding, Request
 from engine.scheduling.batch import Row, build_plan
@@ -40,10 +41,15 @@ def trial(runner: ModelRunner) -> None:
         runner.cache.clear_scratch()
 
 
+def can_record(model: Transformer) -> bool:
+    """The model decodes: others have no steps of single tokens."""
+    return model.decoder is not None and isinstance(model.spec.head, Lm)
+
+
 def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int) -> None:
     """Let steps of up to max_rows decoding rows run as CUDA graphs from now on, where that can be."""
     device = runner.model.device
-    if device.type != "cuda" or runner.model.decoder is None or not max_rows:
+    if device.type != "cuda" or not can_record(runner.model) or not max_rows:
         return
     if not backend.recordable:
         logger.info("decoding steps run eagerly: %s attention cannot be recorded", backend.name)
@@ -51,7 +57,7 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int) -> Non
     began = time.perf_counter()
     try:
         runner.use_graphs(max_rows, CudaRecorder(device))
-    except RuntimeError as error:  # serving slowly is better than not at all
+    except Exception as error:  # torch's and Triton's of all kinds: serving slowly is better than not at all
         logger.warning(
             "decoding steps run eagerly, which is slower: they cannot be recorded as CUDA graphs (%s). Set "
             "--enforce-eager to start without the attempt.",

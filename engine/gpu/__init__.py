@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -52,6 +52,12 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _interpreting = before
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """While this lasts a GPU is the one that this thread's kernels and events go to: those of Triton, and streams and
+    events of torch, go by that, and not by where tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
