@@ -18,6 +18,9 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_PYTHON=/app/venv/bin/python3
 
 RUN python3 -m venv /build && python3 -m venv --without-pip /app/venv
+# Python's headers, where it has them.
+RUN mkdir /headers && found=$(python3 -c "import sysconfig; print(sysconfig.get_path('include'))") \
+ && if [ -d "$found" ]; then cp --recursive --parents "$found" /headers; fi
 ENV PATH=/build/bin:$PATH
 
 WORKDIR /src
@@ -90,8 +93,17 @@ CMD ["serve"]
 
 # ---- the targets
 FROM runtime AS cuda
+# Triton compiles kernels while it serves, and once a module in C that starts them: for that alone there are a compiler
+# and Python's headers here. Both are kept in /triton, which may be a volume.
+USER 0:0
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+ && mkdir /triton && chown 10001:10001 /triton
+COPY --from=builder /headers /
+USER 10001:10001
 ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    TRITON_CACHE_DIR=/triton
 COPY --from=libraries-cuda /app/venv /app/venv
 COPY --from=octavo /app/octavo /app/venv
 

@@ -85,9 +85,13 @@ def test_targets() -> None:
 
 
 def test_runs_as_a_numeric_user_that_is_not_root() -> None:
-    (user,) = of_kind("USER")
+    user, installing, again = of_kind("USER")
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user[0]), user
     assert DOCKERFILE.index("AS runtime") < DOCKERFILE.index("\nUSER") < DOCKERFILE.index("AS cuda")
+    # The target for GPUs installs a compiler, and gives root up again.
+    assert (installing, again) == (["0:0"], user)
+    assert DOCKERFILE.index("AS cuda") < DOCKERFILE.index("USER 0:0") < DOCKERFILE.rindex("\nUSER")
+    assert DOCKERFILE.rindex("\nUSER") < DOCKERFILE.index("AS cpu")
 
 
 def test_starts_the_service_for_the_outside_and_stops_it_by_sigterm() -> None:
@@ -108,7 +112,9 @@ def health_command() -> list[str]:
 def test_health_check_is_pythons_own() -> None:
     assert health_command() == ["python3", "-I", "-m", "server.healthcheck"]
     assert (ROOT / "server/healthcheck.py").is_file()
-    assert not re.search(r"\b(curl|wget|apt-get)\b", DOCKERFILE)
+    assert not re.search(r"\b(curl|wget)\b", DOCKERFILE)
+    common = DOCKERFILE[: DOCKERFILE.index("AS cuda")] + DOCKERFILE[DOCKERFILE.index("AS cpu") :]
+    assert "apt-get" not in common
 
 
 def is_ignored(path: str) -> bool:
@@ -179,7 +185,9 @@ def test_gpu_override_changes_the_target_and_asks_for_devices(tmp_path: Path) ->
     assert device["driver"] == "nvidia"
     assert device["capabilities"] == ["gpu"]
     plain = compose_config(tmp_path)["octavo"]
-    assert {name for name in service if service[name] != plain.get(name)} == {"build", "image", "deploy"}
+    assert {name for name in service if service[name] != plain.get(name)} == {"build", "image", "deploy", "volumes"}
+    assert set(service["volumes"]) - set(plain["volumes"]) == {"triton:/triton"}
+    assert set(plain["volumes"]) < set(service["volumes"])
 
 
 def test_every_profile_is_understood(tmp_path: Path) -> None:

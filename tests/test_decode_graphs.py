@@ -155,7 +155,8 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so(checkpoint: Callable[[
 
     caplog.set_level("INFO", logger="octavo.execution")
     engine = make_engine(checkpoint(CHECKPOINT).path, **SETTINGS)
-    on_gpu = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda"), decoder=engine.runner.model.decoder))
+    model = engine.runner.model
+    on_gpu = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda"), decoder=model.decoder, spec=model.spec))
     record(on_gpu, NativeAttention(), 4)
     assert "decoding steps run eagerly: native attention cannot be recorded" in caplog.text
     on_gpu.use_graphs = lambda rows, recorder: engine.runner.use_graphs(rows, Broken())

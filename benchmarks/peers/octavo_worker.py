@@ -80,7 +80,7 @@ def overhead(prompts: list[list[int]], new: int) -> dict[str, Any]:
     parts = [
         (engine.scheduler, "schedule", "schedule"),
         (engine.scheduler, "update", "update"),
-        (runner, "execute", "execute"),
+        (runner, "launch", "execute"),
         (runner.model, "forward", "model"),
         (runner.model, "logits", "model"),
     ]

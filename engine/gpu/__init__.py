@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -16,6 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+OLDEST = (8, 0)  # compute capability: bfloat16 in matrix instructions
+_OLDEST_TRITON = (3, 6)
+
+logger = logging.getLogger("octavo.gpu")
 
 _interpreting = False
 
@@ -26,10 +32,37 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def _computes(index: int | None) -> bool:
+    """Triton can start kernels on a GPU; a reason against it is logged."""
+    if not installed():
+        return False
+    from triton import __version__, runtime
+
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < OLDEST:
+        logger.info("compute capability %d.%d is below 8.0: torch computes, without kernels of our own", major, minor)
+        return False
+    if tuple(map(int, __version__.split(".")[:2])) < _OLDEST_TRITON:
+        logger.warning("Triton %s is older than 3.6: torch computes, slower. Install a newer one.", __version__)
+        return False
+    try:
+        with torch.cuda.device(index):
+            _ = runtime.driver.active.utils  # compiles a module of its own, the first time
+    except Exception as error:  # whatever it is, torch serves
+        logger.warning(
+            "Triton starts no kernels (%s): torch computes, slower. It needs a C compiler, Python's headers, and a "
+            "cache folder that programs may be loaded from (TRITON_CACHE_DIR).",
+            str(error).strip().split("\n")[-1],
+        )
+        return False
+    return True
+
+
 def serves(device: torch.device) -> bool:
     """Whether these kernels compute on a device: on CUDA with Triton, on a CPU only within `interpreted`."""
     if device.type == "cuda":
-        return installed()
+        return _computes(device.index) if torch.cuda.is_available() else installed()
     return device.type == "cpu" and _interpreting
 
 
