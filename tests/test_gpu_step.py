@@ -103,3 +103,17 @@ def test_encoder_decoder(tmp_path: Path) -> None:
     make_seq2seq_checkpoint(SEQ2SEQ["t5"], tmp_path)
     vocab = SEQ2SEQ["t5"].vocab
     check(tmp_path, [Job(random_prompt(vocab, 1, 7), greedy(4)), Job(random_prompt(vocab, 2, 12), greedy(4))])
+
+
+def test_rows_that_are_no_multiple_of_eight(checkpoint: Callable[[str], Any]) -> None:
+    settings = {"max_num_seqs": 5, "max_num_batched_tokens": 5}
+    with kernels() as device:
+        engine = make_engine(checkpoint(CHECKPOINT).path, **(SETTINGS | settings | {"device": str(device)}))
+        try:
+            if device.type == "cpu":
+                engine.runner.use_graphs(5, eager)
+            (answer,) = run(engine, [Job(prompt(6, 3), greedy(3, ignore_eos=True))])
+            assert len(answer[0]) == 3
+            assert engine.runner.graphs.sampling.num_replayed == 2
+        finally:
+            engine.close()
