@@ -19,11 +19,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from support.gpu import check_compiled, compile_variants, kernels
+from support.poison import poisoned
 
-from engine.execution import sampler, sampler_torch
+from engine.execution import sampler, sampler_captured, sampler_device, sampler_torch
 from engine.execution.sampler_captured import CapturedSampler
 from engine.execution.sampler_device import Counters, DeviceSampler
-from engine.gpu import sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
+from engine.gpu import sampling, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
 from engine.gpu.sampling import SIZES, Sizes
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, StepResult
@@ -38,7 +39,8 @@ few = settings(max_examples=8, deadline=None, derandomize=True)
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[torch.device]:
-    with kernels() as where:
+    """Where kernels run, in memory that holds NaN, or -1, until something is written there."""
+    with kernels() as where, poisoned(sampling, sampling_edit, sampler_device, sampler_captured):
         yield where
 
 
