@@ -17,6 +17,7 @@ from engine.execution.pending import LateResult, PendingStep
 from engine.execution.pooler import Pooler
 from engine.execution.recording import Recorder
 from engine.execution.sampler import sample, score_prompt
+from engine.model.experts import ExpertsFeedForward
 from engine.model.layers import CrossPages
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
@@ -133,10 +134,15 @@ class ModelRunner:
             step.prompt_logprobs = score_prompt(self._logits, wanted, plan.prompt_logprobs)
         return step
 
+    @torch.inference_mode()
     def warm(self) -> None:
-        """Compile what sampling needs, where it is compiled: no request should wait for that."""
-        if self._sampler is not None and isinstance(self.model.spec.head, Lm):
-            self._sampler.warm(self.model.vocab_size)
+        """Compile what sampling and experts need, where it is compiled: no request should wait for that."""
+        modules = [module for module in self.model.modules() if isinstance(module, ExpertsFeedForward)]
+        with gpu.current(self.model.device):
+            for module in {module.shape: module for module in modules}.values():
+                module.warm(self._sampled.data.shape[0])
+            if self._sampler is not None and isinstance(self.model.spec.head, Lm):
+                self._sampler.warm(self.model.vocab_size)
 
     def use_graphs(self, max_rows: int, record: Recorder) -> None:
         """Record decoding steps of up to max_rows rows, and run them so from now on."""

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.gpu.activations import activated
-from engine.gpu.routing import align, most_tiles, route
+from engine.gpu.routing import align, counted_before, most_tiles, route
 
 # Tiles whose programs run side by side for each block of weights: what they share comes from the L2 cache.
 _NEIGHBOURS = 8
@@ -77,19 +77,36 @@ def choose_launch(tokens: int, active: int, count: int, dtype: torch.dtype, capa
     return Launch(128, 256, 64, 8, 3) if capability >= 90 else Launch(128, 128, 64, 8, 3)
 
 
+def launch_class(
+    tokens: int, active: int, count: int, dtype: torch.dtype, capability: int
+) -> tuple[Launch, bool]:
+    """All that kernels are compiled for and that depends on a step: how products are cut, and how pairs are counted.
+    Other numbers of a step are arguments for which Triton compiles nothing anew."""
+    return choose_launch(tokens, active, count, dtype, capability), counted_before(tokens * active)
+
+
+def trial_sizes(most: int, active: int, count: int, dtype: torch.dtype, capability: int) -> list[int]:
+    """Numbers of tokens, the fewest of each `launch_class` among the steps of 1 to `most`."""
+    found: dict[tuple[Launch, bool], int] = {}
+    for tokens in range(1, most + 1):
+        found.setdefault(launch_class(tokens, active, count, dtype, capability), tokens)
+    return list(found.values())
+
+
 def _power_of_2(least: float) -> int:
     return 1 << max(math.ceil(math.log2(least)), 0) if least > 0 else 1
 
 
 @functools.cache
-def _capability(device: torch.device) -> int:
+def capability_of(device: torch.device) -> int:
+    """Of a GPU, as 80, 90, 100; 0 for the interpreter."""
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bound"])
 def _multiply(
     x,
     weights,
@@ -160,7 +177,7 @@ def _multiply(
     tl.store(out + pair[None, :] * width + columns[:, None], result.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add(answers, out, tokens, width, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of each token's answers, in the order of its experts; zeros for padding."""
     token = tl.program_id(0).to(tl.int64)
@@ -260,7 +277,7 @@ def mix(
         return torch.zeros_like(x)
     count = up.shape[0]
     if launch is None:
-        launch = choose_launch(tokens, active, count, x.dtype, _capability(x.device))
+        launch = choose_launch(tokens, active, count, x.dtype, capability_of(x.device))
     x, up, down = x.contiguous(), up.contiguous(), down.contiguous()
     shares, chosen = route(logits[:tokens], active, normalize=normalize)
     order, tiles = align(chosen, count, launch.tokens)

@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs that one program of `_place` looks through; up to so many are counted there, too.
+# Pairs that one program of `_place` looks through; up to so many are counted there, too. And how many at a time: not
+# fewer for a small step, which would be a kernel of its own to compile, and finds the rest masked.
 _CHUNK = 4096
+_BLOCK = 1024
 
 
 @triton.jit
@@ -36,14 +38,14 @@ def _route(logits, chosen, shares, count, ACTIVE: tl.constexpr, NORMALIZE: tl.co
 def _found(chosen, begin, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """How many of the pairs from `begin` on go to each expert."""
     found = tl.zeros((BINS,), tl.int32)
-    for start in range(0, CHUNK, BLOCK):
+    for start in range(0, tl.minimum(pairs - begin, CHUNK), BLOCK):
         at = begin + start + tl.arange(0, BLOCK)
         real = at < pairs
         found += tl.histogram(tl.load(chosen + at, mask=real, other=0), BINS, mask=real)
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count(chosen, counts, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """counts [chunks, BINS]: how many pairs of each chunk go to each expert."""
     chunk = tl.program_id(0)
@@ -51,7 +53,7 @@ def _count(chosen, counts, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BINS
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "chunks"])
 def _place(
     chosen,
     counts,
@@ -92,7 +94,7 @@ def _place(
         if expert == tl.num_programs(0) - 1:
             tl.store(tiles, tile + (own + SIZE - 1) // SIZE)
     place = first + tl.sum(tl.where(bins == expert, earlier, 0), 0)
-    for start in range(0, CHUNK, BLOCK):
+    for start in range(0, tl.minimum(pairs - chunk * CHUNK, CHUNK), BLOCK):
         at = chunk * CHUNK + start + tl.arange(0, BLOCK)
         mine = (tl.load(chosen + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
         tl.store(order + place + tl.cumsum(mine, 0) - 1, at, mask=mine == 1)
@@ -134,15 +136,20 @@ def align(chosen: Tensor, count: int, size: int, chunk: int = _CHUNK) -> tuple[T
     order = torch.empty_like(chosen.view(-1))
     tiles = chosen.new_empty(1 + 3 * most_tiles(pairs, count, size))
     bins = max(triton.next_power_of_2(count), 32)
-    chunk = min(chunk, max(triton.next_power_of_2(pairs), 32))
     chunks = triton.cdiv(pairs, chunk)
-    sizes = {"CHUNK": chunk, "BLOCK": min(chunk, 1024), "BINS": bins}
+    counted = counted_before(pairs, chunk)
+    sizes = {"CHUNK": chunk, "BLOCK": min(chunk, _BLOCK), "BINS": bins}
     counts = chosen
-    if chunks > 1:
+    if counted:
         counts = chosen.new_empty(chunks, bins)
         _count[(chunks,)](chosen, counts, pairs, **sizes)
-    _place[(count, chunks)](chosen, counts, order, tiles, pairs, chunks, COUNTED=chunks > 1, SIZE=size, **sizes)
+    _place[(count, chunks)](chosen, counts, order, tiles, pairs, chunks, COUNTED=counted, SIZE=size, **sizes)
     return order, tiles
+
+
+def counted_before(pairs: int, chunk: int = _CHUNK) -> bool:
+    """So many pairs are counted by a kernel of its own, and not where they are placed."""
+    return pairs > chunk
 
 
 def most_tiles(pairs: int, count: int, size: int) -> int:

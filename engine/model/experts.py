@@ -106,6 +106,22 @@ class ExpertsFeedForward(nn.Module):
         )
         return out
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Modules of which this is the same run the same compiled kernels."""
+        return self.part, self.down.outputs, self.up.weight.dtype
+
+    def warm(self, most: int) -> None:
+        """Compile the kernels for steps of up to `most` tokens, if kernels serve: so that no request waits for that."""
+        weight = self.up.weight
+        if not gpu.serves(weight.device) or self.up.packed is not None:
+            return
+        from engine.gpu import experts
+
+        capability = experts.capability_of(weight.device)
+        for tokens in experts.trial_sizes(most, self.part.active, self.part.count, weight.dtype, capability):
+            self.mix(weight.new_zeros(tokens, self.up.inputs), tokens)
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (float32) and experts of each token, [Tp, active] both."""
         probabilities = self.router(x).float().softmax(dim=-1)
