@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata
+from engine.model import experts as experts_of_models
 from engine.model.experts import ExpertsFeedForward
 from engine.model.layers import Step
 from engine.model.place import Place
@@ -27,8 +29,8 @@ from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.gpu import check_compiled, compile_variants, kernels
 
 from engine import SamplingParams
-from engine.gpu import experts
-from engine.gpu.experts import Launch, choose_launch
+from engine.gpu import experts, routing
+from engine.gpu.experts import Launch, choose_launch, trial_sizes
 from engine.gpu.routing import align, most_tiles, route
 
 FORMATS = [torch.float32, torch.float16]
@@ -258,6 +260,62 @@ def test_launches_follow_from_the_sizes() -> None:
     assert choose_launch(8192, 8, 128, bf16, 80).outputs < choose_launch(8192, 8, 128, bf16, 90).outputs
     # 64 rows or more, for the matrix instructions.
     assert min(choose_launch(n, 2, 8, dtype, 90).outputs for n in range(1, 900) for dtype in FORMATS) == 64
+
+
+class Compiled:
+    """Stands for a kernel: notes what it would be compiled for, and computes nothing."""
+
+    def __init__(self, kernel: Any, found: set[tuple[Any, ...]]):
+        self.kernel, self.found = kernel, found
+        options = getattr(kernel, "kwargs", {})  # the interpreter's
+        self.general = options.get("do_not_specialize") or getattr(kernel, "do_not_specialize", None) or ()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.note
+
+    def note(self, *given: Any, **constants: Any) -> None:
+        names = list(inspect.signature(self.kernel.fn).parameters)[: len(given)]
+        key: list[Any] = [self.kernel.fn.__name__, *sorted(constants.items())]
+        for name, value in zip(names, given, strict=True):
+            if isinstance(value, Tensor):
+                key.append((name, value.dtype))
+            elif name not in self.general:
+                key.append((name, value == 1, value % 16 == 0))
+        self.found.add(tuple(key))
+
+
+@pytest.mark.parametrize(
+    ("count", "active", "hidden", "width"), [(8, 2, 4096, 14336), (128, 8, 2048, 768), (4, 1, 64, 40), (60, 4, 33, 7)]
+)
+@pytest.mark.parametrize("most", [8192, 200])
+def test_no_step_compiles_what_was_not_compiled_at_start(
+    count: int, active: int, hidden: int, width: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches of all steps are among those of the few that `warm` runs, down to what Triton makes of integers."""
+    found: set[tuple[Any, ...]] = set()
+    for module, names in ((routing, ("_route", "_count", "_place")), (experts, ("_multiply", "_add"))):
+        for name in names:
+            monkeypatch.setattr(module, name, Compiled(getattr(module, name), found))
+    monkeypatch.setattr(experts, "capability_of", lambda device: 90)
+    monkeypatch.setattr(experts_of_models.gpu, "serves", lambda device: True)
+    place = Place(torch.device("meta"), torch.bfloat16)
+    module = ExpertsFeedForward(Experts(Gated(width, "silu"), count, active), hidden, place)
+    with torch.inference_mode():
+        module.warm(most)
+        warmed = set(found)
+        assert len({key for key in warmed if key[0] == "_multiply"}) == 2 * len(
+            {choose_launch(n, active, count, torch.bfloat16, 90) for n in range(1, most + 1)}
+        )
+        for tokens in (*range(1, 201), *range(201, most, 97), most):
+            module.mix(torch.empty(tokens + tokens % 3, hidden, dtype=torch.bfloat16, device="meta"), tokens)
+    assert found == warmed
+
+
+def test_what_is_compiled_at_start_follows_from_the_sizes() -> None:
+    bf16 = torch.bfloat16
+    assert trial_sizes(8192, 2, 8, bf16, 90) == [1, 33, 65, 129, 2049]  # counted in chunks from 4097 pairs on
+    assert trial_sizes(8192, 8, 128, bf16, 90) == [1, 129, 257, 513]
+    assert trial_sizes(128, 2, 8, bf16, 90) == [1, 33, 65]
 
 
 def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:

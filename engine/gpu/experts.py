@@ -77,9 +77,7 @@ def choose_launch(tokens: int, active: int, count: int, dtype: torch.dtype, capa
     return Launch(128, 256, 64, 8, 3) if capability >= 90 else Launch(128, 128, 64, 8, 3)
 
 
-def launch_class(
-    tokens: int, active: int, count: int, dtype: torch.dtype, capability: int
-) -> tuple[Launch, bool]:
+def launch_class(tokens: int, active: int, count: int, dtype: torch.dtype, capability: int) -> tuple[Launch, bool]:
     """All that kernels are compiled for and that depends on a step: how products are cut, and how pairs are counted.
     Other numbers of a step are arguments for which Triton compiles nothing anew."""
     return choose_launch(tokens, active, count, dtype, capability), counted_before(tokens * active)
