@@ -22,8 +22,10 @@ from support.gpu import check_compiled, compile_variants, kernels
 from support.poison import poisoned
 
 from engine.execution import sampler, sampler_captured, sampler_device, sampler_torch
+from engine.execution.pending import PendingStep
 from engine.execution.sampler_captured import CapturedSampler
 from engine.execution.sampler_device import Counters, DeviceSampler
+from engine.execution.transfers import Download
 from engine.gpu import sampling, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
 from engine.gpu.sampling import SIZES, Sizes
 from engine.scheduling.philox import uniforms
@@ -269,13 +271,46 @@ def test_prompts_are_scored_as_by_torch(device: torch.device) -> None:
     numbers = np.arange(9, dtype=np.int32)
     rows = PromptLogprobRows(rows=numbers, targets=numbers * 30, num_logprobs=numbers % 4)
     on_device = head.to(device)
-    ours = sampler.score_prompt(lambda x: x @ on_device, hidden.to(device), rows)
+    ours = sampler.score_prompt(lambda x: x @ on_device, hidden.to(device), rows).result()
     theirs = sampler_torch.score(hidden @ head, rows.targets, rows.num_logprobs, 3)
     assert (ours.ranks == theirs.ranks).all()
     assert np.allclose(ours.logprobs, theirs.logprobs, rtol=2e-6, atol=2e-5)
     for i in range(9):
         assert (ours.top_ids[i, : i % 4] == theirs.top_ids[i, : i % 4]).all()
         assert np.allclose(ours.top_logprobs[i, : i % 4], theirs.top_logprobs[i, : i % 4], rtol=2e-6, atol=2e-5)
+
+
+def test_scoring_prompts_waits_for_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts are computed before any is fetched; the step is over when the last one is there."""
+    logits = random_logits(7, 60, seed=12)
+    numbers = np.arange(7, dtype=np.int32)
+    rows = PromptLogprobRows(rows=numbers, targets=numbers * 8, num_logprobs=np.full(7, 2, dtype=np.int32))
+    monkeypatch.setattr(sampler, "PROMPT_ROWS", 3)
+    waited: list[Download] = []
+    arrived = False
+    wait = Download.wait
+
+    def noted(self: Download) -> Any:
+        waited.append(self)
+        return wait(self)
+
+    monkeypatch.setattr(Download, "wait", noted)
+    monkeypatch.setattr(Download, "ready", property(lambda self: arrived))
+    scores = sampler.score_prompt(lambda x: x, logits.to(device), rows)
+    step = PendingStep(candidates=StepResult.empty(), prompt_logprobs=scores)
+    assert not step.ready
+    assert not waited
+    arrived = True
+    assert step.ready
+    found, expected = step.result().prompt_logprobs, sampler_torch.score(logits, rows.targets, rows.num_logprobs, 2)
+    assert len(waited) == 12
+    assert step.ready
+    assert step.result().prompt_logprobs is found
+    assert found is not None
+    assert (found.ranks == expected.ranks).all()
+    assert (found.top_ids == expected.top_ids).all()
+    assert np.allclose(found.logprobs, expected.logprobs, rtol=2e-6, atol=2e-5)
+    assert np.allclose(found.top_logprobs, expected.top_logprobs, rtol=2e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

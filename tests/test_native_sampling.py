@@ -436,9 +436,9 @@ def test_prompts_are_scored_as_by_torch(isa: str) -> None:
         num_logprobs=int32(np.arange(150) % 4),
     )
     with kernels_of(isa, 2):
-        ours = sampler.score_prompt(lambda x: x @ head, hidden, rows)
+        ours = sampler.score_prompt(lambda x: x @ head, hidden, rows).result()
     with native.use(None):
-        theirs = sampler.score_prompt(lambda x: x @ head, hidden, rows)
+        theirs = sampler.score_prompt(lambda x: x @ head, hidden, rows).result()
     assert (ours.ranks == theirs.ranks).all()
     assert np.allclose(ours.logprobs, theirs.logprobs, rtol=2e-6, atol=2e-6)
     for i in range(150):

@@ -427,7 +427,7 @@ def test_prompt_scoring() -> None:
     rows = PromptLogprobRows(
         rows=np.arange(300, dtype=np.int32), targets=targets, num_logprobs=np.full(300, 3, dtype=np.int32)
     )
-    scores = score_prompt(lambda x: x @ head, hidden, rows)
+    scores = score_prompt(lambda x: x @ head, hidden, rows).result()
     expected = (hidden @ head).log_softmax(dim=-1)
     chosen = expected[torch.arange(300), torch.from_numpy(targets).long()]
     assert np.allclose(scores.logprobs, chosen, atol=1e-5)
@@ -442,7 +442,7 @@ def test_prompt_scoring_without_alternatives() -> None:
     rows = PromptLogprobRows(
         rows=np.zeros(1, np.int32), targets=np.zeros(1, np.int32), num_logprobs=np.zeros(1, np.int32)
     )
-    assert score_prompt(lambda x: x, random_logits(1), rows).top_ids.shape == (1, 0)
+    assert score_prompt(lambda x: x, random_logits(1), rows).result().top_ids.shape == (1, 0)
 
 
 # ------------------------------------------------------------------ alone and in a crowd

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from engine.scheduling.plan import PooledRow, StepResult, TokenScores
 
@@ -19,22 +22,59 @@ class LateResult(Protocol):
         """The candidates; waits for them. Raises what went wrong on the device."""
 
 
+class LateScores(Protocol):
+    """Scores of prompt tokens that are still on their way from the device."""
+
+    @property
+    def ready(self) -> bool:
+        """`result` would not wait."""
+
+    def result(self) -> TokenScores:
+        """The scores; waits for them. Raises what went wrong on the device."""
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Scores of a step's prompt tokens, part by part: known ones, or such that are on their way."""
+
+    parts: Sequence[TokenScores | LateScores]
+
+    @property
+    def ready(self) -> bool:
+        """`result` would not wait."""
+        return all(isinstance(part, TokenScores) or part.ready for part in self.parts)
+
+    def result(self) -> TokenScores:
+        """The scores of all parts; waits for them. Raises what went wrong on the device."""
+        known = [part if isinstance(part, TokenScores) else part.result() for part in self.parts]
+        return TokenScores(
+            logprobs=np.concatenate([part.logprobs for part in known]),
+            ranks=np.concatenate([part.ranks for part in known]),
+            top_ids=np.concatenate([part.top_ids for part in known]),
+            top_logprobs=np.concatenate([part.top_logprobs for part in known]),
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
     """The answer to be of a step that was launched.
 
     Attributes:
         candidates: of the sampled tokens; a `StepResult` where they are known already, as always on a CPU.
-        prompt_logprobs, pooled: as in `StepResult`.
+        prompt_logprobs: as in `StepResult`, or what gives them.
+        pooled: as in `StepResult`.
     """
 
     candidates: StepResult | LateResult
-    prompt_logprobs: TokenScores | None = None
+    prompt_logprobs: TokenScores | LateScores | None = None
     pooled: tuple[PooledRow, ...] = ()
 
     @property
     def ready(self) -> bool:
         """The step is over: `result` does not wait."""
+        scores = self.prompt_logprobs
+        if not (scores is None or isinstance(scores, TokenScores) or scores.ready):
+            return False
         return isinstance(self.candidates, StepResult) or self.candidates.ready
 
     def result(self) -> StepResult:
@@ -42,6 +82,9 @@ class PendingStep:
         known = self.candidates
         if not isinstance(known, StepResult):
             known = self.candidates = known.result()
-        if self.prompt_logprobs is None and not self.pooled:
+        scores = self.prompt_logprobs
+        if scores is None and not self.pooled:
             return known
-        return replace(known, prompt_logprobs=self.prompt_logprobs, pooled=self.pooled)
+        if scores is not None and not isinstance(scores, TokenScores):
+            scores = self.prompt_logprobs = scores.result()
+        return replace(known, prompt_logprobs=scores, pooled=self.pooled)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine import gpu, native
 from engine.execution import sampler_torch
+from engine.execution.pending import LateScores, PromptScores
 from engine.native.sampling import Draws, Edits, Listed, LogitRows
 from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
 
@@ -30,6 +31,9 @@ from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, Samp
 GREEDY_TEMPERATURE = 1e-5
 # Rows scored at a time, so that prompt log-probabilities do not need all logits at once.
 PROMPT_ROWS = 128
+
+# Logits [P, vocabulary], targets, numbers of alternatives, the most of these.
+_Scorer = Callable[[Tensor, Int32, Int32, int], "TokenScores | LateScores"]
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
@@ -63,8 +67,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     )
 
 
-def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRows) -> TokenScores:
-    """Log-probability, rank and best alternatives of each target token.
+def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRows) -> PromptScores:
+    """Log-probability, rank and best alternatives of each target token. Does not wait for a GPU.
 
     Args:
         hidden_to_logits: maps hidden states [N, hidden] to float32 logits [N, vocabulary].
@@ -72,20 +76,17 @@ def score_prompt(hidden_to_logits: object, hidden: Tensor, rows: PromptLogprobRo
     """
     assert callable(hidden_to_logits)
     most = _most(rows.num_logprobs)
-    parts: list[TokenScores] = []
+    score: _Scorer | None = None
+    parts: list[TokenScores | LateScores] = []
     for start in range(0, len(rows.rows), PROMPT_ROWS):
         part = slice(start, start + PROMPT_ROWS)
         logits = hidden_to_logits(hidden[part])
-        parts.append(_scorer(logits)(logits, rows.targets[part], rows.num_logprobs[part], min(most, logits.shape[1])))
-    return TokenScores(
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        ranks=np.concatenate([part.ranks for part in parts]),
-        top_ids=np.concatenate([part.top_ids for part in parts]),
-        top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
-    )
+        score = score or _scorer(logits)
+        parts.append(score(logits, rows.targets[part], rows.num_logprobs[part], min(most, logits.shape[1])))
+    return PromptScores(parts)
 
 
-def _scorer(logits: Tensor) -> Callable[[Tensor, Int32, Int32, int], TokenScores]:
+def _scorer(logits: Tensor) -> _Scorer:
     if gpu.serves(logits.device):
         from engine.execution.sampler_device import DeviceSampler
 

@@ -110,6 +110,30 @@ class DeviceSamples:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceScores:
+    """`TokenScores` on their way to the host."""
+
+    logprobs: Download
+    ranks: Download
+    top_ids: Download
+    top_logprobs: Download
+
+    @property
+    def ready(self) -> bool:
+        """All values are on the host: `result` does not wait."""
+        return self.top_logprobs.ready  # the last copy that was started
+
+    def result(self) -> TokenScores:
+        """The values on the host: waits until they are there."""
+        return TokenScores(
+            logprobs=self.logprobs.wait(),
+            ranks=self.ranks.wait(),
+            top_ids=self.top_ids.wait(),
+            top_logprobs=self.top_logprobs.wait(),
+        )
+
+
 class DeviceSampler:
     """Samples on one device, and keeps what steps have in common.
 
@@ -188,8 +212,11 @@ class DeviceSampler:
         self.sample(logits, trial_batch(vocabulary)).result()
 
     @torch.inference_mode()
-    def score(self, logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenScores:
-        """Log-probability, rank and best alternatives [P, width] of target tokens of logits [P, vocabulary]."""
+    def score(self, logits: Tensor, targets: Int32, counts: Int32, width: int) -> DeviceScores:
+        """Log-probability, rank and best alternatives [P, width] of target tokens of logits [P, vocabulary].
+
+        Nothing waits for the device, and other rows may be scored before these are fetched.
+        """
         rows, vocabulary = logits.shape
         zeros = np.zeros(rows, dtype=np.int32)
         arrays: dict[str, Array] = dict.fromkeys(FILTERS, zeros.astype(np.float32)) | {"top_k": zeros}
@@ -207,9 +234,12 @@ class DeviceSampler:
         top_ids = torch.zeros((rows, width), dtype=torch.int32, device=self._device)
         top_logprobs = torch.zeros((rows, width), dtype=torch.float32, device=self._device)
         walked.best(everyone, given["counts"], top_ids, top_logprobs, before=walked.peak, after=walked.log_sum)
-        started = [Download(values) for values in (logprobs[:, 0], ranks[:, 0], top_ids, top_logprobs)]
-        found = [download.wait() for download in started]
-        return TokenScores(logprobs=found[0], ranks=found[1], top_ids=found[2], top_logprobs=found[3])
+        return DeviceScores(
+            logprobs=Download(logprobs[:, 0]),
+            ranks=Download(ranks[:, 0]),
+            top_ids=Download(top_ids),
+            top_logprobs=Download(top_logprobs),
+        )
 
     def _room(self, name: str, rows: int, vocabulary: int) -> Workspace:
         known = self._rooms.get(name)
