@@ -354,5 +354,27 @@ def test_an_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path)
         assert len(answer) == min(4, len(expected))
 
 
+def test_a_runner_warms_one_of_several_modules_that_are_alike(tmp_path: Path) -> None:
+    """For the largest step that there may be."""
+    make_family_checkpoint(FAMILY_SHAPES["mixtral"], tmp_path)
+    warmed: list[int] = []
+    with kernels() as device, pytest.MonkeyPatch.context() as patch:
+        engine = make_engine(tmp_path, device=str(device), num_gpu_blocks_override=32, max_num_batched_tokens=50)
+        modules = [module for module in engine.runner.model.modules() if isinstance(module, ExpertsFeedForward)]
+        mix = ExpertsFeedForward.mix
+
+        def noted(self: ExpertsFeedForward, x: Tensor, tokens: int) -> Tensor:
+            warmed.append(tokens)
+            return mix(self, x, tokens)
+
+        patch.setattr(ExpertsFeedForward, "mix", noted)
+        engine.runner.warm()
+        engine.close()
+        part, weight = modules[0].part, modules[0].up.weight
+        capability = experts.capability_of(device)
+    assert len(modules) > 1
+    assert warmed == trial_sizes(56, part.active, part.count, weight.dtype, capability)
+
+
 def test_products_are_compiled_for_the_published_models(tmp_path: Path) -> None:
     check_compiled(compile_variants("support.variants_experts", tmp_path))
