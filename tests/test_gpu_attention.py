@@ -131,7 +131,7 @@ def test_alone_equals_in_a_crowd_to_the_bit(
     """Chunks of a row that is alone are spread over programs and merged by the last of them; in a crowd, where there
     are fewer programs than rows, one program has them all."""
     monkeypatch.setattr(shapes, "CHUNK", 64)
-    few = replace(triton._facts(device), workers=3)
+    few = replace(triton._facts(device), multiprocessors=1)
     lengths, contexts = map(list, zip(*CROWD, strict=True))
     rows = make_rows(CROWD, 6, 2, 16, torch.float16)
     kv = stored(paged(rows), pages)
@@ -139,7 +139,7 @@ def test_alone_equals_in_a_crowd_to_the_bit(
     with monkeypatch.context() as patch:
         patch.setattr(triton, "_facts", lambda _: few)
         crowd = assert_close(device, q, kv, lengths, contexts, scale=0.25, **how).split(lengths)
-    monkeypatch.setattr(triton, "_facts", lambda _: replace(few, workers=64))
+    monkeypatch.setattr(triton, "_facts", lambda _: replace(few, multiprocessors=21))
     for i, (row, together) in enumerate(zip(q.split(lengths), crowd, strict=True)):
         own = replace(kv, block_tables=kv.block_tables[i : i + 1])
         alone = attend(device, row, own, [lengths[i]], [contexts[i]], scale=0.25, **how)

@@ -258,6 +258,7 @@ def test_launches_follow_from_the_sizes() -> None:
     assert [choose_launch(n, 2, 8, bf16, 90).tokens for n in (1, 32, 64, 128, 8192)] == [16, 16, 32, 64, 128]
     assert [choose_launch(n, 8, 128, bf16, 90).tokens for n in (1, 64, 256, 512, 8192)] == [16, 16, 32, 64, 128]
     assert choose_launch(8192, 8, 128, bf16, 80).outputs < choose_launch(8192, 8, 128, bf16, 90).outputs
+    assert choose_launch(8192, 8, 128, bf16, 120) == choose_launch(8192, 8, 128, bf16, 80)
     # 64 rows or more, for the matrix instructions.
     assert min(choose_launch(n, 2, 8, dtype, 90).outputs for n in range(1, 900) for dtype in FORMATS) == 64
 

@@ -42,12 +42,12 @@ class _Device:
 
     Attributes:
         capability: 80, 90, ...
-        workers: most programs of the decode kernel.
+        multiprocessors: how many it has.
         hardware: there is an instruction that widens fp8.
     """
 
     capability: int
-    workers: int
+    multiprocessors: int
     hardware: bool
 
 
@@ -98,7 +98,7 @@ class TritonAttention(AttentionBackend):
 
     Scores, softmax and sums are in float32. Products are in the queries' format, and the weights of a query are
     rounded to it before they meet the values; float32 is multiplied as three products of tf32 each, which lose 2 of
-    its 24 bits and are four times as fast as its own. int8 and fp8 are widened, exactly, before the products; a key's
+    its 24 bits and should be several times as fast as its own. int8 and fp8 are widened, exactly, before the products; a key's
     scale is multiplied with its scores, a value's with its weights.
 
     A query's result is the same to the bit whoever else is in the batch. It is also the same however its prompt was
@@ -177,7 +177,7 @@ class TritonAttention(AttentionBackend):
         device = _facts(q.device)
         product = q.dtype if kv.keys.dtype == q.dtype or kv.keys.dtype in LARGEST else torch.float32
         group = heads // kv_heads
-        few = shapes.decode_tiles(head_dim, group, product.itemsize, isinstance(kv, Paged))
+        few = shapes.decode_tiles(head_dim, group, product.itemsize, device.capability, isinstance(kv, Paged))
         plain = window is None and bias is None and softcap is None
         many = shapes.prefill_tiles(
             head_dim, group, product.itemsize, kv.keys.itemsize, device.capability, plain, isinstance(kv, Paged)
@@ -205,10 +205,10 @@ class TritonAttention(AttentionBackend):
 @functools.cache
 def _facts(device: torch.device) -> _Device:
     if device.type != "cuda":  # by Triton's interpreter
-        return _Device(capability=90, workers=3, hardware=False)
+        return _Device(capability=90, multiprocessors=1, hardware=False)
     properties = torch.cuda.get_device_properties(device)
     capability = 10 * properties.major + properties.minor
-    return _Device(capability, shapes.DECODERS * properties.multi_processor_count, capability >= 89)
+    return _Device(capability, properties.multi_processor_count, capability >= 89)
 
 
 def _check_formats(q: Tensor, kv: Paged | Ragged, bias: Bias | None) -> None:
@@ -254,12 +254,13 @@ def _plan_decode(
     from engine.gpu.attention_plan import plan_decode
 
     rows, kv_heads, where = len(metadata.query_lens), shape.kv_heads, metadata.query_start.device
+    workers = device.multiprocessors * shapes.decoders(shape.few)
     most_chunks, reach = shapes.max_chunks(kv_heads), metadata.longest
     if shape.window is not None:
         reach = min(reach, shape.window.left + shape.window.right + queries)
     chunks = min(most_chunks, max(1, -(-(reach + shape.few.block_n - 1) // shapes.CHUNK)))
     # Only rows of more chunks than a worker's share are split (`plan_decode`).
-    slots = min(rows * chunks, device.workers * chunks // kv_heads + 1)
+    slots = min(rows * chunks, workers * chunks // kv_heads + 1)
     part_rows = queries * (shape.heads // kv_heads)
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -268,7 +269,7 @@ def _plan_decode(
     items, counters = empty(1 + rows * chunks, 4, dtype=torch.int32), empty(rows, kv_heads, dtype=torch.int32)
     window = shape.window or Window(0)
     plan_decode[(rows,)](
-        metadata.query_start, metadata.context, items, counters, rows, window.left, window.right, device.workers,
+        metadata.query_start, metadata.context, items, counters, rows, window.left, window.right, workers,
         KV_HEADS=kv_heads, MOST=most, CAUSAL=shape.causal, WINDOW=shape.window is not None,
         BLOCK_N=shape.few.block_n, CHUNK=shapes.CHUNK, MAX_CHUNKS=most_chunks,
         RUNS=shapes.padded(most_chunks), HEADS=shapes.padded(kv_heads), num_warps=4,
@@ -279,7 +280,7 @@ def _plan_decode(
         empty(slots, kv_heads, part_rows, head_dim),
         empty(slots, kv_heads, 2, part_rows),
         part_rows,
-        min(device.workers, rows * kv_heads * chunks),
+        min(workers, rows * kv_heads * chunks),
     )
 
 

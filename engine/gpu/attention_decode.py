@@ -4,13 +4,14 @@ A row's keys are cut into chunks (`attention_plan.span`), each of which has a ma
 Chunks are merged in their order. A program that has all chunks of a row and a head merges them in registers and writes
 the result; where the chunks of a row are spread over programs each writes partial results, and the one that finishes
 last merges them. Merging in a second kernel would cost a launch and a wait for the slowest program at each layer, which
-a small batch feels: 28 layers of 2 microseconds are 6% of a step of one millisecond. Who merges changes no bit.
+a small batch should feel: an estimated 2 microseconds at each of 28 layers would be 6% of a step of one millisecond.
+Who merges changes no bit.
 
 Up to 16 pairs of query and head are the rows of a product (more if more heads share keys): the least that tensor cores
-multiply. Single queries leave most of them empty, which costs nothing, since memory is what is waited for. A tile of 64
-keys of 128 features is 32 KB of bfloat16; two are under way in each of two programs of a multiprocessor, several
-times the 23 KB that keep memory busy (4.3 TB/s times 0.7 microseconds, over 132 multiprocessors). Beams that read an
-encoder's pages together fill the empty rows.
+multiply. Single queries leave most of them empty, which should cost little, since memory is what is waited for. A tile
+of 64 keys of 128 features is 32 KB of bfloat16; two are under way in each of two programs of a multiprocessor, several
+times the 23 KB that should keep memory busy (an estimated 4.3 TB/s times 0.7 microseconds, over 132 multiprocessors).
+Beams that read an encoder's pages together fill the empty rows.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Nothing is uploaded, and a captured graph plans anew at each replay from the lengths that it finds. Grids are bounded by
 what the host knows; programs share a list of work items, so that none is started for keys that a row does not have: a
-graph is made for the longest context there may be, and a program that only finds out that it has nothing to do takes a
-microsecond, too.
+graph is made for the longest context there may be, and a program that only finds out that it has nothing to do takes
+its time, too.
 """
 
 from __future__ import annotations

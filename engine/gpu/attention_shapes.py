@@ -1,8 +1,10 @@
 """Tile sizes of attention's kernels: a pure function of head size, formats and the GPU's generation.
 
 Nothing is tuned by trial at serving time: a choice that differs from start to start, or from batch to batch, would
-change bits. Shared memory bounds the tiles (163 KiB a multiprocessor on sm_80, 227 KiB on sm_90 and sm_100), and so do
-registers: a result of 128 x 128 float32 takes 64 of each thread's 255 with 8 warps.
+change bits. Shared memory bounds the tiles (163 KiB a block on sm_80, 227 KiB on sm_90 and sm_100, 99 KiB on sm_86,
+sm_89 and sm_120), and so do registers: a result of 128 x 128 float32 takes 64 of each thread's 255 with 8 warps. Where
+memory is least, not all fits: of more than 128 features not more than 64 heads that share keys, and in float32 not more
+than 16, or 32 of more than 64 features.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class Tiles:
 # Keys of a chunk, the unit in which decoding is split: 256 keys are a few tiles, enough to have some under way while
 # others are multiplied, and few enough that a single row of 1,000 tokens is spread over 4 programs a head.
 CHUNK = 256
-# Programs of the decode kernel on a multiprocessor.
-DECODERS = 4
+# GPUs whose blocks have the least shared memory: Ampere's and Ada's smaller ones, and from here on Blackwell's.
+_SMALL = (86, 89)
+_SMALL_BLACKWELL = 120
 
 
 def max_chunks(kv_heads: int) -> int:
@@ -49,17 +52,29 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def decode_tiles(head_dim: int, group: int, product_bytes: int, paged: bool) -> Tiles:
-    """Of rows with few queries; a tile of keys has about 16 KB.
+def decoders(tiles: Tiles) -> int:
+    """Programs of the decode kernel on a multiprocessor, as many as its 65,536 registers hold: with 4 warps a thread
+    has 235 to 255, fewer for heads of up to 64 features. No result depends on it."""
+    return max((3 if tiles.block_d <= 64 else 2) * 4 // tiles.num_warps, 1)
+
+
+def decode_tiles(head_dim: int, group: int, product_bytes: int, capability: int, paged: bool) -> Tiles:
+    """Of rows with few queries; a tile of keys has about 16 KB, or less where many heads share it.
 
     Args:
         group: heads that share keys.
         product_bytes: of a number in the products.
+        capability: 80, 90, ...
     """
-    block_d = padded(head_dim)
+    block_m, block_d = padded(group), padded(head_dim)
     block_n = min(max(16384 // (block_d * product_bytes), 16), 64)
+    num_warps = 4
+    if block_m >= 64:  # what fewer threads or more keys would spill is counted by tests
+        block_n = min(block_n, 32)
+        # 64 rows are one warpgroup's on Hopper: the features would be shared out between two, and spill more.
+        num_warps = 4 if 90 <= capability < 100 and block_m == 64 and block_d > 64 else 8
     # Two tiles under way: of 5 stages two are the way through the block table.
-    return Tiles(padded(group), block_n, block_d, num_warps=4, num_stages=5 if paged else 3)
+    return Tiles(block_m, block_n, block_d, num_warps, num_stages=5 if paged else 3)
 
 
 def prefill_tiles(
@@ -68,8 +83,8 @@ def prefill_tiles(
     """Of rows with many queries.
 
     128 rows of queries are two warpgroups of 64, the height of Hopper's matrix instruction. What is read of keys and
-    values is then 1/64 byte for a multiplication in 16 bits: 790 TFLOP/s would want 6 TB/s, which the second cache has
-    to give, and does, since the tiles of a row run at the same time.
+    values is then 1/64 byte for a multiplication in 16 bits: an estimated 790 TFLOP/s would want 6 TB/s, which the
+    second cache should give, since the tiles of a row run at the same time.
 
     Args:
         product_bytes, stored_bytes: of a number in the products and in the pages.
@@ -77,11 +92,14 @@ def prefill_tiles(
         plain: there is no window, bias or cap.
     """
     block_d = padded(head_dim)
+    small = capability in _SMALL or capability >= _SMALL_BLACKWELL
     if product_bytes == 4:  # three products of tf32 for one, and twice the memory
+        if block_d > 128:
+            return Tiles(max(32, padded(group)), 16, block_d, num_warps=8, num_stages=1 if small else 2)
         return Tiles(max(64, padded(group)), 32 if block_d <= 64 else 16, block_d, num_warps=8, num_stages=2)
     # Of 3 stages one is the way through the block table, whose entries would be waited for in each tile otherwise.
     # Widening 8 bits takes registers of its own, and so does what happens to scores.
-    large, narrow = capability >= 90, stored_bytes == 1 or not plain
+    large, narrow = capability >= 90 and not small, stored_bytes == 1 or not plain
     if block_d <= 64:
         return Tiles(128, 128 if large and not narrow else 64, block_d, num_warps=8, num_stages=3)
     if block_d <= 128:

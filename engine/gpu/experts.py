@@ -60,7 +60,8 @@ def choose_launch(tokens: int, active: int, count: int, dtype: torch.dtype, capa
     Where an expert has few tokens, the time is that of reading its weights: small tiles, so that even one token's
     experts occupy all multiprocessors, and 60 KiB of them under way in each program. A tile holds about twice an
     expert's mean, so that few experts are read twice. Where it has many, tiles are as large as the registers allow:
-    a byte that is read then serves 85 operations (64 before Hopper).
+    a byte that is read then serves 85 operations, or 64 where a program has not the 144 KiB of shared memory for that:
+    before Hopper, and on sm_120.
 
     Args:
         tokens: of the step.
@@ -74,7 +75,9 @@ def choose_launch(tokens: int, active: int, count: int, dtype: torch.dtype, capa
         return Launch(width, 64, 128, 4, 4)
     if width == 64:
         return Launch(64, 128, 64, 8, 4)
-    return Launch(128, 256, 64, 8, 3) if capability >= 90 else Launch(128, 128, 64, 8, 3)
+    if 90 <= capability < 120:
+        return Launch(128, 256, 64, 8, 3)
+    return Launch(128, 128, 64, 8, 3)
 
 
 def launch_class(tokens: int, active: int, count: int, dtype: torch.dtype, capability: int) -> tuple[Launch, bool]:

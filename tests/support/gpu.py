@@ -26,7 +26,7 @@ from engine import gpu
 TESTS = Path(__file__).resolve().parents[1]
 # Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications).
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 
 @contextmanager
@@ -71,6 +71,7 @@ class Compiled:
     Attributes:
         shared: bytes of shared memory.
         size: bytes of the machine code.
+        stores: it writes to global memory. What Triton could not place becomes a body that traps, which does not.
         stack: bytes of a thread's stack: registers that were spilled.
     """
 
@@ -78,6 +79,7 @@ class Compiled:
     capability: int
     shared: int
     size: int
+    stores: bool = False
     stack: int = 0
     error: str = ""
 
@@ -103,6 +105,7 @@ def check_compiled(found: list[Compiled]) -> None:
     for one in found:
         assert not one.error, f"{one.name} for sm_{one.capability}: {one.error}"
         assert one.size > 0
+        assert one.stores, f"{one.name} for sm_{one.capability} stores nothing"
         limit = SHARED_MEMORY[one.capability]
         assert one.shared <= limit, f"{one.name} takes {one.shared} bytes of sm_{one.capability}'s {limit}"
 
@@ -123,7 +126,12 @@ def _compile(variant: Variant, capability: int) -> Compiled:
         return Compiled(name=variant.name, capability=capability, shared=0, size=0, error=str(error)[:2000])
     cubin = made.asm["cubin"]
     return Compiled(
-        name=variant.name, capability=capability, shared=made.metadata.shared, size=len(cubin), stack=_stack(cubin)
+        name=variant.name,
+        capability=capability,
+        shared=made.metadata.shared,
+        size=len(cubin),
+        stores=re.search(r"\bst\.(\w+\.)*global\b", made.asm["ptx"]) is not None,
+        stack=_stack(cubin),
     )
 
 

@@ -88,3 +88,5 @@ def others() -> list[Variant]:
 
 
 VARIANTS = [variant for capability in (80, 90, 100) for variant in products(capability)] + others()
+# Where shared memory is least: the largest tiles.
+VARIANTS += [variant for variant in products(120) if variant.constants["TOKENS"] == 128]
