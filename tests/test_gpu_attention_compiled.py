@@ -13,7 +13,7 @@ from support.gpu import check_compiled, compile_variants
 # Bytes that a thread may keep on its stack. A few are spilled once, before a loop; more would be in it.
 STACK = 64
 # Of float32, whose products are three of tf32 each.
-STACK_OF_FLOAT32 = 512
+STACK_OF_FLOAT32 = 768
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])

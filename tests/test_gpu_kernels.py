@@ -37,10 +37,13 @@ def test_without_the_variable_there_is_no_interpreter() -> None:
 
 def test_variants_are_compiled_and_what_fails_is_named(tmp_path: Path) -> None:
     found = compile_variants("support.variants_of_tests", tmp_path)
-    good, bad, large = ([one for one in found if one.name == name] for name in ("doubled", "broken", "large"))
+    names = ("doubled", "broken", "silent", "large")
+    good, bad, silent, large = ([one for one in found if one.name == name] for name in names)
     assert [one.capability for one in good] == [80, 90, 100]
     check_compiled(good)
     with pytest.raises(AssertionError, match="broken for sm_80: "):
         check_compiled(bad)
+    with pytest.raises(AssertionError, match="silent for sm_80 stores nothing"):
+        check_compiled(silent)
     with pytest.raises(AssertionError, match=r"large takes \d+ bytes of sm_80's 166912"):
         check_compiled(large)

@@ -98,8 +98,8 @@ class TritonAttention(AttentionBackend):
 
     Scores, softmax and sums are in float32. Products are in the queries' format, and the weights of a query are
     rounded to it before they meet the values; float32 is multiplied as three products of tf32 each, which lose 2 of
-    its 24 bits and should be several times as fast as its own. int8 and fp8 are widened, exactly, before the products; a key's
-    scale is multiplied with its scores, a value's with its weights.
+    its 24 bits and should be several times as fast as its own. int8 and fp8 are widened, exactly, before the products;
+    a key's scale is multiplied with its scores, a value's with its weights.
 
     A query's result is the same to the bit whoever else is in the batch. It is also the same however its prompt was
     chunked, as long as a chunk has more than a few queries: a decoded token and the same token as part of a prompt may

@@ -26,8 +26,7 @@ _WHOLE: dict[str, Any] = {
     "bias": DistanceBias(torch.empty(_HEADS, 65, device=_META), 32),
 }
 _SOME = {
-    80: [(128, torch.bfloat16, {}), (96, torch.int8, {}), (128, FP8, {}), (256, torch.bfloat16, {}),
-        (64, torch.bfloat16, {}, 71, 1)],
+    80: [(128, torch.bfloat16, {}), (96, torch.int8, {}), (128, FP8, {}), (256, torch.bfloat16, {})],
     86: [(128, torch.bfloat16, {})],
     90: [
         (64, torch.bfloat16, {}), (128, torch.bfloat16, {}), (128, FP8, {}), (80, torch.int8, {}),

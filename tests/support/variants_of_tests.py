@@ -20,6 +20,11 @@ def broken(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def silent(x, BLOCK: tl.constexpr):
+    tl.load(x + tl.arange(0, BLOCK))
+
+
+@triton.jit
 def large(a, b, out, n, SIZE: tl.constexpr, DEEP: tl.constexpr):
     at = tl.arange(0, SIZE)
     deep = tl.arange(0, DEEP)
@@ -36,6 +41,7 @@ VARIANTS = [
         name="doubled", kernel=doubled, signature={"x": "*bf16", "out": "*bf16", "n": "i32"}, constants={"BLOCK": 64}
     ),
     Variant(name="broken", kernel=broken, signature={"x": "*fp32"}, constants={"BLOCK": 64}, capabilities=(80,)),
+    Variant(name="silent", kernel=silent, signature={"x": "*fp32"}, constants={"BLOCK": 64}, capabilities=(80,)),
     Variant(
         name="large",
         kernel=large,
