@@ -21,7 +21,7 @@ from engine import native
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from gpu_parts import decode, floors, gaps, kernels, report, sampling, shapes  # noqa: E402
+from gpu_parts import check, decode, floors, gaps, kernels, report, sampling, shapes  # noqa: E402
 from gpu_parts.floors import LLAMA, QWEN, Rates  # noqa: E402
 from gpu_parts.gaps import Interval  # noqa: E402
 
@@ -296,24 +296,24 @@ def test_errors_are_in_units_of_the_format() -> None:
 
 
 def test_a_check_that_fails_is_told_from_one_that_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
-    setting = kernels.Setting(torch.device("cpu"), torch.float16, full=False)
+    setting = check.Setting(torch.device("cpu"), torch.float16, full=False)
 
-    def close(setting: kernels.Setting) -> Iterator[kernels.Outcome]:
+    def close(setting: check.Setting) -> Iterator[check.Outcome]:
         x = setting.normal(3, 4)
         yield x, x.double()
         yield x * (1 + 2**-9), x.double()
 
-    def skipped(_: kernels.Setting) -> Iterator[kernels.Outcome]:
-        raise kernels.SkippedError("not on this machine")
+    def skipped(_: check.Setting) -> Iterator[check.Outcome]:
+        raise check.SkippedError("not on this machine")
 
-    def broken(setting: kernels.Setting) -> Iterator[kernels.Outcome]:
+    def broken(setting: check.Setting) -> Iterator[check.Outcome]:
         yield setting.normal(2), torch.zeros(3, dtype=torch.float64)
         raise ValueError("never reached")
 
-    assert kernels.run(kernels.Check("close", close, bound=2.0), setting)["passed"] is True
-    assert kernels.run(kernels.Check("close", close, bound=0.1), setting)["passed"] is False
-    assert kernels.run(kernels.Check("skipped", skipped), setting)["passed"] is None
-    found = kernels.run(kernels.Check("broken", broken), setting)
+    assert kernels.run(check.Check("close", close, bound=2.0), setting)["passed"] is True
+    assert kernels.run(check.Check("close", close, bound=0.1), setting)["passed"] is False
+    assert kernels.run(check.Check("skipped", skipped), setting)["passed"] is None
+    found = kernels.run(check.Check("broken", broken), setting)
     assert (found["passed"], found["note"]) == (False, "ValueError: never reached")
     assert "skipped  not on this machine" in capsys.readouterr().out
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata, DistanceBias, Paged, Window
 from engine.attention.formats import LARGEST, format_named, movable
 from engine.attention.triton import TritonAttention
-from gpu_parts.kernels import Check, Outcome, Setting, SkippedError
+from gpu_parts.check import Check, Outcome, Setting, SkippedError
 
 Rows = tuple[tuple[int, ...], tuple[int, ...]]  # queries and keys of each row
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from engine import LLM, RequestOutput, SamplingParams
-from gpu_parts.kernels import Check, Outcome, Setting
+from gpu_parts.check import Check, Outcome, Setting
 from gpu_parts.shapes import prompt
 
 # Nats that a log-probability may be off: in bfloat16, of a model with random weights.

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from engine.gpu.experts import mix
-from gpu_parts.kernels import Check, Outcome, Setting
+from gpu_parts.check import Check, Outcome, Setting
 
 
 def _mixed(gated: bool, normalize: bool) -> Callable[[Setting], Iterator[Outcome]]:

@@ -12,7 +12,7 @@ from engine.attention.base import Paged
 from engine.attention.formats import LARGEST, format_named, movable
 from engine.gpu import activations, norms
 from engine.gpu.rotary import Angles, HeadNorms, turn_and_store
-from gpu_parts.kernels import Check, Outcome, Setting
+from gpu_parts.check import Check, Outcome, Setting
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.sampler_device import DeviceSampler
-from gpu_parts.kernels import Check, Outcome, Setting
+from gpu_parts.check import Check, Outcome, Setting
 from gpu_parts.sampling import MIXTURES, SHAPES, batch_of
 
 

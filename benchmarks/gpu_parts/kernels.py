@@ -13,57 +13,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine import gpu
-
-# What a kernel gave, and what it should have been, in float64; or an error in units of its own.
-Outcome = tuple[Tensor, Tensor] | float
-
-
-class SkippedError(Exception):
-    """A check that cannot be made here, and why."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where and on what kernels are checked.
-
-    Attributes:
-        dtype: of what they read and write.
-        full: the shapes of served models; else such as an interpreter can afford.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    full: bool
-
-    def normal(self, *shape: int, deviation: float = 1.0, seed: int = 0) -> Tensor:
-        """Random numbers in the format."""
-        generator = torch.Generator(self.device).manual_seed(seed + sum(shape))
-        return (torch.randn(*shape, device=self.device, generator=generator) * deviation).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One kernel on one kind of work.
-
-    Attributes:
-        kernel: its name in the report.
-        run: gives pairs of a result and what it should have been, or errors.
-        bound: the largest error that a right kernel makes.
-        served: it is made with whatever serves models on the device: on a CPU that is not these kernels.
-    """
-
-    kernel: str
-    run: Callable[[Setting], Iterator[Outcome]]
-    bound: float = 2.0
-    served: bool = False
+from gpu_parts.check import Check, Setting, SkippedError
 
 
 def error_of(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
@@ -116,6 +73,7 @@ def check_all(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _checks() -> Iterator[Check]:
+    # They import Triton.
     from gpu_parts import checks_attention, checks_engine, checks_experts, checks_layers, checks_sampler
 
     for family in (checks_layers, checks_attention, checks_experts, checks_sampler, checks_engine):
