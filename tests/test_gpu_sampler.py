@@ -24,7 +24,7 @@ from support.poison import poisoned
 from engine.execution import sampler, sampler_captured, sampler_device, sampler_torch
 from engine.execution.pending import PendingStep
 from engine.execution.sampler_captured import CapturedSampler
-from engine.execution.sampler_device import Counters, DeviceSampler
+from engine.execution.sampler_device import DeviceSampler
 from engine.execution.transfers import Download
 from engine.gpu import sampling, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
 from engine.gpu.sampling import SIZES, Sizes
@@ -319,31 +319,6 @@ def test_logits_of_other_formats(device: torch.device, dtype: torch.dtype) -> No
     rows = MIXED[:9]
     ours = DeviceSampler(device).sample(logits[:9].to(device), batch_of(rows)).result()
     assert_same(ours, sampler_torch.sample(logits[:9].float(), batch_of(rows)), rows)
-
-
-def test_numbers_may_be_made_on_the_device(device: torch.device) -> None:
-    """From seed, choice and position: the ones that the host makes."""
-    rows = [
-        {"draws": [0.0, 0.0, 0.0]},
-        {"temperature": 0.0},
-        {"top_k": 9, "draws": [0.0]},
-        {"top_p": 0.95, "temperature": 1.5, "draws": [0.0]},
-        {"ban": [3], "draws": [0.0, 0.0]},
-    ]
-    seeds, choices, positions = [5, 6, -7, 2**63 + 11, 9], [4, 0, 1, 2, 3], [10, 11, 12, 13, 14]
-    counters = Counters(
-        seeds=torch.from_numpy(np.array([s & (2**64 - 1) for s in seeds], dtype=np.uint64).view(np.int64)).to(device),
-        choices=torch.tensor(choices, dtype=torch.int32, device=device),
-        positions=torch.tensor(positions, dtype=torch.int32, device=device),
-    )
-    logits = random_logits(len(rows), 300, seed=12)
-    ours = DeviceSampler(device, sizes=SMALL).sample(logits.to(device), batch_of(rows), counters).result()
-    for i, row in enumerate(rows):
-        if "draws" in row:
-            count = len(row["draws"])
-            row["draws"] = uniforms([seeds[i]] * count, range(choices[i], choices[i] + count), [positions[i]] * count)
-    theirs = sample(logits, rows, device, SMALL)
-    assert_same(ours, theirs, rows)
 
 
 # ------------------------------------------------------------------ what is sent, and what nobody waits for

@@ -33,7 +33,6 @@ from engine.gpu.attention_shapes import Tiles
 _QUERIES = (torch.float32, torch.float16, torch.bfloat16)
 _UNBIASED, _BY_DISTANCE, _BY_POSITION = range(3)
 _STORED = {torch.int8: 1, FP8: 2}
-_OLDEST = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +123,10 @@ class TritonAttention(AttentionBackend):
         """Computes every part but those with a content bias, over every format of the cache, on NVIDIA GPUs from
         compute capability 8.0 on."""
         if not gpu.serves(device):
-            missing = "; Triton is not installed" if device.type == "cuda" else f"; the device is {device.type}"
-            return [f"{cls.name} attention runs on cuda{missing}"]
+            if device.type != "cuda":
+                return [f"{cls.name} attention runs on cuda; the device is {device.type}"]
+            return [f"{cls.name} attention: " + ("no kernels start there" if gpu.installed() else "no Triton")]
         reasons = []
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
-            has = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            reasons.append(f"{cls.name} attention needs compute capability 8.0; the GPU has {has}")
         if part.content_bias:
             reasons.append(f"{cls.name} attention has no content bias")
         if part.head_dim > shapes.LONGEST_HEAD:

@@ -8,7 +8,6 @@ Steps that hold prompts run eagerly.
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable
@@ -28,8 +27,6 @@ from engine.scheduling.plan import SamplingBatch, StepPlan
 
 if TYPE_CHECKING:
     from engine.execution.graph_sampling import SamplingGraphs
-
-logger = logging.getLogger("octavo.execution")
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -73,8 +70,8 @@ class DecodeGraphs:
         self._min_rows = min_rows
         size = cache.block_size
         memory_blocks = math.ceil((model.max_encoder_len or 0) / size)
-        self._blocks = math.ceil(model.max_model_len / size)
-        self.state = DecodeState(self._sizes[-1], self._blocks, memory_blocks, model.device)
+        blocks = math.ceil(model.max_model_len / size)
+        self.state = DecodeState(self._sizes[-1], blocks, memory_blocks, model.device)
         features = model.spec.trunk.output_size
         self.hidden = torch.zeros(self._sizes[-1], features, dtype=model.dtype, device=model.device)
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=model.device)

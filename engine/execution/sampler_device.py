@@ -36,21 +36,6 @@ from engine.scheduling.plan import Int32, SamplingBatch, StepResult, TokenScores
 _NEGATIVE_INFINITY = float("-inf")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
-    """What random numbers are made of on the device, in place of the batch's `uniforms`.
-
-    Attributes:
-        seeds: [S] int64, the bits of the seed.
-        choices: [S] int32, of the first draw; the others follow.
-        positions: [S] int32 output positions.
-    """
-
-    seeds: Tensor
-    choices: Tensor
-    positions: Tensor
-
-
 @dataclass(slots=True, kw_only=True)
 class DeviceSamples:
     """What was sampled, on the device; valid until the sampler is used again, except for what was fetched.
@@ -156,22 +141,16 @@ class DeviceSampler:
         self._edited: dict[str, tuple[tuple[object, ...], dict[str, Array]]] = {}
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, batch: SamplingBatch, counters: Counters | None = None) -> DeviceSamples:
-        """Candidates for each row of logits [S, vocabulary].
-
-        Args:
-            counters: for S rows; None takes the batch's uniform numbers.
-        """
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> DeviceSamples:
+        """Candidates for each row of logits [S, vocabulary]."""
         rows, vocabulary = logits.shape
         layout = self._lay(batch, vocabulary)
-        arrays = {name: getattr(batch, name) for name in FILTERS} | layout.arrays
-        if counters is None:
-            arrays["uniforms"] = batch.uniforms
+        arrays = {name: getattr(batch, name) for name in (*FILTERS, "uniforms")} | layout.arrays
         if len(layout.touched):
             arrays |= self._edits(batch, layout, vocabulary)
         given = self.uploads.put(arrays)
         samples, chosen = self._outputs(rows, layout)
-        walked = LogitRows(logits, _parameters(given, counters), self._room("all", rows, vocabulary))
+        walked = LogitRows(logits, _parameters(given), self._room("all", rows, vocabulary))
         walked.choose(samples.tokens, chosen)
         scores = samples.scores
         if scores is not None:
@@ -186,7 +165,7 @@ class DeviceSampler:
                 chosen=chosen,
             )
         if len(layout.touched):
-            self._change(walked, layout, given, samples, chosen, counters)
+            self._change(walked, layout, given, samples, chosen)
         walked.report(samples.tokens, chosen, samples.logprobs, samples.first)
         if samples.ranks is not None:
             asking = given["asking_rows"]
@@ -222,7 +201,7 @@ class DeviceSampler:
         arrays: dict[str, Array] = dict.fromkeys(FILTERS, zeros.astype(np.float32)) | {"top_k": zeros}
         arrays |= {"num_draws": zeros, "targets": targets, "counts": counts, "uniforms": np.zeros((rows, 1))}
         given = Uploads(self._device).put(arrays)
-        walked = LogitRows(logits, _parameters(given, None), self._room("all", rows, vocabulary))
+        walked = LogitRows(logits, _parameters(given), self._room("all", rows, vocabulary))
         unused = torch.empty((2, rows, 1), dtype=torch.int32, device=self._device)
         walked.choose(unused[0], unused[1].view(torch.float32))
         everyone = walked.room.every[:rows]
@@ -318,7 +297,6 @@ class DeviceSampler:
         given: dict[str, Tensor],
         samples: DeviceSamples,
         chosen: Tensor,
-        counters: Counters | None,
     ) -> None:
         """Candidates of the rows whose logits are changed."""
         touched = given["touched"]
@@ -353,10 +331,7 @@ class DeviceSampler:
             flat.index_fill_(0, given["force"], 0.0)
         parameters = Parameters(
             **{name: given[f"touched_{name}"] for name in (*FILTERS, "num_draws")},
-            uniforms=given["uniforms"].index_select(0, index) if counters is None else None,
-            seeds=None if counters is None else counters.seeds.index_select(0, index),
-            choices=None if counters is None else counters.choices.index_select(0, index),
-            positions=None if counters is None else counters.positions.index_select(0, index),
+            uniforms=given["uniforms"].index_select(0, index),
         )
         changed = LogitRows(logits, parameters, self._room("touched", len(touched), vocabulary))
         changed.choose(samples.tokens, chosen, touched)
@@ -379,15 +354,5 @@ def _aligned(words: int) -> int:
     return -(-words // 4) * 4
 
 
-def _parameters(given: dict[str, Tensor], counters: Counters | None) -> Parameters:
-    return Parameters(
-        temperature=given["temperature"],
-        top_k=given["top_k"],
-        top_p=given["top_p"],
-        min_p=given["min_p"],
-        num_draws=given["num_draws"],
-        uniforms=given["uniforms"] if counters is None else None,
-        seeds=None if counters is None else counters.seeds,
-        choices=None if counters is None else counters.choices,
-        positions=None if counters is None else counters.positions,
-    )
+def _parameters(given: dict[str, Tensor]) -> Parameters:
+    return Parameters(**{name: given[name] for name in (*FILTERS, "num_draws", "uniforms")})
