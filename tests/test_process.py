@@ -29,6 +29,7 @@ from engine.engine import Engine
 
 LONG = {"max_tokens": 3500, "ignore_eos": True}
 QUICK = RestartPolicy(max_failures=2, first_delay=0.01)
+PROMPTLY = 10  # seconds: a moment, on a machine that does something else besides; no time-out is so short
 
 
 def children(pid: int) -> list[int]:
@@ -144,7 +145,7 @@ def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service]) -> 
     with prefilling(service) as answers:
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
-    assert time.monotonic() - killed < 1
+    assert time.monotonic() - killed < PROMPTLY
     assert isinstance(answers[0], httpx.Response)
     assert answers[0].status_code == 503, answers[0].text
     wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
@@ -156,7 +157,7 @@ def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service]) -> 
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         *_, last = lines
-    assert time.monotonic() - killed < 1
+    assert time.monotonic() - killed < PROMPTLY
     assert '"engine_dead"' in last
     wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
     assert httpx.post(url, json={"prompt": "a"}).status_code == 200
