@@ -244,9 +244,25 @@ def test_what_it_serves_and_why_not(device: torch.device) -> None:
         TritonAttention.unsupported(part(), device, torch.int16),
         TritonAttention.unsupported(part(), torch.device("mps")),
     ]
-    words = ["no content bias", "256 features, not 512", "128 heads share keys, not 129", "no int16 pages", "is mps"]
+    words = ["no content bias", "256 features, not 512", "heads share keys here, not 129", "no int16 pages", "is mps"]
     for (reason,), word in zip(reasons, words, strict=True):
         assert word in reason
+
+
+def test_heads_that_share_keys_fit_into_a_blocks_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reasons(capability: int, heads: int, head_dim: int, dtype: torch.dtype) -> list[str]:
+        facts = triton._Device(capability, multiprocessors=1, hardware=False)
+        monkeypatch.setattr(triton, "_facts", lambda _: facts)
+        return TritonAttention.unsupported(part(heads=heads, kv_heads=1, head_dim=head_dim), device, dtype)
+
+    # Of the powers of two, the largest that the compiler fits in.
+    fitting = {80: (64, 32, 128), 86: (16, 16, 32), 90: (128, 64, 128), 100: (64, 32, 128), 120: (16, 16, 32)}
+    kinds = [(128, torch.float32), (256, torch.float32), (256, torch.bfloat16)]
+    for capability, most in fitting.items():
+        for (head_dim, dtype), heads in zip(kinds, most, strict=True):
+            assert reasons(capability, heads, head_dim, dtype) == []
+            (reason,) = reasons(capability, heads + 1, head_dim, dtype)
+            assert f"up to {heads} heads share keys here, not {heads + 1}" in reason
 
 
 def test_a_cpu_is_never_served_outside_the_interpreter(caplog: pytest.LogCaptureFixture) -> None:

@@ -133,11 +133,10 @@ class TritonAttention(AttentionBackend):
             reasons.append(
                 f"{cls.name} attention has heads of up to {shapes.LONGEST_HEAD} features, not {part.head_dim}"
             )
-        if part.heads // part.kv_heads > shapes.LARGEST_GROUP:
-            reasons.append(
-                f"{cls.name} attention lets up to {shapes.LARGEST_GROUP} heads share keys, not "
-                f"{part.heads // part.kv_heads}"
-            )
+        group = part.heads // part.kv_heads
+        most = shapes.largest_group(part.head_dim, cache_dtype == torch.float32, _facts(device).capability)
+        if group > most:
+            reasons.append(f"{cls.name} attention lets up to {most} heads share keys here, not {group}")
         if cache_dtype is not None and cache_dtype not in FORMATS:
             reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
         return reasons

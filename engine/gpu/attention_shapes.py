@@ -2,9 +2,8 @@
 
 Nothing is tuned by trial at serving time: a choice that differs from start to start, or from batch to batch, would
 change bits. Shared memory bounds the tiles (163 KiB a block on sm_80, 227 KiB on sm_90 and sm_100, 99 KiB on sm_86,
-sm_89 and sm_120), and so do registers: a result of 128 x 128 float32 takes 64 of each thread's 255 with 8 warps. Where
-memory is least, not all fits: of more than 128 features not more than 64 heads that share keys, and in float32 not more
-than 16, or 32 of more than 64 features.
+sm_89 and sm_120), and so do registers: a result of 128 x 128 float32 takes 64 of each thread's 255 with 8 warps. Not
+all fits everywhere (`largest_group`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LONGEST_HEAD = 256
-LARGEST_GROUP = 128
+_LARGEST_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,28 @@ def max_chunks(kv_heads: int) -> int:
 def padded(size: int) -> int:
     """The next power of two, at least the 16 that a matrix instruction takes."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def largest_group(head_dim: int, in_float32: bool, capability: int) -> int:
+    """Most heads that may share keys: 128, or what the compiler fits into the memory of a block.
+
+    Args:
+        in_float32: the products are.
+        capability: 80, 90, ...
+    """
+    block_d = padded(head_dim)
+    if _has_least_memory(capability):
+        if in_float32 and block_d > 64:
+            return 16
+        return _LARGEST_GROUP if block_d <= 128 else 32
+    if in_float32 and block_d > 64:
+        most = 128 if block_d <= 128 else 64
+        return most if 90 <= capability < 100 else most // 2
+    return _LARGEST_GROUP
+
+
+def _has_least_memory(capability: int) -> bool:
+    return capability in _SMALL or capability >= _SMALL_BLACKWELL
 
 
 def decoders(tiles: Tiles) -> int:
@@ -92,7 +113,7 @@ def prefill_tiles(
         plain: there is no window, bias or cap.
     """
     block_d = padded(head_dim)
-    small = capability in _SMALL or capability >= _SMALL_BLACKWELL
+    small = _has_least_memory(capability)
     if product_bytes == 4:  # three products of tf32 for one, and twice the memory
         if block_d > 128:
             return Tiles(max(32, padded(group)), 16, block_d, num_warps=8, num_stages=1 if small else 2)
