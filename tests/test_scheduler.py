@@ -816,11 +816,14 @@ class TestIntBuffer:
 
     def test_a_copy_goes_its_own_way(self) -> None:
         buffer = IntBuffer([1, 2, 3])
-        copy = buffer.copy()
+        copy = IntBuffer([7] * 40)
+        copy.assign(buffer)
         copy.append(4)
         copy[0] = 9
         buffer.append(5)
         assert (list(buffer), list(copy)) == ([1, 2, 3, 5], [9, 2, 3, 4])
+        buffer.assign(IntBuffer(range(40)))
+        assert list(buffer) == list(range(40))
 
     @pytest.mark.parametrize("index", [3, -4, 100])
     def test_outside(self, index: int) -> None:

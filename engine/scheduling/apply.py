@@ -69,16 +69,18 @@ class Answer:
 
     Attributes:
         tokens, logprobs: as in the result, as lists; empty where all groups search.
+        failed: drawn rows without a token.
         rankings: of each group that searches; None where a score is not a number.
     """
 
-    __slots__ = ("logprobs", "rankings", "result", "tokens")
+    __slots__ = ("failed", "logprobs", "rankings", "result", "tokens")
 
     def __init__(self, result: StepResult, sampled: Mapping[SequenceGroup, Seq[int]]):
         self.result = result
         draws = any(group.beam is None for group in sampled)
         self.tokens: list[list[int]] = result.tokens.tolist() if draws else []
         self.logprobs: list[list[float]] = result.logprobs.tolist() if draws else []
+        self.failed = set(np.flatnonzero(np.isnan(result.logprobs[:, 0])).tolist() if draws else ())
         self.rankings: dict[SequenceGroup, Ranking | None] = {}
         alike: dict[tuple[int, int], list[tuple[SequenceGroup, Seq[int]]]] = {}
         for group, places in sampled.items():
@@ -96,7 +98,7 @@ class Answer:
 def apply_candidates(group: SequenceGroup, answer: Answer, rows: Seq[int], prompt_logprobs_complete: bool) -> Outcome:
     """Let the search decide on these rows of the answer, one per sequence of the group."""
     ranking, first = answer.rankings.get(group), rows[0]
-    if ranking is None and (group.beam is not None or any(math.isnan(answer.logprobs[row][0]) for row in rows)):
+    if ranking is None and (group.beam is not None or not answer.failed.isdisjoint(rows)):
         # The sampler says NaN for both.
         message = "no token is possible: the model's output is not a number (NaN), or every token is banned"
         return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
@@ -228,7 +230,7 @@ def _apply_samples(group: SequenceGroup, answer: Answer, rows: Seq[int]) -> Outc
     dropped: list[Sequence] = []
     for row, sequence in zip(rows, group.sequences, strict=True):
         token, score = answer.tokens[row][0], sequence.score + answer.logprobs[row][0]
-        choice = _choice(group, sequence, Continuation(0, token, score, 0), _token_logprobs(group, answer, row, 0))
+        choice = _choice(group, sequence, token, score, _token_logprobs(group, answer, row, 0))
         choices.append(choice)
         if choice.finish_reason is None:
             sequence.tokens.append(token)
@@ -246,53 +248,61 @@ def _apply_draws(group: SequenceGroup, answer: Answer, first: int) -> Outcome:
     drawn = sample(
         [parent.score], answer.tokens[first : first + 1], answer.logprobs[first : first + 1], group.request.decoding.n
     )
-    choices = [_choice(group, parent, c, _token_logprobs(group, answer, first, c.column)) for c in drawn]
-    children = [(c, choice.index) for c, choice in zip(drawn, choices, strict=True) if choice.finish_reason is None]
-    live, forks, dropped = _extend([parent], [children])
+    choices = [
+        _choice(group, parent, c.token, c.score, _token_logprobs(group, answer, first, c.column), c.column)
+        for c in drawn
+    ]
+    going = [c for c, choice in zip(drawn, choices, strict=True) if choice.finish_reason is None]
+    live, forks, dropped = _extend([parent], going)
+    for sequence, continuation in zip(live, going, strict=True):
+        sequence.index = continuation.column  # the number of the answer
     delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=not live)
     return Outcome(delta, live, forks, dropped, len(choices))
 
 
 def _choice(
-    group: SequenceGroup, parent: Sequence, continuation: Continuation, entry: TokenLogprobs | None
+    group: SequenceGroup, parent: Sequence, token: int, score: float, entry: TokenLogprobs | None, column: int = 0
 ) -> ChoiceDelta:
     """News of an answer that has one token more."""
-    decoding, token = group.request.decoding, continuation.token
+    decoding = group.request.decoding
     reason: FinishReason | None = None
     if token in decoding.stop_ids:
         reason = "stop"
-    elif parent.num_output + 1 >= decoding.max_tokens:
+    elif parent.tokens.size - parent.num_prompt + 1 >= decoding.max_tokens:
         reason = "length"
     return ChoiceDelta(
-        index=parent.index + continuation.column,
+        index=parent.index + column,
         token_ids=(token,),
         logprobs=None if entry is None else (entry,),
         finish_reason=reason,
         stop_reason=_stop_reason(group, token) if reason == "stop" else None,
-        cumulative_logprob=continuation.score,
+        cumulative_logprob=score,
     )
 
 
 def _extend(
-    parents: Seq[Sequence], families: Seq[Seq[tuple[Continuation, int]]]
+    parents: Seq[Sequence], continuations: Seq[Continuation]
 ) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]], list[Sequence]]:
-    """What goes on, what of it is forked from whom, and what is over: each parent's first child inherits its sequence
-    and pages, the others fork. The children come with their index."""
-    live: list[Sequence] = []
+    """What goes on, in the order of the continuations; what of it is forked from whom, and what is over: each parent's
+    first child inherits its sequence and pages, the others fork, into sequences of childless parents if there are any.
+    """
+    numbers = [continuation.parent for continuation in continuations]
+    heirs: set[int] = set()
     forks: list[tuple[Sequence, Sequence]] = []
-    dropped: list[Sequence] = []
-    for parent, children in zip(parents, families, strict=True):
-        if not children:
-            dropped.append(parent)
-            continue
-        forked = [parent.fork(index) for _, index in children[1:]]
-        forks += [(child, parent) for child in forked]
-        for sequence, (continuation, index) in zip((parent, *forked), children, strict=True):
-            sequence.index = index
-            sequence.tokens.append(continuation.token)
-            sequence.score = continuation.score
-            live.append(sequence)
-    return live, forks, dropped
+    spare = [parent for number, parent in enumerate(parents) if number not in numbers]
+    live: list[Sequence] = []
+    for number in numbers:
+        sequence = parent = parents[number]
+        if number in heirs:
+            sequence = spare.pop() if spare else Sequence(parent.index, (), with_logprobs=False)
+            sequence.follow(parent)
+            forks.append((sequence, parent))
+        heirs.add(number)
+        live.append(sequence)
+    for sequence, continuation in zip(live, continuations, strict=True):
+        sequence.tokens.append(continuation.token)
+        sequence.score = continuation.score
+    return live, forks, spare
 
 
 def _apply_beams(group: SequenceGroup, beam: BeamSearch, ranking: Ranking, answer: Answer, first: int) -> Outcome:
@@ -303,12 +313,9 @@ def _apply_beams(group: SequenceGroup, beam: BeamSearch, ranking: Ranking, answe
     if step.done and not group.kept:
         delta = final_abort(group, "error", "no token is possible: every token is banned for all beams")
         return Outcome(delta, [], dropped=list(parents))
-    families: list[list[tuple[Continuation, int]]] = [[] for _ in parents]
-    for place, continuation in enumerate(step.live):
-        families[continuation.parent].append((continuation, place))
-    live, forks, dropped = _extend(parents, families)
-    live.sort(key=lambda sequence: sequence.index)  # `index` is the place among the beams, best first
-    for sequence, continuation in zip(live, step.live, strict=True):
+    live, forks, dropped = _extend(parents, step.live)
+    for place, (sequence, continuation) in enumerate(zip(live, step.live, strict=True)):
+        sequence.index = place
         if sequence.logprobs is not None:
             entry = _token_logprobs(group, answer, first + continuation.parent, continuation.column)
             sequence.logprobs += [] if entry is None else [entry]

@@ -346,7 +346,7 @@ class Scheduler:
     def _apply(self, group: SequenceGroup, outcome: Outcome) -> None:
         """Fork, drop and finish as the search decided; forks come before anything is freed."""
         for child, parent in outcome.forks:
-            child.table.extend(self.pool.fork(parent.table))
+            self._tables.share(child, parent)
         for sequence in outcome.dropped:
             self._tables.release(sequence)
         group.sequences = outcome.live

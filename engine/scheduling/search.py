@@ -53,6 +53,11 @@ class Ranking(NamedTuple):
     tokens: list[int]
     scores: list[float]
 
+    def continuations(self, count: int) -> list[Continuation]:
+        """The first so many."""
+        best = zip(self.places[:count], self.tokens, self.scores, strict=False)
+        return [Continuation(place // self.width, token, score, place % self.width) for place, token, score in best]
+
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
@@ -166,18 +171,19 @@ class BeamSearch:
         at_limit = length + 1 >= self.max_tokens
         live: list[Continuation] = []
         endings: list[Ending] = []
-        for number, place in enumerate(ranking.places):
-            token, score = ranking.tokens[number], ranking.scores[number]
-            if score == -math.inf or (number >= self.num_beams and len(live) == self.num_beams):
-                break
-            parent, column = divmod(place, ranking.width)
-            continuation = Continuation(parent, token, score, column)
-            stops = token in self.stop_ids
-            if stops or at_limit:
-                if number < self.num_beams:
-                    endings.append(Ending(continuation, self.final_score(score, length + 1), not stops))
-            elif len(live) < self.num_beams:
-                live.append(continuation)
+        if not at_limit and self._all_go_on(ranking):  # as in most steps
+            live = ranking.continuations(self.num_beams)
+        else:
+            for number, continuation in enumerate(ranking.continuations(len(ranking.places))):
+                score = continuation.score
+                if score == -math.inf or (number >= self.num_beams and len(live) == self.num_beams):
+                    break
+                stops = continuation.token in self.stop_ids
+                if stops or at_limit:
+                    if number < self.num_beams:
+                        endings.append(Ending(continuation, self.final_score(score, length + 1), not stops))
+                elif len(live) < self.num_beams:
+                    live.append(continuation)
         done = at_limit or not live or self._cannot_improve(live[0].score, length + 1, kept, endings)
         return BeamStep(() if done else tuple(live), tuple(endings), done)
 
@@ -189,6 +195,15 @@ class BeamSearch:
     def merge(self, kept: Sequence[Hypothesis], new: Sequence[Hypothesis]) -> list[Hypothesis]:
         """The best num_beams hypotheses; earlier ones first where scores are equal."""
         return sorted([*kept, *new], key=lambda h: -h.score)[: self.num_beams]
+
+    def _all_go_on(self, ranking: Ranking) -> bool:
+        """The first candidates are all beams that the next step needs: possible, and not at their end."""
+        last = self.num_beams - 1
+        return (
+            len(ranking.scores) > last
+            and ranking.scores[last] > -math.inf
+            and self.stop_ids.isdisjoint(ranking.tokens[: self.num_beams])
+        )
 
     def _cannot_improve(
         self, best_live: float, length: int, kept: Sequence[Hypothesis], endings: Sequence[Ending]

@@ -72,11 +72,12 @@ class IntBuffer:
         """The values."""
         return self._data[: self.size].tolist()  # type: ignore[no-any-return]
 
-    def copy(self) -> IntBuffer:
-        """An independent buffer of equal content, with room for more."""
-        other = IntBuffer.__new__(IntBuffer)
-        other._data, other.size = self._grown(self.size), self.size
-        return other
+    def assign(self, other: IntBuffer) -> None:
+        """Have the values of another buffer, and room for more."""
+        if other.size > len(self._data):
+            self._data = np.empty(other.size + 16, dtype=np.int32)
+        self._data[: other.size] = other._data[: other.size]
+        self.size = other.size
 
     def _grown(self, size: int) -> Int32:
         grown = np.empty(size + 16, dtype=np.int32)
@@ -161,16 +162,15 @@ class Sequence:
             self.hashes.append(hasher.extend(parent, self.tokens.view(start, start + block_size)))
         return self.hashes[:num_pages]
 
-    def fork(self, index: int) -> Sequence:
-        """A copy that goes its own way; without pages."""
-        child = Sequence(index, self.tokens.copy(), with_logprobs=False)
-        child.num_prompt = self.num_prompt
-        child.num_computed = self.num_computed
-        child.hashes = list(self.hashes)
-        child.num_published = self.num_published
-        child.score = self.score
-        child.logprobs = None if self.logprobs is None else list(self.logprobs)
-        return child
+    def follow(self, parent: Sequence) -> None:
+        """Forget its own way, and go on as a copy of the parent; which pages it has is another matter."""
+        self.tokens.assign(parent.tokens)
+        self.num_prompt = parent.num_prompt
+        self.num_computed = parent.num_computed
+        self.hashes = list(parent.hashes)
+        self.num_published = parent.num_published
+        self.score = parent.score
+        self.logprobs = None if parent.logprobs is None else list(parent.logprobs)
 
 
 class Status(Enum):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.limits import SchedulerConfig
@@ -45,10 +47,22 @@ class Tables:
         if group.fork_point != first.num_computed:
             return
         for sequence in group.sequences[1:]:
-            sequence.table.extend(self._pool.fork(first.table))
+            self.share(sequence, first)
             sequence.num_computed = first.num_computed
             sequence.num_published = first.num_published
         group.fork_point = None
+
+    def share(self, child: Sequence, parent: Sequence) -> None:
+        """Give a sequence its parent's pages. Where it has as many itself, only those that differ change hands."""
+        if child.table.size != parent.table.size:
+            self._pool.free(child.table.tolist())
+            child.table = IntBuffer(self._pool.fork(parent.table))
+            return
+        own, wanted = child.table.view(), parent.table.view()
+        places = np.flatnonzero(own != wanted)
+        pages = self._pool.fork(wanted[places].tolist())
+        self._pool.free(own[places].tolist())
+        own[places] = pages
 
     def missing(self, sequence: Sequence, end: int) -> tuple[int, bool]:
         """Pages that a sequence lacks to write its tokens up to `end`; and whether one of them is to replace a page
