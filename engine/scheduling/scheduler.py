@@ -250,13 +250,14 @@ class Scheduler:
             allowed = count if completes else min(count if len(work) == 1 else count - 1, budget)
             if allowed:
                 budget -= allowed
-                rows.append(Row(group, sequence, sequence.num_scheduled, allowed, sampled, sequence.num_releases))
+                start = sequence.num_computed + sequence.num_in_flight
+                rows.append(Row(group, sequence, start, allowed, sampled, sequence.num_releases))
         if not group.whole:
-            ends = [(row.sequence, row.start + row.count) for row in rows]
-            if step.ahead and not self._has_room(group, ends):
+            lacking = [row for row in rows if row.start + row.count > row.sequence.num_writable]
+            if lacking and step.ahead and not self._has_room(lacking):
                 return
-            for sequence, end in ends:
-                if not self._reserve(step, group, sequence, end):
+            for row in lacking:
+                if not self._reserve(step, group, row.sequence, row.start + row.count):
                     return
         if rows:
             step.take(group, rows)
@@ -265,8 +266,6 @@ class Scheduler:
         """Make the pages up to token `end` writable by this sequence alone; False if the group itself
         had to give way."""
         needed, copy = self._tables.missing(sequence, end)
-        if needed <= 0:
-            return True
         while (pages := self.pool.reserve(needed)) is None:
             victim = self._running[-1]
             self._preempt(step, victim)
@@ -276,11 +275,12 @@ class Scheduler:
         if copy:
             step.copies.setdefault(group, []).append(self._tables.replace_shared(sequence, pages.pop()))
         sequence.table.extend(pages)
+        sequence.num_writable = sequence.table.size * self.config.block_size
         return True
 
-    def _has_room(self, group: SequenceGroup, ends: list[tuple[Sequence, int]]) -> bool:
-        """Nobody has to give way for these tokens of a running group, and nobody older waits for pages."""
-        needed = sum([max(self._tables.missing(sequence, end)[0], 0) for sequence, end in ends])
+    def _has_room(self, rows: list[Row]) -> bool:
+        """Nobody has to give way for these rows of a running group, and nobody older waits for pages."""
+        needed = sum([self._tables.missing(row.sequence, row.start + row.count)[0] for row in rows])
         short = needed > 0 and (self._drains or needed > self.pool.num_available)
         self._drains |= short
         return not short

@@ -97,6 +97,8 @@ class Sequence:
         num_pending: tokens that those steps sample: they follow `tokens`, and nobody knows them yet.
         num_releases: how often it gave its pages up; rows that were planned before are for nothing.
         table: pages, in order; 0 for those that are out of every layer's window.
+        num_writable: tokens up to which its pages may be written: they are there, and nobody else's. 0 where that is
+            to be found out.
         hashes: of the full pages at the beginning, as far as they were needed.
         num_published: full pages already offered to the prefix cache.
         score: accumulated log-probability of the output.
@@ -114,6 +116,7 @@ class Sequence:
         "num_prompt",
         "num_published",
         "num_releases",
+        "num_writable",
         "score",
         "table",
         "tokens",
@@ -126,6 +129,7 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.num_computed = self.num_in_flight = self.num_pending = self.num_releases = 0
         self.table = IntBuffer()
+        self.num_writable = 0
         self.hashes: list[PageHash] = []
         self.num_published = 0
         self.score = 0.0

@@ -54,6 +54,7 @@ class Tables:
 
     def share(self, child: Sequence, parent: Sequence) -> None:
         """Give a sequence its parent's pages. Where it has as many itself, only those that differ change hands."""
+        child.num_writable = parent.num_writable = 0
         if child.table.size != parent.table.size:
             self._pool.free(child.table.tolist())
             child.table = IntBuffer(self._pool.fork(parent.table))
@@ -69,7 +70,7 @@ class Tables:
         that others hold too, in which it would write first."""
         page, held = sequence.num_scheduled // self._config.block_size, sequence.table.size
         shared = page < held and self._pool.is_shared(sequence.table[page])
-        return pages_needed(end, self._config.block_size) - held + shared, shared
+        return max(pages_needed(end, self._config.block_size) - held, 0) + shared, shared
 
     def replace_shared(self, sequence: Sequence, target: int) -> tuple[int, int]:
         """Put `target` in the place of the page that a sequence would write first: what is to be copied to where. The
@@ -103,16 +104,20 @@ class Tables:
         """
         self._pool.free(sequence.table.tolist())
         sequence.table = IntBuffer()
-        sequence.num_computed = sequence.num_published = 0
+        sequence.num_computed = sequence.num_published = sequence.num_writable = 0
         sequence.num_in_flight = sequence.num_pending = 0
         sequence.num_releases += 1
 
     def check(self, groups: Iterable[SequenceGroup]) -> None:
-        """Raise AssertionError if a table lacks a page that is seen, or holds one that is not."""
+        """Raise AssertionError if a table lacks a page that is seen, holds one that is not, or others hold what a
+        sequence seems to write alone."""
         for sequence in (s for group in groups for s in group.sequences if len(s.table)):
             table, first = sequence.table.view(), self._config.first_page(sequence.num_computed)
             if table[:first].any() or not table[first:].all():
                 raise AssertionError(f"of a table, pages from {first} on are needed, but it is {table.tolist()}")
+            written = table[sequence.num_scheduled // self._config.block_size :].tolist()
+            if sequence.num_writable and any(map(self._pool.is_shared, written)):
+                raise AssertionError(f"of pages {written}, which one sequence writes, others hold some, too")
 
     def _match(self, group: SequenceGroup) -> list[int]:
         if group.request.decoding.prompt_logprobs is not None and not group.started:
