@@ -69,7 +69,11 @@ class Stepping:
         """
         try:
             self._fill(runner)
-            return self._land(runner) if self._in_flight else self._scheduler.take_outbox()
+            news = self._land(runner) if self._in_flight else self._scheduler.take_outbox()
+            if self._depth and not self._in_flight:
+                # Nothing could run ahead of that answer. The device gets its next step before the news are told.
+                self._begin(runner)
+            return news
         except Exception:
             raise
         except BaseException:  # Ctrl-C: whoever catches it may go on with other requests
@@ -83,16 +87,20 @@ class Stepping:
         if self._in_flight and self._scheduler.skip():
             self._in_flight.popleft()  # all its requests have ended: nobody waits for that
 
-        def limit() -> StepLimit:
-            return self._smaller.limit(self._budget.limit() if self._budget else UNLIMITED)
-
         if not self._in_flight:
-            self._launch(runner, lambda: self._scheduler.schedule(limit))
+            self._begin(runner)
         elif self._in_flight[0].plan is None:
             self._in_flight.clear()
             self._launch(runner, self._scheduler.flights.again)
         if self._depth and self._in_flight and isinstance(self._in_flight[0].answer, PendingStep):
-            self._launch(runner, lambda: self._scheduler.schedule_ahead(limit))
+            self._launch(runner, lambda: self._scheduler.schedule_ahead(self._limit))
+
+    def _begin(self, runner: ModelRunner) -> None:
+        """Launch a step where none is in flight, if there is one."""
+        self._launch(runner, lambda: self._scheduler.schedule(self._limit))
+
+    def _limit(self) -> StepLimit:
+        return self._smaller.limit(self._budget.limit() if self._budget else UNLIMITED)
 
     def _launch(self, runner: ModelRunner, planned: Callable[[], StepPlan | None]) -> None:
         began = time.perf_counter()

@@ -25,7 +25,7 @@ from support.driving import (
 )
 from support.jobs import MIXED, beams, greedy, prompt, sampled
 
-from engine import Engine, RequestOutput
+from engine import Engine, RequestOutput, SamplingParams
 from engine.execution.pending import PendingStep
 from engine.scheduling.budget import Costs, StepBudget, StepWork
 from engine.scheduling.flights import Flight
@@ -111,6 +111,23 @@ def test_a_lone_request_s_tokens_come_as_early_as_they_are_known(engines: Callab
     assert len(plans) == 6, "a step after the last one would be for nothing: its length is known"
     assert [None if plan.sources is None else plan.sources.tolist() for plan in plans] == [None, *[[0]] * 5]
     assert all(not plan.token_ids.any() for plan in plans[1:]), "the host does not know these tokens"
+
+
+@pytest.mark.parametrize("params", [beams(3, 12, ignore_eos=True), greedy(12, repetition_penalty=1.3)])
+def test_what_must_know_an_answer_is_launched_before_that_is_told(
+    params: SamplingParams, engines: Callable[..., Engine]
+) -> None:
+    """Nothing is planned ahead of an answer, and still the device is not idle while the news travel."""
+    one, late = engines(async_scheduling=True), engines()
+    for engine, flights in ((one, 1), (late, 0)):
+        add(engine, "r", Job(prompt(83, 9), params))
+        engine.step()
+        while engine.has_unfinished_requests():
+            assert len(engine.scheduler.flights) == flights
+            engine.step()
+        assert not engine.scheduler.flights
+    assert one.stats().num_steps == late.stats().num_steps == 12
+    assert one.stats().num_steps_ahead == 0
 
 
 def test_beams_take_turns_while_others_run_on(engines: Callable[..., Engine]) -> None:

@@ -124,7 +124,7 @@ def test_beside_all_that_happens_to_pages(seed: int, engines: Callable[..., Engi
     settings: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 24}
     one = engines(max_num_seqs=16, async_scheduling=seed % 2 == 1, enable_prefix_caching=seed != 2, **settings)
     with forgetful(), shortage(one, at_times(seed, 0.5)) as raised:
-        found = answers(one, JOBS, between=lambda n: preempt_all(one) if n in (5, 30, 200) else None)
+        found = answers(one, JOBS, between=lambda n: preempt_all(one) if n in (5, 15, 30, 200) else None)
     assert list(map(tokens_of, found)) == list(map(tokens_of, answers(plain, JOBS)))
     assert len(raised) > 20
     assert one.stats().num_preemptions > 5

@@ -92,7 +92,7 @@ class AheadRunner:
         if not (plan.slots >= self.block_size).any():
             return PendingStep(candidates=StepResult.empty())  # a trial
         if id(plan.slots) in sim.parts:
-            return self._launch_part(plan, *sim.parts[id(plan.slots)])
+            return self._launch_part(plan, *sim.parts[id(plan.slots)][1:])
         if plan.sources is not None:
             assert not plan.token_ids[plan.sources >= 0].any()
             plan = replace(plan, token_ids=np.where(plan.sources < 0, plan.token_ids, self.sampled[plan.sources]))
@@ -153,7 +153,7 @@ class AheadSimulator(Simulator):
         super().__init__(**settings)
         self.ahead = dict.fromkeys(EVENTS, 0)
         self.silence = ExitStack()
-        self.parts: dict[int, tuple[str, list[Row]]] = {}
+        self.parts: dict[int, tuple[StepPlan, str, list[Row]]] = {}  # by the id of the plan's slots, which it keeps
         self.runner: Any = AheadRunner(self)
         self.stepping = Stepping(self.scheduler, None, depth=depth)
         scheduler, flights = self.scheduler, self.scheduler.flights
@@ -173,7 +173,7 @@ class AheadSimulator(Simulator):
             plans = parts()
             for name, plan in plans.items():
                 rows = [row for row in flights.oldest.live() if row.group.request.request_id == name]
-                self.parts[id(plan.slots)] = name, rows
+                self.parts[id(plan.slots)] = plan, name, rows
             return plans
 
         def ended() -> Any:
