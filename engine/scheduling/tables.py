@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.limits import SchedulerConfig
@@ -53,17 +51,19 @@ class Tables:
         group.fork_point = None
 
     def share(self, child: Sequence, parent: Sequence) -> None:
-        """Give a sequence its parent's pages. Where it has as many itself, only those that differ change hands."""
+        """Give a sequence its parent's pages. Where both have a page, what is before it is the same already."""
         child.num_writable = parent.num_writable = 0
         if child.table.size != parent.table.size:
             self._pool.free(child.table.tolist())
             child.table = IntBuffer(self._pool.fork(parent.table))
             return
         own, wanted = child.table.view(), parent.table.view()
-        places = np.flatnonzero(own != wanted)
-        pages = self._pool.fork(wanted[places].tolist())
-        self._pool.free(own[places].tolist())
-        own[places] = pages
+        first = child.table.size
+        while first and own.item(first - 1) != wanted.item(first - 1):
+            first -= 1
+        pages = self._pool.fork(wanted[first:].tolist())
+        self._pool.free(own[first:].tolist())
+        own[first:] = pages
 
     def missing(self, sequence: Sequence, end: int) -> tuple[int, bool]:
         """Pages that a sequence lacks to write its tokens up to `end`; and whether one of them is to replace a page
