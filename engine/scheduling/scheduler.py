@@ -265,17 +265,16 @@ class Scheduler:
     def _reserve(self, step: Step, group: SequenceGroup, sequence: Sequence, end: int) -> bool:
         """Make the pages up to token `end` writable by this sequence alone; False if the group itself
         had to give way."""
-        needed, copy = self._tables.missing(sequence, end)
+        needed, shared = self._tables.missing(sequence, end)
         while (pages := self.pool.reserve(needed)) is None:
             victim = self._running[-1]
             self._preempt(step, victim)
             if victim is group:
                 return False
-            needed, copy = self._tables.missing(sequence, end)  # the victim may have been the other holder of a page
-        if copy:
-            step.copies.setdefault(group, []).append(self._tables.replace_shared(sequence, pages.pop()))
-        sequence.table.extend(pages)
-        sequence.num_writable = sequence.table.size * self.config.block_size
+            needed, shared = self._tables.missing(sequence, end)  # the victim may have been the other holder of a page
+        copy = self._tables.take(sequence, pages, shared)
+        if copy is not None:
+            step.copies.setdefault(group, []).append(copy)
         return True
 
     def _has_room(self, rows: list[Row]) -> bool:

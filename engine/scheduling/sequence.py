@@ -99,6 +99,7 @@ class Sequence:
         table: pages, in order; 0 for those that are out of every layer's window.
         num_writable: tokens up to which its pages may be written: they are there, and nobody else's. 0 where that is
             to be found out.
+        source: the page that is to be copied to the one that it writes next, before it does; 0 for none.
         hashes: of the full pages at the beginning, as far as they were needed.
         num_published: full pages already offered to the prefix cache.
         score: accumulated log-probability of the output.
@@ -118,6 +119,7 @@ class Sequence:
         "num_releases",
         "num_writable",
         "score",
+        "source",
         "table",
         "tokens",
         "uniforms",
@@ -129,7 +131,7 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.num_computed = self.num_in_flight = self.num_pending = self.num_releases = 0
         self.table = IntBuffer()
-        self.num_writable = 0
+        self.num_writable = self.source = 0
         self.hashes: list[PageHash] = []
         self.num_published = 0
         self.score = 0.0

@@ -51,19 +51,27 @@ class Tables:
         group.fork_point = None
 
     def share(self, child: Sequence, parent: Sequence) -> None:
-        """Give a sequence its parent's pages. Where both have a page, what is before it is the same already."""
-        child.num_writable = parent.num_writable = 0
-        if child.table.size != parent.table.size:
+        """Give a sequence its parent's pages, whatever it has itself. A page of its own in which it would write next it
+        keeps: the parent's will be copied there."""
+        child.num_writable = 0
+        end = child.table.size
+        if end != parent.table.size:
             self._pool.free(child.table.tolist())
             child.table = IntBuffer(self._pool.fork(parent.table))
+            parent.num_writable = 0
             return
         own, wanted = child.table.view(), parent.table.view()
-        first = child.table.size
-        while first and own.item(first - 1) != wanted.item(first - 1):
+        page = child.num_computed // self._config.block_size
+        if page < end and own.item(page) != wanted.item(page) and not self._pool.is_shared(own.item(page)):
+            child.source, end = wanted.item(page), page
+        else:
+            parent.num_writable = 0
+        first = end
+        while first and own.item(first - 1) != wanted.item(first - 1):  # where both have a page, all before is alike
             first -= 1
-        pages = self._pool.fork(wanted[first:].tolist())
-        self._pool.free(own[first:].tolist())
-        own[first:] = pages
+        pages = self._pool.fork(wanted[first:end].tolist())
+        self._pool.free(own[first:end].tolist())
+        own[first:end] = pages
 
     def missing(self, sequence: Sequence, end: int) -> tuple[int, bool]:
         """Pages that a sequence lacks to write its tokens up to `end`; and whether one of them is to replace a page
@@ -72,15 +80,23 @@ class Tables:
         shared = page < held and self._pool.is_shared(sequence.table[page])
         return max(pages_needed(end, self._config.block_size) - held, 0) + shared, shared
 
-    def replace_shared(self, sequence: Sequence, target: int) -> tuple[int, int]:
-        """Put `target` in the place of the page that a sequence would write first: what is to be copied to where. The
-        source is pinned."""
-        page = sequence.num_scheduled // self._config.block_size
-        source = sequence.table[page]
-        self._pool.pin(source)
-        self._pool.free([source])
-        sequence.table[page] = target
-        return source, target
+    def take(self, sequence: Sequence, pages: list[int], shared: bool) -> tuple[int, int] | None:
+        """Give a sequence the pages that it lacked (see `missing`); which page is to be copied to where before the step
+        writes, if one is. Its source is pinned."""
+        place, copy = sequence.num_scheduled // self._config.block_size, None
+        if shared:
+            source, target = sequence.table[place], pages.pop()
+            sequence.table[place] = target
+            self._pool.pin(source)
+            self._pool.free([source])
+            copy = source, target
+        elif sequence.source:
+            self._pool.pin(sequence.source)
+            copy = sequence.source, sequence.table[place]
+        if pages:
+            sequence.table.extend(pages)
+        sequence.source, sequence.num_writable = 0, sequence.table.size * self._config.block_size
+        return copy
 
     def advance(self, rows: Iterable[Row]) -> None:
         """The rows' tokens are computed: publish what is full, give up what no later query sees."""
@@ -104,7 +120,7 @@ class Tables:
         """
         self._pool.free(sequence.table.tolist())
         sequence.table = IntBuffer()
-        sequence.num_computed = sequence.num_published = sequence.num_writable = 0
+        sequence.num_computed = sequence.num_published = sequence.num_writable = sequence.source = 0
         sequence.num_in_flight = sequence.num_pending = 0
         sequence.num_releases += 1
 
