@@ -43,7 +43,7 @@ def _computes(index: int | None) -> bool:
     if (major, minor) < OLDEST:
         logger.info("compute capability %d.%d is below 8.0: torch computes, without kernels of our own", major, minor)
         return False
-    if tuple(map(int, __version__.split(".")[:2])) < _OLDEST_TRITON:
+    if _version(__version__) < _OLDEST_TRITON:
         logger.warning("Triton %s is older than 3.6: torch computes, slower. Install a newer one.", __version__)
         return False
     try:
@@ -80,11 +80,33 @@ def interpreted() -> Iterator[None]:
 
     if not triton.knobs.runtime.interpret:
         raise RuntimeError("Triton's interpreter is off: start the process with TRITON_INTERPRET=1")
+    _bounds_of_loops()
     before, _interpreting = _interpreting, True
     try:
         yield
     finally:
         _interpreting = before
+
+
+@functools.cache
+def _bounds_of_loops() -> None:
+    """Let Triton 3.6 interpret loops: it makes a number of an array of one, which numpy does not allow from 2.4 on."""
+    from triton import __version__
+    from triton.runtime import interpreter
+
+    if _version(__version__) >= (3, 7):
+        return
+    plain = interpreter._patch_lang_tensor
+
+    def patch(tensor: object, scope: interpreter._LangPatchScope) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")[:2]))
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
