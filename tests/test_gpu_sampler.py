@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -148,6 +147,7 @@ def test_draws_are_those_of_the_exact_distribution(row: dict[str, Any], seed: in
 
 @pytest.mark.parametrize(("row", "sizes"), [(FILTERS[0], SMALL), (FILTERS[4], SMALL), (FILTERS[7], SIZES)], ids=str)
 def test_draws_are_spread_as_the_distribution_is(device: torch.device, row: dict[str, Any], sizes: Sizes) -> None:
+    stats = pytest.importorskip("scipy.stats")
     number = 150
     logits = random_logits(1, 20, seed=5, scale=1.0)
     draws = uniforms([11] * number, [0] * number, range(number))

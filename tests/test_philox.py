@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from engine.scheduling.philox import philox4x32, uniforms
 
@@ -43,6 +42,8 @@ def test_uniforms_are_made_of_the_first_two_words() -> None:
 
 
 def test_uniforms_lie_in_the_unit_interval_and_are_uniform() -> None:
+    from scipy import stats
+
     numbers = uniforms([7] * 20_000, [0] * 20_000, range(20_000))
     assert numbers.dtype == np.float64
     assert (numbers >= 0).all()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 from transformers import (
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -134,6 +133,8 @@ FILTERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("row", FILTERS[:8], ids=str)
 def test_draws_follow_the_exact_distribution(row: dict[str, Any]) -> None:
+    from scipy import stats
+
     number = 20_000
     logits = random_logits(1, 20, seed=2)
     draws = uniforms([11] * number, [0] * number, range(number))
@@ -151,6 +152,8 @@ def test_draws_follow_the_exact_distribution(row: dict[str, Any]) -> None:
 
 
 def test_one_draw_in_each_of_many_rows_follows_the_distribution_too() -> None:
+    from scipy import stats
+
     number, row = 6000, FILTERS[7]
     logits = random_logits(1, 20, seed=4)
     draws = uniforms(range(number), [0] * number, [0] * number)
@@ -199,6 +202,8 @@ def test_a_tiny_temperature_is_greedy_and_no_overflow() -> None:
 
 
 def test_an_enormous_temperature_is_uniform() -> None:
+    from scipy import stats
+
     number = 5000
     draws = uniforms([1] * number, [0] * number, range(number))
     tokens = sample(random_logits(1, 20), batch_of([{"temperature": 1e30, "draws": draws}])).tokens[0]
