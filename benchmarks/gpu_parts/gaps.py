@@ -168,7 +168,7 @@ def marked(runner: Any) -> Iterator[None]:
 def profiled(device: torch.device, events: list[dict[str, Any]]) -> Iterator[None]:
     """Profile what is done meanwhile; the events are appended."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as found:
+    with profile(activities=activities, acc_events=True) as found:
         yield
         if device.type == "cuda":
             torch.cuda.synchronize(device)
