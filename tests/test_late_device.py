@@ -1,0 +1,158 @@
+"""Steps on a device that computes late: nothing races, nothing is waited for, and graphs hold what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU is here, which does all that itself", allow_module_level=True)
+
+from support.driving import Job, make_engine, run, run_alone
+from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
+from support.late_device import LateDevice, late_device
+
+from engine.execution.buffers import PinnedRing
+from engine.execution.recording import CudaRecorder
+from engine.execution.transfers import Download, Uploads
+
+CUDA = torch.device("cuda:1")
+SETTINGS: dict[str, Any] = {"max_model_len": 48, "num_gpu_blocks_override": 12, "max_num_seqs": 2, "block_size": 16}
+
+
+@pytest.fixture
+def device() -> Iterator[LateDevice]:
+    with late_device() as device, torch.cuda.device(CUDA):
+        yield device
+
+
+# ---------------------------------------------------------------- the stand-in finds what races
+
+
+def test_what_nobody_waited_for_is_not_there(device: LateDevice) -> None:
+    values = torch.zeros(3, device=CUDA) + 5
+    host = torch.empty(3, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    assert host.isnan().all()
+    event = torch.cuda.Event()
+    event.record()
+    assert not event.query()
+    event.synchronize()
+    assert host.tolist() == [5, 5, 5]
+    assert device.waited == []
+    assert values.sum().item() == 15
+    assert len(device.waited) == 1
+
+
+def test_pinned_memory_that_is_written_too_early(device: LateDevice) -> None:
+    host = torch.ones(3, pin_memory=True)
+    there = host.to(CUDA, non_blocking=True)
+    host[1] = 2
+    with pytest.raises(AssertionError, match="written again before its copy was done"):
+        there.cpu()
+
+
+def test_memory_that_nobody_wrote(device: LateDevice) -> None:
+    assert torch.empty(2, device=CUDA).isnan().all().item()
+    assert torch.empty(2, dtype=torch.int32, device=CUDA).tolist() == [-77, -77]
+
+
+def test_a_graph_does_the_same_again(device: LateDevice) -> None:
+    numbers, add = torch.zeros(4, device=CUDA), torch.ones(2, device=CUDA)
+    replay = CudaRecorder(CUDA)(lambda: numbers[1:3].add_(add * 2))  # once before it is recorded
+    add.fill_(10)
+    replay()
+    replay()
+    assert numbers.tolist() == [0, 42, 42, 0]
+
+
+def test_a_graph_whose_memory_is_freed(device: LateDevice) -> None:
+    numbers = torch.zeros(2, device=CUDA)
+
+    def recorded() -> Callable[[], None]:
+        gone = torch.ones(2, device=CUDA)
+        return CudaRecorder(CUDA)(lambda: numbers.add_(gone))
+
+    replay = recorded()
+    with pytest.raises(RuntimeError, match="uses memory that has been freed"):
+        replay()
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        lambda there: there.sum().item(),
+        lambda there: there.cpu(),
+        lambda there: there.copy_(torch.ones(2)),
+        lambda there: torch.cuda.synchronize(),
+        lambda there: there[there > 0],
+    ],
+    ids=["item", "to the host", "from the host", "synchronize", "mask"],
+)
+def test_nobody_waits_while_a_graph_is_recorded(device: LateDevice, waiting: Callable[[Any], object]) -> None:
+    there, before = torch.zeros(2, device=CUDA), torch.cuda.current_stream(CUDA)
+    with pytest.raises(RuntimeError, match=r"capturing|recorded"):
+        CudaRecorder(CUDA)(lambda: waiting(there))
+    assert torch.cuda.current_stream(CUDA) is before
+    assert torch.cuda.current_device() == 1
+
+
+# ---------------------------------------------------------------- transfers
+
+
+def test_more_is_sent_than_pieces_are_pinned(device: LateDevice) -> None:
+    target = torch.zeros(4, dtype=torch.int64, device=CUDA)
+    ring, sums = PinnedRing(4, torch.int64, CUDA), torch.zeros(4, dtype=torch.int64, device=CUDA)
+    for number in range(10):
+        ring.send(np.full(4, number), target)
+        sums += target
+    assert device.waited == []
+    assert sums.tolist() == [45] * 4
+
+
+def test_what_is_uploaded_and_fetched_is_what_was_meant_then(device: LateDevice) -> None:
+    uploads, fetched = Uploads(CUDA), []
+    for number in range(4):
+        given = uploads.put({"a": np.full(3, number, dtype=np.int32), "b": np.full(2, number / 2)})
+        fetched.append(Download(given["a"] + given["b"].sum().to(torch.int32)))
+        given["a"].fill_(-1)
+    assert device.waited == []
+    assert not fetched[0].ready
+    assert [download.wait().tolist() for download in fetched] == [[2 * number] * 3 for number in range(4)]
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_steps(checkpoint: Callable[[str], Any]) -> None:
+    """The same tokens as on a CPU; from launch to launch nobody waits, and no copy is of memory that is not pinned."""
+    path: Path = checkpoint(CHECKPOINT).path
+    jobs = [
+        Job(prompt(1, 7), greedy(6)),
+        Job(prompt(2, 3), sampled(3, 6)),
+        Job(prompt(4, 5), beams(2, 3)),
+        Job(prompt(5, 4), sampled(4, 2, repetition_penalty=1.2, logprobs=1, prompt_logprobs=1)),
+    ]
+    plain = make_engine(path, **SETTINGS)
+    expected = run_alone(plain, jobs)
+    plain.close()
+    with late_device() as device:
+        engine = make_engine(path, **SETTINGS, device=str(CUDA))
+        try:
+            assert engine.runner.graphs is not None
+            device.waited.clear()
+            assert run(engine, jobs) == expected
+            assert device.waited == []
+            graphs = engine.runner.graphs
+            assert graphs.num_replayed > graphs.sampling.num_replayed > graphs.sampling.num_sent
+            assert engine.stats().num_steps_ahead > 2
+            assert torch.cuda.current_device() == 0
+        finally:
+            engine.close()
