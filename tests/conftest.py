@@ -32,6 +32,14 @@ ROOMY: dict[str, Any] = {
 }
 
 
+def pytest_configure() -> None:
+    """An example of Hypothesis may take as long as a busy machine needs for it."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
     """Gives the tiny random checkpoint of a name (`support.checkpoints.SHAPES`), made once."""

@@ -14,6 +14,7 @@ from hypothesis.stateful import invariant
 from paged_simulator import Simulator, is_published, make_request
 from support.driving import make_engine
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.service import stopped
 from test_client import ask, client  # noqa: F401
 from test_messages import Channel, FaultyEngine
 from test_scheduler_properties import SchedulerMachine
@@ -190,11 +191,11 @@ def test_the_client_sees_the_map_while_requests_run(client: EngineClient) -> Non
         idle = await client.cache_map()
         assert (idle.running, idle.waiting) == ([], [])
         assert sum(idle.runs[::2]) == -(-client.stats().pages_total // idle.pages_per_cell)
-        asked = asyncio.create_task(ask(client, "mine"))
-        seen: list[CacheMap] = []
-        while not asked.done():
-            both = await asyncio.gather(client.cache_map(), client.cache_map())
-            seen += both
+        with stopped(client._process.pid):  # type: ignore[attr-defined]
+            asked = asyncio.create_task(ask(client, "mine"))
+            looking = [asyncio.create_task(client.cache_map()) for _ in range(2)]
+            await asyncio.sleep(0.01)
+        seen = await asyncio.gather(*looking)
         await asked
         assert any(item.request_id == "mine" for drawn in seen for item in [*drawn.running, *drawn.waiting])
         assert (await client.cache_map()).running == []

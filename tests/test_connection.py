@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clock import PatientEventLoop
+from support.service import PATIENCE
 
 from server.door.connection import WatchedProtocol
 
-STALL = 0.8  # seconds; a busy machine may hold a reader up for half of that
+STALL = 0.8  # seconds
 
 
 class Talker(asyncio.Protocol):
@@ -91,7 +93,7 @@ def test_who_takes_nothing_is_cut_off_and_who_takes_little_is_not(
         async def connect() -> socket.socket:
             client = socket.socket(listener.family)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.settimeout(20)
+            client.settimeout(PATIENCE)
             client.connect(address)
             if client_side is not None:
                 client = await asyncio.to_thread(client_side.wrap_socket, client)
@@ -102,7 +104,7 @@ def test_who_takes_nothing_is_cut_off_and_who_takes_little_is_not(
         try:
             with await connect():
                 talker = made.pop()
-                await asyncio.wait_for(talker.lost.wait(), 20)
+                await asyncio.wait_for(talker.lost.wait(), PATIENCE)
                 assert talker._connection.stalled
                 assert talker.most < 200_000
 
@@ -112,10 +114,11 @@ def test_who_takes_nothing_is_cut_off_and_who_takes_little_is_not(
                     await asyncio.sleep(STALL / 10)
                     assert await asyncio.to_thread(client.recv, 4000)
                 assert not talker.lost.is_set()
-            await asyncio.wait_for(talker.lost.wait(), 20)
+            await asyncio.wait_for(talker.lost.wait(), PATIENCE)
             assert not talker._connection.stalled
         finally:
             server.close()
             await server.wait_closed()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    with asyncio.Runner(loop_factory=PatientEventLoop) as runner:
+        runner.run(asyncio.wait_for(scenario(), PATIENCE))

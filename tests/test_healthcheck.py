@@ -94,6 +94,12 @@ def test_the_running_services_own_flags_are_found(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what it makes of the answer
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine answers late."""
+    monkeypatch.setattr("server.healthcheck.problem.__defaults__", (120.0,))
+
+
 class Health(BaseHTTPRequestHandler):
     """Answers /health with the server's status, and remembers what was asked."""
 

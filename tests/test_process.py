@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,73 +19,44 @@ from typing import NoReturn
 import httpx
 import pytest
 from support.checkpoints import Checkpoint
-from test_http_process import Service
+from support.faults import Gate
+from support.service import PATIENCE, Service, children, is_running, stopped, wait_for
+from test_http_process import LONG
 from test_http_process import checkpoint as tiny  # noqa: F401
 
 from engine import EngineConfig, EngineDeadError, ModelLoadError, OctavoError, RequestDelta, SamplingParams, launch
 from engine.client import EngineClient, RestartPolicy, start_engine
 from engine.engine import Engine
 
-LONG = {"max_tokens": 3500, "ignore_eos": True}
 QUICK = RestartPolicy(max_failures=2, first_delay=0.01)
-PROMPTLY = 10  # seconds: a moment, on a machine that does something else besides; no time-out is so short
-
-
-def children(pid: int) -> list[int]:
-    """The engines among a process's children."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if parent == pid and b"engine.process" in command:
-            found.append(int(folder.name))
-    return found
-
-
-def wait_for(what: Callable[[], object], seconds: float, why: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, why
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def engine_of(service: Service, but: int = 0) -> int:
-    """The service's engine, once it has one; `but` is a predecessor."""
-    wait_for(lambda: set(children(service.process.pid)) - {but}, 60, "no engine was started")
-    (pid,) = set(children(service.process.pid)) - {but}
-    return pid
 
 
 def status(service: Service, path: str = "/health") -> int:
-    return httpx.get(f"{service.url}{path}").status_code
+    return service.get(path).status_code
+
+
+def wait_back(service: Service) -> None:
+    """Until an engine serves again."""
+    wait_for(lambda: status(service) == 200, "the engine did not come back")
 
 
 @contextmanager
-def prefilling(service: Service) -> Iterator[list[httpx.Response | Exception]]:
-    """A long prompt is being computed; at the end there is one answer to it, or what was raised."""
+def prefilling(service: Service, words: int = 7500) -> Iterator[list[httpx.Response | Exception]]:
+    """A prompt of so many words of eight tokens is being computed; at the end there is one answer to it, or what was
+    raised. The longest takes half a minute."""
     answers: list[httpx.Response | Exception] = []
 
     def ask() -> None:
-        body = {"prompt": "prefill " * 500, "max_tokens": 1}
+        body = {"prompt": "prefill " * words, "max_tokens": 1}
         try:
-            answers.append(httpx.post(f"{service.url}/v1/completions", json=body, timeout=60))
+            answers.append(httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE))
         except Exception as error:
             answers.append(error)
 
     before = service.metric("octavo_computed_tokens_total")
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_for(lambda: service.metric("octavo_computed_tokens_total") > before, 30, "no prefill")
+    wait_for(lambda: service.metric("octavo_computed_tokens_total") > before, "no prefill")
     yield answers
     asking.join()
 
@@ -118,71 +88,88 @@ def start(tiny: Path, sockets: Path, tmp_path: Path) -> Iterator[Callable[..., S
     for service in started:
         service.process.kill()
         service.process.wait()
-    wait_for(lambda: not list(sockets.glob("octavo-ipc-*")), 20, "a socket's folder is left")
+    wait_for(lambda: not list(sockets.glob("octavo-ipc-*")), "a socket's folder is left")
+
+
+@pytest.fixture
+def loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """While it is closed, engines stay at loading."""
+    return Gate(tmp_path, monkeypatch)
+
+
+def drain(service: Service) -> None:
+    """Tell the service to end while a request runs, and wait until it has heard that."""
+    service.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: status(service) == 503, "the service did not begin to stop")
+    assert service.process.poll() is None
 
 
 # ---------------------------------------------------------------- the engine dies under the service
 
 
-def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service]) -> None:
-    """When idle, in prefill and in decode: who waits learns at once, and the next request is served."""
+def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service], loading: Gate) -> None:
+    """When idle, in prefill and in decode: who waits learns before there is another one, and then all are served."""
     service = start("--max-engine-failures", "9")
     service.wait_ready()
     url = f"{service.url}/v1/completions"
 
-    pid = engine_of(service)
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: status(service) == 503, 5, "readiness did not change")
+    def serves() -> bool:
+        return httpx.post(url, json={"prompt": "a"}, timeout=PATIENCE).status_code == 200
+
+    loading.close()
+    os.kill(service.engine(), signal.SIGKILL)
+    wait_for(lambda: status(service) == 503, "readiness did not change")
     assert status(service, "/health/live") == 200
-    refused = httpx.post(url, json={"prompt": "a"})
+    refused = httpx.post(url, json={"prompt": "a"}, timeout=PATIENCE)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
     assert service.metric("octavo_engine_up") == 0
-    wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
+    loading.open()
+    wait_back(service)
     assert service.metric("octavo_engine_restarts_total") == 1
-    assert httpx.post(url, json={"prompt": "a"}).status_code == 200
+    assert serves()
 
-    pid = engine_of(service)
+    loading.close()
     with prefilling(service) as answers:
-        os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-    assert time.monotonic() - killed < PROMPTLY
+        os.kill(service.engine(), signal.SIGKILL)
     assert isinstance(answers[0], httpx.Response)
     assert answers[0].status_code == 503, answers[0].text
-    wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
+    loading.open()
+    wait_back(service)
 
-    pid = engine_of(service)
-    with httpx.stream("POST", url, json={"prompt": "a", "stream": True, **LONG}, timeout=60) as answer:
+    loading.close()
+    with httpx.stream("POST", url, json={"prompt": "a", "stream": True, **LONG}, timeout=PATIENCE) as answer:
         lines = (line for line in answer.iter_lines() if line)
         assert '"text"' in next(lines)
-        os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
+        os.kill(service.engine(), signal.SIGKILL)
         *_, last = lines
-    assert time.monotonic() - killed < PROMPTLY
     assert '"engine_dead"' in last
-    wait_for(lambda: status(service) == 200, 90, "the engine did not come back")
-    assert httpx.post(url, json={"prompt": "a"}).status_code == 200
+    loading.open()
+    wait_back(service)
+    assert serves()
     assert service.stop() == 0
     log = service.log.read_text()
     assert "SIGKILL" in log
     assert "Traceback" not in log
 
 
-def test_an_engine_that_keeps_dying_ends_the_service(start: Callable[..., Service]) -> None:
+def test_an_engine_that_keeps_dying_ends_the_service(start: Callable[..., Service], loading: Gate) -> None:
     service = start("--max-engine-failures", "2")
     service.wait_ready()
-    pid = engine_of(service)
+    loading.close()
+    pid = service.engine()
     os.kill(pid, signal.SIGKILL)
-    os.kill(engine_of(service, but=pid), signal.SIGKILL)  # while it loads
-    assert service.process.wait(60) == 1
+    os.kill(service.engine(but=pid), signal.SIGKILL)
+    assert service.process.wait(PATIENCE) == 1
     last = service.log.read_text().splitlines()[-1]
     assert last.startswith("octavo: the engine keeps failing: ")
     assert "SIGKILL" in last
 
 
-def test_an_engine_killed_while_it_loads_first(start: Callable[..., Service]) -> None:
+def test_an_engine_killed_while_it_loads_first(start: Callable[..., Service], loading: Gate) -> None:
+    loading.close()
     service = start()
-    os.kill(engine_of(service), signal.SIGKILL)
-    assert service.process.wait(60) == 1
+    os.kill(service.engine(), signal.SIGKILL)
+    assert service.process.wait(PATIENCE) == 1
     log = service.log.read_text()
     assert "SIGKILL" in log.splitlines()[-1]
     assert log.splitlines()[-1].startswith("octavo: cannot start: ")
@@ -190,18 +177,17 @@ def test_an_engine_killed_while_it_loads_first(start: Callable[..., Service]) ->
 
 
 def test_an_engine_killed_while_draining(start: Callable[..., Service]) -> None:
-    service = start()
+    service = start("--shutdown-timeout", "300")
     service.wait_ready()
     body = {"prompt": "a", "stream": True, **LONG}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
-        service.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        os.kill(engine_of(service), signal.SIGKILL)
+        drain(service)
+        os.kill(service.engine(), signal.SIGKILL)
         *_, last = lines
     assert '"engine_dead"' in last
-    assert service.process.wait(60) == 0
+    assert service.process.wait(PATIENCE) == 0
     assert "Traceback" not in service.log.read_text()
 
 
@@ -209,22 +195,20 @@ def test_an_engine_killed_while_draining(start: Callable[..., Service]) -> None:
 
 
 @pytest.mark.parametrize("phase", ["loading", "idle", "prefill", "decoding", "draining"])
-def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[..., Service], sockets: Path) -> None:
-    service = start()
+def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[..., Service], loading: Gate) -> None:
     if phase == "loading":
-        engine = engine_of(service)
-    else:
+        loading.close()
+    service = start("--shutdown-timeout", "300")
+    if phase != "loading":
         service.wait_ready()
-        engine = engine_of(service)
+    engine = service.engine()
     if phase in ("decoding", "draining"):
         body = {"prompt": "a", "stream": True, **LONG}
-        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
             lines = answer.iter_lines()  # kept: giving it up closes the connection
             next(lines)
             if phase == "draining":
-                service.process.send_signal(signal.SIGTERM)
-                time.sleep(0.3)
-                assert service.process.poll() is None
+                drain(service)
             service.process.kill()
     elif phase == "prefill":
         with prefilling(service) as answers:
@@ -232,53 +216,49 @@ def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[...
         assert isinstance(answers[0], httpx.TransportError)
     else:
         service.process.kill()
-    wait_for(lambda: not is_running(engine), 10, "the engine outlived the service")
+    wait_for(lambda: not is_running(engine), "the engine outlived the service")
 
 
 def test_a_second_signal_takes_the_engine_along(start: Callable[..., Service]) -> None:
-    service = start()
+    """Long before the time is over that requests are given."""
+    service = start("--shutdown-timeout", "300")
     service.wait_ready()
-    engine = engine_of(service)
+    engine = service.engine()
     body = {"prompt": "a", "stream": True, **LONG}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
         lines = answer.iter_lines()  # kept: giving it up closes the connection
         next(lines)
-        service.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        assert service.process.poll() is None
-        began = time.monotonic()
+        drain(service)
         assert service.stop() == 1
-        assert time.monotonic() - began < 10  # far below the drain time of 30 seconds
-    wait_for(lambda: not is_running(engine), 10, "the engine outlived the service")
+    wait_for(lambda: not is_running(engine), "the engine outlived the service")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_loading(signum: int, start: Callable[..., Service]) -> None:
+def test_a_signal_while_loading(signum: int, start: Callable[..., Service], loading: Gate) -> None:
+    loading.close()
     service = start()
-    engine = engine_of(service)
-    began = time.monotonic()
+    engine = service.engine()
     assert service.stop(signum) == 0
-    assert time.monotonic() - began < 10
     assert not is_running(engine)
     assert service.log.read_text().splitlines()[-1] == "octavo: stopped before it served."
 
 
 def test_the_engine_leaves_signals_to_the_service(start: Callable[..., Service]) -> None:
     """Ctrl-C in a terminal goes to both."""
-    service = start()
+    service = start("--shutdown-timeout", "300")
     service.wait_ready()
-    engine = engine_of(service)
+    engine = service.engine()
     for signum in (signal.SIGINT, signal.SIGTERM):
         os.kill(engine, signum)
     body = {"prompt": "a", "stream": True, "max_tokens": 300, "ignore_eos": True}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
         os.kill(engine, signal.SIGINT)
         service.process.send_signal(signal.SIGINT)
         *_, last = lines
     assert last == "data: [DONE]"
-    assert service.process.wait(60) == 0
+    assert service.process.wait(PATIENCE) == 0
     assert not is_running(engine)
 
 
@@ -312,16 +292,16 @@ def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets:
         assert client.stats().num_steps > 0
         assert client.progress.idle
         given_up = asyncio.create_task(client.wait_failed())
-        running = [asyncio.create_task(ask(client, str(number), 40)) for number in range(4)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not client.progress.idle
         (engine,) = children(os.getpid())
-        os.kill(engine, signal.SIGSTOP)  # it computes nothing any more, and nobody can know why
-        await asyncio.sleep(0.3)
-        assert client.progress.seconds > 0.2
-        os.kill(engine, signal.SIGKILL)
-        async with asyncio.timeout(1):
+        with stopped(engine):  # it computes nothing any more, and nobody can know why
+            running = [asyncio.create_task(ask(client, str(number), 40)) for number in range(4)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not client.progress.idle
+            await asyncio.sleep(0.3)
+            assert client.progress.seconds > 0.2
+            os.kill(engine, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE):
             ends = await asyncio.gather(*running, return_exceptions=True)
         assert all(isinstance(end, EngineDeadError) and "SIGKILL" in str(end) for end in ends)
         assert not client.is_alive
@@ -330,7 +310,7 @@ def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets:
                 call()
         with pytest.raises(EngineDeadError):
             await ask(client, "early", 5)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             while not client.is_alive:
                 await asyncio.sleep(0.01)
         assert client.num_restarts == 1
@@ -340,7 +320,7 @@ def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets:
 
         (engine,) = children(os.getpid())
         os.kill(engine, signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             assert "SIGKILL" in await given_up
         assert not client.is_alive
         await client.close()
@@ -365,7 +345,7 @@ def test_a_restart_that_fails_in_any_way_is_tried_again(
         (engine,) = children(os.getpid())
         monkeypatch.setattr(place, fail)
         os.kill(engine, signal.SIGKILL)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while not client.num_restarts:
                 await asyncio.sleep(0.01)
         (engine,) = children(os.getpid())
@@ -392,7 +372,7 @@ def test_closing_while_the_engine_restarts(checkpoint: Callable[[str], Checkpoin
         await ask(client, "one", 1)
         (engine,) = children(os.getpid())
         os.kill(engine, signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while children(os.getpid()) in ([], [engine]):
                 await asyncio.sleep(0.01)
         await client.close()

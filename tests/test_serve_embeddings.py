@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import itertools
 import re
 import signal
 import threading
@@ -15,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from support.service import Service
+from support.service import PATIENCE, Service, stopped, wait_for
 from support.text_encoders import MAX_LENGTH, TEXTS, TextEncoder, make_text_encoder
 
 from server.cli import main
@@ -29,7 +30,7 @@ class Api:
     def __init__(self, service: Service, checkpoint: TextEncoder):
         self.service = service
         self.checkpoint = checkpoint
-        self.http = httpx.Client(base_url=service.url, timeout=60)
+        self.http = httpx.Client(base_url=service.url, timeout=PATIENCE)
 
     def vectors(self, **body: Any) -> np.ndarray[Any, Any]:
         answer = self.http.post("/v1/embeddings", json=body)
@@ -98,7 +99,7 @@ def test_a_text_is_cut_as_transformers_cuts_it(encoder: Api) -> None:
 
 
 def test_openai_client(encoder: Api) -> None:
-    with openai.OpenAI(base_url=f"{encoder.service.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{encoder.service.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         wanted = unit(encoder.wanted(TEXTS))
         for fields in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
             answer = client.embeddings.create(model=MODEL, input=TEXTS, **fields)  # type: ignore[arg-type]
@@ -121,12 +122,19 @@ def test_openai_client(encoder: Api) -> None:
 
 def test_a_client_that_leaves_lets_others_in(encoder: Api) -> None:
     service, body = encoder.service, {"input": [TEXTS[4]] * 2048}
-    before = service.metric('octavo_requests_aborted_total{reason="disconnect"}')
-    with pytest.raises(httpx.ReadTimeout):
-        encoder.http.post("/v1/embeddings", json=body, timeout=httpx.Timeout(60, read=0.1))
+    aborted = 'octavo_requests_aborted_total{reason="disconnect"}'
+    before = service.metric(aborted)
+
+    def leave() -> bool:
+        """Whether the service had begun with it."""
+        with pytest.raises(httpx.ReadTimeout):
+            encoder.http.post("/v1/embeddings", json=body, timeout=httpx.Timeout(PATIENCE, read=0.5))
+        return service.metric(aborted) > before
+
+    with stopped(service.engine()):
+        wait_for(leave, "nobody noticed")
     for name in ("octavo_num_requests_in_service", "octavo_num_requests_running", "octavo_num_requests_waiting"):
-        service.wait_metric(name, 0, 20)
-    assert service.metric('octavo_requests_aborted_total{reason="disconnect"}') > before
+        service.wait_metric(name, 0)
     assert service.metric("octavo_num_queued_tokens") == 0
     assert encoder.vectors(input="a").shape == (1, 32)
 
@@ -184,27 +192,33 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def test_a_prompt_does_not_wait_for_a_batch_of_inputs(demo: Service) -> None:
-    with httpx.Client(base_url=demo.url, timeout=120) as http:
+    with httpx.Client(base_url=demo.url, timeout=PATIENCE) as http:
         prompt = {"prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}
         alone = http.post("/v1/completions", json=prompt).json()["choices"][0]["text"]
         short = http.post("/v1/embeddings", json={"input": "a cat"}).json()["data"][0]["embedding"]
-        done = threading.Event()
+        numbers = itertools.count()
 
-        def embed() -> httpx.Response:
-            texts = [f"{number} " + "and so on " * 40 for number in range(400)]
-            answer = httpx.post(f"{demo.url}/v1/embeddings", json={"input": texts}, timeout=120)
+        def embed(done: threading.Event) -> httpx.Response:
+            texts = [f"{next(numbers)} " + "and so on " * 40 for _ in range(400)]
+            answer = httpx.post(f"{demo.url}/v1/embeddings", json={"input": texts}, timeout=PATIENCE)
             done.set()
             return answer
 
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            batch = pool.submit(embed)
-            while not demo.metric("octavo_num_requests_waiting"):
-                assert not done.is_set()
-            beside = http.post("/v1/completions", json=prompt).json()["choices"][0]["text"]
-            again = http.post("/v1/embeddings", json={"input": "a cat"}).json()["data"][0]["embedding"]
-            assert not done.is_set(), "the batch was to take longer"
-            assert batch.result().status_code == 200
-        assert beside == alone
-        assert np.abs(np.array(again) - np.array(short)).max() < 1e-5
+        def is_overtaken() -> bool:
+            """Whether others had their answers while the batch was computed."""
+            done = threading.Event()
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                batch = pool.submit(embed, done)
+                wait_for(lambda: demo.metric("octavo_num_requests_waiting") or done.is_set(), "it did not arrive")
+                beside = http.post("/v1/completions", json=prompt).json()["choices"][0]["text"]
+                again = http.post("/v1/embeddings", json={"input": "a cat"}).json()["data"][0]["embedding"]
+                overtaken = not done.is_set()
+                assert batch.result().status_code == 200
+            assert beside == alone
+            assert np.abs(np.array(again) - np.array(short)).max() < 1e-5
+            return overtaken
+
+        # A busy machine may ask too late; not again and again.
+        assert any(is_overtaken() for _ in range(5))
     for name in ("octavo_num_requests_in_service", "octavo_num_queued_tokens", 'octavo_kv_pages{state="held"}'):
-        demo.wait_metric(name, 0, 10)
+        demo.wait_metric(name, 0)

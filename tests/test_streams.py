@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fake_client import FakeClient, Script, Step, entry, hf_byte_tokenizer, say
 from support.asgi import Call
+from support.service import PATIENCE
 
 from engine import ChoiceDelta, EngineDeadError, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
 from engine.text import Tokenizer
@@ -69,7 +70,7 @@ class Api:
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(2 * PATIENCE):
             await scenario
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, left
@@ -78,7 +79,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 async def until(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while not what():
             await asyncio.sleep(0.005)
 
@@ -168,7 +169,7 @@ def test_a_busy_stream_sends_no_comments_and_zero_turns_them_off() -> None:
         go.set()
         await call.wait_end()
 
-        busy = Api(lambda request_id, source, params: say(request_id, ["text"], params), stream_keepalive=15.0)
+        busy = Api(lambda request_id, source, params: say(request_id, ["text"], params), stream_keepalive=600.0)
         other = busy.call(stream=True)
         await other.wait_end()
         assert ":" not in [line[:1] for line in other.text.splitlines()]
@@ -611,7 +612,7 @@ def test_while_it_drains_only_those_who_watch_are_answered() -> None:
         assert not running.task.done()
         assert not await api.drain.wait_idle(0.01)
         running.leave()
-        assert await api.drain.wait_idle(10)
+        assert await api.drain.wait_idle(PATIENCE)
         await running.wait_end()
         api.check_empty()
 

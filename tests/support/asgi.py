@@ -9,6 +9,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from support.service import PATIENCE
+
 
 class Call:
     """One request on its way; start it inside an event loop.
@@ -59,14 +61,14 @@ class Call:
 
     async def wait_sent(self, count: int) -> None:
         """Until so many messages have been taken."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while len(self.sent) < count:
                 self._news.clear()
                 await self._news.wait()
 
     async def wait_end(self) -> None:
         """Until the app has returned."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await self.task
 
     @property

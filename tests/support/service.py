@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -9,11 +10,61 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120  # seconds for what takes a moment: a machine may be busy with other things for long
+
+
+def wait_for(what: Callable[[], object], why: str, seconds: float = PATIENCE) -> None:
+    """Until it is so."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    """The engines among a process's children."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == pid and b"engine.process" in command:
+            found.append(int(folder.name))
+    return found
+
+
+def state_of(pid: int) -> str:
+    """A process's state as /proc names it: T is stopped, Z has ended; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    """It has not ended."""
+    return state_of(pid) not in ("Z", "")
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process computes nothing meanwhile: what an engine is asked meanwhile, it computes together. It may be killed
+    meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: state_of(pid) == "T", f"process {pid} did not stop")
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 class Service:
@@ -27,30 +78,50 @@ class Service:
 
     def wait_ready(self) -> str:
         """The URL, once the log says it."""
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
+
+        def url() -> str:
             found = re.search(r"Serving \S+ on (http://\S+)", self.log.read_text())
-            if found:
-                self.url = found[1]
-                return self.url
-            assert self.process.poll() is None, self.log.read_text()
+            assert found or self.process.poll() is None, self.log.read_text()
+            return found[1] if found else ""
+
+        deadline = time.monotonic() + 2 * PATIENCE
+        while not (found := url()):
+            assert time.monotonic() < deadline, f"not ready in time:\n{self.log.read_text()}"
             time.sleep(0.05)
-        raise AssertionError(f"not ready in time:\n{self.log.read_text()}")
+        self.url = found
+        return found
+
+    def engine(self, but: int = 0) -> int:
+        """Its engine's process, once there is one; `but` is a predecessor."""
+        found: list[int] = []
+
+        def look() -> bool:
+            found[:] = set(children(self.process.pid)) - {but}
+            return bool(found)
+
+        wait_for(look, "no engine was started")
+        (pid,) = found
+        return pid
 
     def stop(self, signum: int = signal.SIGTERM) -> int:
         self.process.send_signal(signum)
-        return self.process.wait(60)
+        return self.process.wait(PATIENCE)
+
+    def get(self, path: str) -> httpx.Response:
+        """The answer on a connection of its own."""
+        return httpx.get(f"{self.url}{path}", timeout=PATIENCE)
 
     def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self.get("/metrics").text
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         assert found, f"{name} is not in:\n{text}"
         return float(found[1])
 
-    def wait_metric(self, name: str, wanted: float, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self.metric(name) != wanted:
-            assert time.monotonic() < deadline, f"{name} is {self.metric(name)} after {seconds} s, not {wanted}"
+    def wait_metric(self, name: str, wanted: float) -> None:
+        """Until a metric has that value."""
+        deadline = time.monotonic() + PATIENCE
+        while (found := self.metric(name)) != wanted:
+            assert time.monotonic() < deadline, f"{name} is {found} after {PATIENCE} s, not {wanted}"
             time.sleep(0.02)
 
 

@@ -1,0 +1,84 @@
+"""Code that engines run which tests start: faults, and places where they wait.
+
+It comes as a `sitecustomize`, which each Python runs first, and so into successors of an engine, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+# Runs `patch(module)` once `engine.engine` is loaded.
+_HOOK = """
+import importlib.util, os, sys
+
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name != "engine.engine":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            patch(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Hook())
+
+"""
+_WAIT = """
+import time
+
+def wait():
+    while os.path.exists({file!r}):
+        time.sleep(0.01)
+"""
+_WHILE_LOADING = """
+def patch(module):
+    wait()
+"""
+_IN_A_STEP = """
+def patch(module):
+    launch = module.ModelRunner.launch
+    def held(self, plan):
+        if (plan.positions >= {position}).any():
+            wait()
+        return launch(self, plan)
+    module.ModelRunner.launch = held
+"""
+
+
+def patch_engines(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine that is started from now on runs that code, which defines `patch(module)` of `engine.engine`."""
+    (folder / "sitecustomize.py").write_text(_HOOK + code)
+    monkeypatch.setenv("PYTHONPATH", str(folder))  # of services
+    monkeypatch.syspath_prepend(str(folder))  # of engines of this process
+
+
+class Gate:
+    """A place that engines which are started from now on do not pass while it is closed; it begins open.
+
+    However long this process, or theirs, is held up by others: what they do beyond it, they have not done yet.
+
+    Args:
+        folder: for the code and for the file that closes the gate.
+        monkeypatch: of the time for which engines are to get the code.
+        position: steps wait that compute a token at this position of a sequence, or at a later one; None: engines wait
+            while they load.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, position: int | None = None):
+        self._file = folder / "closed"
+        code = _WHILE_LOADING if position is None else _IN_A_STEP.format(position=position)
+        patch_engines(_WAIT.format(file=str(self._file)) + code, folder, monkeypatch)
+
+    def close(self) -> None:
+        """Nobody passes from now on."""
+        self._file.touch()
+
+    def open(self) -> None:
+        """Who waits goes on."""
+        self._file.unlink()
