@@ -148,6 +148,8 @@ def test_an_error_is_coloured_in_a_terminal_only() -> None:
         (["chat", "--model", "x"], "unknown flag --model: the model is named without one, after the command"),
         (["chat", "--modle", "x"], "unknown flag --modle: the model is named without one, after the command"),
         (["complete", "--prompt", "x"], "unknown flag --prompt: the prompt is named without one, after the command"),
+        (["chat", "--port", "9000"], "unknown flag --port: a server is named by --url http://HOST:PORT"),
+        (["bench", "serve", "--port", "9000"], "unknown flag --port: a server is named by --url http://HOST:PORT"),
         (["serve", "--demo", "caht"], "--demo must be one of chat, seq2seq, got 'caht'; did you mean chat?"),
         (["version"], "unknown command 'version'; did you mean --version?"),
         (["-V"], "unknown flag '-V'; did you mean --version?"),

@@ -57,6 +57,8 @@ class OneLineParser(argparse.ArgumentParser):
         print_coloured(text, stream)
 
     def _unknown(self, name: str) -> str:
+        if name in ("--port", "--host", "-p") and "--url" in self._option_string_actions:
+            return f"unknown flag {name}: a server is named by --url http://HOST:PORT"
         arguments = {f"--{action.dest}" for action in self._get_positional_actions()}
         near = did_you_mean("--" + name.lstrip("-"), {**self._option_string_actions, **dict.fromkeys(arguments)})
         for named in arguments - set(self._option_string_actions):
