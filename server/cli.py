@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end goes nowhere
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        if argv is not None:
+            raise
+        print(f"{styled(f'octavo {command}', 'bold red', sys.stderr)}: stopped.", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _own_the_process(command: str, arguments: list[str]) -> None:

@@ -169,6 +169,16 @@ def test_a_wrong_turn_names_the_right_one(arguments: list[str], said: str) -> No
     assert run.stderr.count("\n") == 1
 
 
+def test_ctrl_c_ends_any_command_in_one_line() -> None:
+    script = (
+        "import os, signal, sys, types; from server import cli; from server.commands import COMMANDS; "
+        "COMMANDS['doctor'] = types.SimpleNamespace(run=lambda _: signal.raise_signal(signal.SIGINT)); "
+        "sys.argv = ['octavo', 'doctor']; sys.exit(cli.main())"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "octavo doctor: stopped.\n")
+
+
 def test_synonyms_lead_to_commands() -> None:
     assert set(SYNONYMS.values()) <= set(COMMANDS)
     assert not set(SYNONYMS) & set(COMMANDS)
