@@ -1,10 +1,13 @@
-"""What README shows is what one gets: its requests and scripts, one after the other, on the bundled models."""
+"""What README shows is what one gets: its requests and scripts, one after the other, on the bundled models. And the
+reference of the API names every field."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +15,9 @@ from typing import Any
 import httpx
 import pytest
 from support.service import ROOT, services_on_demand
+
+from server import api
+from server.api.schemas import Body
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -101,3 +107,15 @@ def test_scripts(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
         assert whole(printed.getvalue()) == whole(expected)
         compared += 1
     assert compared >= 4
+
+
+def test_the_reference_names_every_field_of_a_request() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    modules = [importlib.import_module(f"server.api.{found.name}") for found in pkgutil.iter_modules(api.__path__)]
+    bodies = {
+        one for module in modules for one in vars(module).values() if isinstance(one, type) and issubclass(one, Body)
+    } - {Body}
+    assert len(bodies) > 8
+    for body in bodies:
+        missing = [field for field in body.model_fields if not re.search(rf"\b{field}\b", reference)]
+        assert not missing, body.__name__
