@@ -1,15 +1,17 @@
-"""Norms, activations and gates, and what becomes of queries and keys, against float64."""
+"""Norms, activations and gates, what becomes of queries and keys, and copies of pages, against float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import Paged
 from engine.attention.formats import LARGEST, format_named, movable
+from engine.execution.kv_cache import KVCache
 from engine.gpu import activations, norms
 from engine.gpu.rotary import Angles, HeadNorms, turn_and_store
 from gpu_parts.check import Check, Outcome, Setting
@@ -132,6 +134,20 @@ def _rotary(pages: str | None, normed: bool) -> Callable[[Setting], Iterator[Out
     return checks
 
 
+def _copies(setting: Setting) -> Iterator[Outcome]:
+    heads, size, layers, count = (8, 128, 4, 64) if setting.full else (2, 16, 2, 3)
+    cache = KVCache([(heads, size)] * layers, 2 * count, 16, setting.dtype, setting.device)
+    tensors = [tensor for layer in cache.layers for tensor in layer]
+    for number, tensor in enumerate(tensors):
+        tensor.copy_(setting.normal(*tensor.shape, seed=number))
+    before = [tensor.double() for tensor in tensors]
+    pairs = np.random.default_rng(0).permutation(2 * count).astype(np.int32).reshape(-1, 2) + 1
+    cache.copy_pages(pairs)
+    for found, wanted in zip(tensors, before, strict=True):
+        wanted[pairs[:, 1]] = wanted[pairs[:, 0]]
+        yield found, wanted
+
+
 CHECKS = (
     Check("norms: RMSNorm", _norm(False)),
     Check("norms: LayerNorm", _norm(True)),
@@ -141,6 +157,7 @@ CHECKS = (
     Check("rotary: with norms of heads", _rotary(None, True), bound=3.0),
     Check("rotary: stored in int8", _rotary("int8", True), bound=1.05),
     Check("rotary: stored in fp8", _rotary("fp8", True), bound=1.05),
+    Check("pages: copied in all layers", _copies),
     Check("activations", _activation(False)),
     Check("activations: gates", _activation(True)),
 )

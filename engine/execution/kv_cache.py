@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +16,18 @@ from engine.attention.formats import LARGEST, SCALE, format_named, movable, vect
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError
 from engine.execution.memory import available_memory
-from engine.gpu import upload
+from engine.gpu import serves, upload
 from engine.native import memory
 from engine.native.copies import PageCopier
 from engine.scheduling.plan import Int32
 
+if TYPE_CHECKING:
+    from engine.gpu import copies as gpu_copies
+
 DEFAULT_CPU_SHARE = 0.25
 DEFAULT_CPU_LIMIT = 4 * 2**30
+# Where tensors begin in a memory that they share.
+_ALIGNED = 256
 
 
 class KVCache:
@@ -49,9 +56,13 @@ class KVCache:
         self.block_size = block_size
         self._paged: list[Paged] = []
         self._copier: PageCopier | None = None
+        self._gpu_copier: gpu_copies.PageCopier | None = None
         self.key_centres = [None] * len(shapes) if key_centres is None else list(key_centres)
         try:
-            self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
+            if serves(device) and shapes:
+                self.layers = self._allocate_together(shapes, (num_blocks + 1, block_size), dtype, device)
+            else:
+                self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(
                 f"No memory for the KV cache: {num_blocks} pages of {block_size} tokens take "
@@ -78,15 +89,43 @@ class KVCache:
             layers.append(tuple(tensors))
         return layers
 
+    def _allocate_together(
+        self, shapes: Sequence[tuple[int, int]], pages: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> list[tuple[Tensor, ...]]:
+        """The same in one memory, so that one kernel can copy a page in all layers."""
+        from engine.gpu.copies import PageCopier
+
+        kinds = [dtype, dtype, *([SCALE, SCALE] if dtype in LARGEST else [])]
+        wanted = [(kind, (*pages, heads, dim)[: 4 if kind is dtype else 3]) for heads, dim in shapes for kind in kinds]
+        begins, end = [], 0
+        for kind, shape in wanted:
+            begins.append(end)
+            end += -(-math.prod(shape) * kind.itemsize // _ALIGNED) * _ALIGNED
+        memory = torch.zeros(end, dtype=torch.uint8, device=device)
+        tensors = [
+            memory[begin : begin + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+            for begin, (kind, shape) in zip(begins, wanted, strict=True)
+        ]
+        self._gpu_copier = PageCopier(memory, begins, [tensor[0].nbytes for tensor in tensors])
+        return [tuple(tensors[i : i + len(kinds)]) for i in range(0, len(tensors), len(kinds))]
+
+    def warm(self) -> None:
+        """Compile what copies pages, where it is compiled: no request should wait for that."""
+        if self._gpu_copier is not None:
+            self._gpu_copier.copy(torch.zeros((1, 2), dtype=torch.int32, device=self.layers[0][0].device))
+
     def copy_pages(self, copies: Int32) -> None:
         """Copy pages [C, 2] (source, destination); all sources are read before anything is written."""
         if not len(copies):
             return
         device = self.layers[0][0].device
-        if device.type == "cpu" and native.available():
+        if device.type == "cpu" and self._gpu_copier is None and native.available():
             if self._copier is None:
                 self._copier = PageCopier([tensor for layer in self.layers for tensor in layer])
             self._copier.copy(copies)
+            return
+        if self._gpu_copier is not None and not np.isin(copies[:, 1], copies[:, 0]).any():
+            self._gpu_copier.copy(upload(copies, device))
             return
         source, target = upload(copies, device).long().unbind(1)
         for layer in self.layers:

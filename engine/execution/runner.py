@@ -136,11 +136,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Compile what sampling and experts need, where it is compiled: no request should wait for that."""
+        """Compile what copies, sampling and experts need, where it is compiled: no request should wait for that."""
         modules = [module for module in self.model.modules() if isinstance(module, ExpertsFeedForward)]
         with gpu.current(self.model.device):
             for module in {module.shape: module for module in modules}.values():
                 module.warm(self._sampled.data.shape[0])
+            self.cache.warm()
             if self._sampler is not None and isinstance(self.model.spec.head, Lm):
                 self._sampler.warm(self.model.vocab_size)
 
