@@ -246,7 +246,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     assert result["engines"][QWEN]["attention"] == "native" or not native.available()
     assert result["engines"][QWEN]["async_scheduling"] is True
     assert result["machine"]["torch"] == torch.__version__
-    assert result["machine"]["commit"]
+    assert result["machine"]["commit"] == report.machine(torch.device("cpu"))["commit"]
     parts = result["parts"]
     assert set(parts) == {"kernels", "decode", "gap", "sampler", "prefill", "beams", "peer"}
     for model in (QWEN, LLAMA):

@@ -25,6 +25,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
+        "torch": torch.__version__,  # with the platform that it was built for
         "commit": _said(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "changed": bool(_said(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])),
         "date": date.today().isoformat(),
@@ -38,7 +39,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "driver": _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         }
-    for package in ("torch", "triton", "transformers"):
+    for package in ("triton", "transformers"):
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
