@@ -76,6 +76,7 @@ VARIANTS = [
     _variant("choose of few tokens", sampling_draw.choose, 8, COUNTED=False, COLUMNS=64, **_TINY, **_ONE),
     _variant("wide", sampling_wide.wide, 16, COUNTED=False),
     _variant("wide of few tokens, numbers counted", sampling_wide.wide, 16, COUNTED=True, **_TINY, **_ONE),
+    _variant("wide of as many as are collected", sampling_wide.wide, 16, COUNTED=False, vocabulary=SIZES.room, **_ONE),
     _variant("best", sampling_best.best, 8, BLOCK=SIZES.split, COLUMNS=64),
     _variant("report", sampling_best.report, 1, COUNTED=True, COLUMNS=64),
     _variant("ranks", sampling_best.count_larger, 4, BLOCK=SIZES.split),
