@@ -48,7 +48,7 @@ def services(tmp_path: Path) -> Iterator[list[Service]]:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1300)
 def test_the_playground_in_a_browser(services: list[Service]) -> None:
     service, closed, silent = services
     environment = os.environ | {
@@ -60,6 +60,6 @@ def test_the_playground_in_a_browser(services: list[Service]) -> None:
         "CHROMIUM": os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS))),
     }
     command = ["node", "--test", "playground.test.mjs"]
-    run = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=360)
+    run = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "# skipped 0" in run.stdout, run.stdout

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.service import ROOT, environment
+from support.service import PATIENCE, ROOT, environment
 
 from server.cli import main
 from server.commands import COMMANDS, SYNONYMS
@@ -30,7 +30,8 @@ def octavo(*arguments: str, stdin: str = "", **variables: str) -> subprocess.Com
     """The command in a pipe."""
     return subprocess.run(
         [sys.executable, "-m", "octavo", *arguments],
-        cwd=ROOT, env=environment() | variables, input=stdin, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, env=environment() | variables, input=stdin, capture_output=True, text=True, timeout=PATIENCE,
+        check=False,
     )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def in_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
             break
         shown += piece
     os.close(ours)
-    return process.wait(60), shown.decode()
+    return process.wait(PATIENCE), shown.decode()
 
 
 # ---------------------------------------------------------------- the overview
@@ -88,7 +89,7 @@ def test_the_overview_and_the_families_are_there_at_once() -> None:
     )
     for arguments in (["--help"], ["--version"], ["models"], ["models", "--json"]):
         command = [sys.executable, "-c", code, *arguments]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
         assert run.stderr.strip() == "", arguments
 
 

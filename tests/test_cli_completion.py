@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.service import PATIENCE
 from test_cli import octavo
 
 from server.commands import COMMANDS
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(command: list[str], folder: Path) -> str:
-    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert run.stderr == ""
     return run.stdout
 

@@ -459,7 +459,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     os.close(reader)
     try:
         command = [sys.executable, "-m", "octavo", "config"]
-        run = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+        run = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200)
     finally:
         os.close(writer)
     assert run.returncode == -signal.SIGPIPE
@@ -469,7 +469,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 def test_settings_come_without_what_serving_needs() -> None:
     """`octavo config` and a wrong flag answer at once."""
     code = "import sys, server.config.loading; print([n for n in ('torch', 'fastapi', 'uvicorn') if n in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert run.stdout.strip() == "[]", run.stderr
 
 

@@ -269,7 +269,7 @@ def test_https_over_a_unix_socket_under_a_prefix(pem: Path, folder: Path) -> Non
             assert answer.json()["usage"]["completion_tokens"] == 3
             assert "/llm/openapi.json" in http.get("/docs").text
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
+        assert process.wait(120) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()
@@ -291,5 +291,5 @@ def test_the_service_raises_its_file_limit() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))\nraise_file_limit()\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.stdout.strip() == "(200, 200)", done.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import Checkpoint
 from support.driving import Job, Tokens, add, check_idle, check_pages, make_engine, run_alone
+from support.faults import Gate
 from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 
 from engine import EngineConfig, EngineStats, RequestDelta
@@ -118,9 +119,17 @@ def test_offline(ahead: bool, checkpoint: Callable[[str], Checkpoint], alone: li
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
-def test_through_the_client(ahead: bool, checkpoint: Callable[[str], Checkpoint], alone: list[Tokens]) -> None:
-    """64 tasks of one event loop; those that leave close their iterator."""
-    streams, stats = asyncio.run(asyncio.wait_for(_serve(checkpoint(CHECKPOINT).path, ahead), timeout=120))
+def test_through_the_client(
+    ahead: bool,
+    checkpoint: Callable[[str], Checkpoint],
+    alone: list[Tokens],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64 tasks of one event loop; those that leave close their iterator. No step is computed until all are there, and
+    somebody has left."""
+    gate = Gate(tmp_path, monkeypatch, position=0)
+    streams, stats = asyncio.run(asyncio.wait_for(_serve(checkpoint(CHECKPOINT).path, ahead, gate), timeout=540))
     assert (stats.num_steps_ahead > 20) == ahead
     assert_answers(streams, alone)
     assert stats.num_aborted > 0
@@ -129,11 +138,16 @@ def test_through_the_client(ahead: bool, checkpoint: Callable[[str], Checkpoint]
     assert stats.pages_free + stats.pages_cached == stats.pages_total
 
 
-async def _serve(path: Path, ahead: bool) -> tuple[list[list[RequestDelta]], EngineStats]:
+async def _serve(path: Path, ahead: bool, gate: Gate) -> tuple[list[list[RequestDelta]], EngineStats]:
     common = {"device": "cpu", "dtype": "float32", "show_progress": False, "async_scheduling": ahead}
     client = start_engine(EngineConfig(model=str(path), **common, **SETTINGS))  # type: ignore[arg-type]
     try:
-        streams = await asyncio.gather(*(_ask(client, number) for number in range(len(JOBS))))
+        gate.close()
+        tasks = [asyncio.create_task(_ask(client, number)) for number in range(len(JOBS))]
+        while not any(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+        gate.open()
+        streams = await asyncio.gather(*tasks)
         while (stats := client.stats()).num_running or stats.num_waiting:
             await asyncio.sleep(0.01)
         return streams, stats

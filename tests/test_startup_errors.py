@@ -139,7 +139,7 @@ def test_the_command_says_it_in_one_line(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
     run = subprocess.run(
         [sys.executable, "-m", "octavo", "serve", str(folder), "--port", "0"],
-        cwd=ROOT, env={**os.environ, "OCTAVO_SHOW_PROGRESS": "false"}, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env={**os.environ, "OCTAVO_SHOW_PROGRESS": "false"}, capture_output=True, text=True, timeout=200,
         check=False,
     )  # fmt: skip
     assert run.returncode == 1

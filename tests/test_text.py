@@ -57,11 +57,11 @@ def test_stop_matcher_against_brute_force(pieces: list[str], stops: list[str]) -
 
 def test_a_long_stop_string_costs_no_more_than_linear_time() -> None:
     matcher = StopMatcher(StopStrings(["a" * 20_000 + "b"]))
-    started = time.perf_counter()
+    started = time.thread_time()
     for _ in range(60_000):
         matcher.feed("a", accept=True, include=False)
     assert matcher.feed("b", accept=True, include=False) == ("", "a" * 20_000 + "b")
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
 
 
 # --- the output processor -----------------------------------------------------------------------------

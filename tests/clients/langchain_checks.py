@@ -25,12 +25,12 @@ LOOP = asyncio.Runner()  # one for all: LangChain keeps connections that belong 
 
 def chat(url: str, **fields: Any) -> ChatOpenAI:
     options = {"temperature": 0, "max_tokens": 8, **fields}
-    return ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60, **options)
+    return ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240, **options)
 
 
 def completion(url: str, **fields: Any) -> OpenAI:
     options = {"temperature": 0, "max_tokens": 8, **fields}
-    return OpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60, **options)
+    return OpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240, **options)
 
 
 def check_chat(url: str) -> None:
@@ -118,7 +118,7 @@ def check_completions(url: str) -> None:
 
 def embeddings(url: str, **fields: Any) -> OpenAIEmbeddings:
     return OpenAIEmbeddings(
-        model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60,
+        model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240,
         **{"check_embedding_ctx_length": False, **fields},
     )  # fmt: skip
 

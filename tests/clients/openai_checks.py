@@ -160,7 +160,9 @@ def check_headers_and_timeouts(client: openai.OpenAI) -> None:
         assert answer.headers["content-type"] == "application/json"
         assert b"choices" in answer.read()
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.001).completions.create(model=MODEL, prompt="a", max_tokens=400)
+        client.with_options(timeout=0.001).completions.create(
+            model=MODEL, prompt="a", max_tokens=400, n=32, extra_body={"ignore_eos": True}
+        )
 
 
 def check_async(client: openai.OpenAI) -> None:
@@ -190,7 +192,7 @@ def check_what_vllm_adds(client: openai.OpenAI) -> None:
 
 def main() -> None:
     checked = []
-    with openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0, timeout=240) as client:
         for name, check in sorted(globals().items()):
             if name.startswith("check_"):
                 check(client)

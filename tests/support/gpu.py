@@ -94,7 +94,7 @@ def compile_variants(module: str, cache: Path, capability: int | None = None) ->
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "support.gpu", module, *([] if capability is None else [str(capability)])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-4000:]
     return [Compiled(**item) for item in json.loads(done.stdout.splitlines()[-1])]
 
