@@ -109,7 +109,7 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 or -1 for all.
         top_p: keep the smallest set of tokens whose probability reaches top_p (1.0).
         min_p: drop tokens less probable than min_p times the most probable one (0.0).
-        seed: makes sampling reproducible, whatever else is in the batch; drawn at random if None.
+        seed: makes sampling reproducible, whatever else is in the batch; drawn at random where there is none.
         n: number of answers.
         repetition_penalty: as in CTRL (arXiv:1909.05858), over prompt and output (1.0).
         presence_penalty, frequency_penalty: OpenAI's, over the output only, in [-2, 2].

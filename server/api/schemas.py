@@ -145,7 +145,7 @@ class GenerationBody(_SamplingBody):
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
     best_of: int | None = Field(None, ge=1, description="Generate that many answers and keep the n most probable.")
-    use_beam_search: bool | None = Field(None, description="num_beams = max(n, best_of), at least 2.")
+    use_beam_search: bool | None = Field(None, description="Beam search with max(n, best_of) beams, at least 2.")
     return_token_ids: bool | None = Field(None, description="Add the token ids of answer and prompt to each choice.")
 
     def sampling(self) -> dict[str, Any]:
