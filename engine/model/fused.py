@@ -6,7 +6,8 @@ the sum for the next one; an *inner* operation is attention or a feed-forward ne
 then: join; product; norms of heads, rotation and pages; attention; product; join; product; gate; product.
 
 Numbers are rounded where the modules round theirs, so that the two differ in the last bits of float32 alone. The
-modules stay what they were: the oracle, and the way on which everything runs that has no operation here.
+modules stay what they were: the oracle, and the way on which everything runs that has no operation here. A token alone
+has another, with fewer launches still: `engine.model.fused_row`.
 
 All of it can be recorded as a CUDA graph: nothing waits for the device, sizes are those of the arguments, and tables
 are made once.
@@ -14,8 +15,7 @@ are made once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from engine.attention.base import AttentionMetadata, Bias, Paged
 from engine.gpu import norms
 from engine.gpu.norms import Norm
-from engine.gpu.rotary import LONGEST_HEAD, Angles, HeadNorms, turn_and_store
+from engine.gpu.rotary import LONGEST_HEAD, Angles, HeadNorms
 from engine.model.blocks import ParallelBlock, SequentialBlock, Sublayer
+from engine.model.fused_operations import Attend, AttendAcross, Feed, Join, NormAgain, Operation, Run
+from engine.model.fused_row import row_operations
 from engine.model.kernels import GPU_FORMATS
 from engine.model.layers import (
     CrossAttention,
@@ -41,133 +43,6 @@ class NotFused(Exception):
     """A part has no operation; the message says which."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """One forward pass.
-
-    Attributes:
-        stream: [Tp, hidden] the residual stream, which lacks what is pending.
-        positions: [Tp].
-        step: what the layers share; its slots are None where each row has one token, whose slot is worked out with it.
-        input: of the next inner operation.
-        pending: results of inner operations that are not in the stream yet, two at most.
-    """
-
-    stream: Tensor
-    positions: Tensor
-    caches: Sequence[Paged]
-    step: Step
-    input: Tensor
-    pending: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Join:
-    """The stream receives what is pending; its norm is the next input.
-
-    Attributes:
-        after: the norm of what is pending.
-        norm: None: the stream itself is the next input.
-        in_place: the norm takes the place of the sum in the stream.
-    """
-
-    after: Norm | None
-    norm: Norm | None
-    in_place: bool = False
-
-    def __call__(self, run: _Run) -> None:
-        if run.pending:
-            first, *others = run.pending
-            run.input = norms.add_norm(
-                run.stream,
-                first,
-                self.norm,
-                after=self.after,
-                also=others[0] if others else None,
-                in_place=self.in_place,
-            )
-            run.pending.clear()
-        elif self.norm is None:
-            run.input = run.stream
-        else:
-            run.input = norms.norm(run.stream, self.norm, run.stream if self.in_place else None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Attention:
-    """Attention of the new tokens to their rows' pages, which first receive them.
-
-    Attributes:
-        layer: whose pages.
-        angles: None where nothing turns.
-        norms: of each head.
-        whole: of all queries at once, and of all keys.
-        bias: what is added to the scores.
-    """
-
-    module: SelfAttention
-    layer: int
-    angles: Angles | None
-    norms: HeadNorms | None
-    whole: HeadNorms | None
-    bias: Bias | None
-
-    def __call__(self, run: _Run) -> None:
-        part, cache, total = self.module.part, run.caches[self.layer], run.input.shape[0]
-        heads, clip = self.module.qkv(run.input), part.clip
-        if self.whole is not None:
-            if clip is not None:
-                heads, clip = heads.clamp_(-clip, clip), None
-            sizes = (part.heads * part.head_dim, part.kv_heads * part.head_dim)
-            queries, keys = heads[:, : sizes[0]], heads[:, sizes[0] : sum(sizes)]
-            norms.norm(queries, self.whole.queries, queries)
-            norms.norm(keys, self.whole.keys, keys)
-        heads = heads.view(total, part.heads + 2 * part.kv_heads, part.head_dim)
-        turning, values = heads.tensor_split((part.heads + part.kv_heads,), dim=1)
-        turn_and_store(
-            turning,
-            values,
-            cache,
-            angles=self.angles,
-            positions=run.positions,
-            slots=run.step.slots,
-            norms=self.norms,
-            clip=clip,
-        )
-        attended = self.module.backend.attend(
-            turning[:, : part.heads],
-            cache,
-            run.step.metadata,
-            causal=part.causal,
-            window=part.window,
-            scale=part.scale,
-            bias=self.bias,
-            softcap=part.softcap,
-        )
-        run.pending.append(self.module.out(attended.reshape(total, part.heads * part.head_dim)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Cross:
-    """Attention to the encoder's pages, by its module: nothing lies between its products and attention."""
-
-    module: CrossAttention
-    layer: int
-
-    def __call__(self, run: _Run) -> None:
-        run.pending.append(self.module(run.input, run.caches[self.layer], run.step))
-
-
-@dataclass(frozen=True, slots=True)
-class _FeedForward:
-    """A feed-forward network by its module, whose activation or gate is one kernel."""
-
-    module: nn.Module
-
-    def __call__(self, run: _Run) -> None:
-        run.pending.append(self.module(run.input, run.step))
-
-
 class FusedStack:
     """The layers of a decoder, its final norm and projection, on a device that `engine.gpu` serves.
 
@@ -176,6 +51,9 @@ class FusedStack:
         angles: for each rotary part cosines [length, head_dim] and sines [length, dim / 2], float32.
         biases: for each part that adds a bias to the scores, what a backend is handed.
         shared_bias: the bias of self-attentions without a part of their own.
+
+    Attributes:
+        by_row: a token alone is computed with the fewest launches (`engine.model.fused_row`); else as many tokens are.
 
     Raises:
         NotFused: something has no operation.
@@ -196,7 +74,7 @@ class FusedStack:
             raise NotFused(f"there are no kernels for {dtype}")
         self._dtype = dtype
         self._angles, self._biases, self._shared_bias = angles, biases, shared_bias
-        self._operations: list[Callable[[_Run], None]] = []
+        self._operations: list[Operation] = []
         self._after: Norm | None = None  # the norm of what is pending
         for layer, block in enumerate(blocks):
             match block:
@@ -210,6 +88,8 @@ class FusedStack:
                     raise NotFused(f"{type(block).__name__} has no operation")
         self._join(final_norm)
         self._projection = projection
+        self._row_operations = row_operations(self._operations)
+        self.by_row = False
 
     def forward(
         self,
@@ -233,8 +113,8 @@ class FusedStack:
             slots = find_slots(caches[0], metadata, positions, tokens)
         step = Step(tokens, metadata, rotations={}, biases={}, slots=slots, cross=cross, min_rows=min_rows)
         x = x.contiguous()
-        run = _Run(x, positions.contiguous(), caches, step, x)
-        for operation in self._operations:
+        run = Run(x, positions.contiguous(), caches, step, x)
+        for operation in self._row_operations if self.by_row and x.shape[0] == 1 else self._operations:
             operation(run)
         out: Tensor = run.input if self._projection is None else self._projection(run.input)
         return out
@@ -256,16 +136,12 @@ class FusedStack:
         self._inner(block.attention.inner, layer)
         if block.ffn.before is not None:
             own = self._norm(block.ffn.before)
-
-            def norm_again(run: _Run) -> None:
-                assert own is not None
-                run.input = norms.norm(run.stream, own)
-
-            self._operations.append(norm_again)
+            assert own is not None
+            self._operations.append(NormAgain(own))
         self._inner(block.ffn.inner, layer)
 
     def _join(self, norm: nn.Module | None, in_place: bool = False) -> None:
-        self._operations.append(_Join(self._after, self._norm(norm), in_place))
+        self._operations.append(Join(self._after, self._norm(norm), in_place))
         self._after = None
 
     def _inner(self, module: nn.Module, layer: int) -> None:
@@ -273,11 +149,11 @@ class FusedStack:
             case SelfAttention():
                 self._operations.append(self._attention(module, layer))
             case CrossAttention():
-                self._operations.append(_Cross(module, layer))
+                self._operations.append(AttendAcross(module, layer))
             case _:
-                self._operations.append(_FeedForward(module))
+                self._operations.append(Feed(module))
 
-    def _attention(self, module: SelfAttention, layer: int) -> _Attention:
+    def _attention(self, module: SelfAttention, layer: int) -> Attend:
         part, angles, heads, whole = module.part, None, None, None
         if type(module) is not SelfAttention:  # what is derived from it computes something else
             raise NotFused(f"{type(module).__name__} has no operation")
@@ -293,7 +169,7 @@ class FusedStack:
             both = HeadNorms(queries, keys)
             heads, whole = (None, both) if module.qk_norm.whole else (both, None)
         bias = self._shared_bias if part.position is None else self._biases.get(part.position)
-        return _Attention(module, layer, angles, heads, whole, bias)
+        return Attend(module, layer, angles, heads, whole, bias)
 
     def _norm(self, module: nn.Module | None) -> Norm | None:
         match module:

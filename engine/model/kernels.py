@@ -89,6 +89,16 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return norms.layer_norm(x, weight, bias, eps)
 
 
+def logits_of_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """x @ weight.T + bias of one row [1, features], rounded to x's format, as float32; None where torch is to compute
+    it."""
+    if not take_on_gpu(x) or x.shape[0] != 1:
+        return None
+    from engine.gpu import matvec
+
+    return matvec.product(x, weight, bias, dtype=torch.float32) if matvec.serves(weight) else None
+
+
 def rotate_and_store(
     turning: Tensor,
     values: Tensor,

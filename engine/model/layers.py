@@ -84,6 +84,9 @@ class Linear(nn.Module):
 
     Args:
         shared: a weight that another module owns (a tied head); None makes one of its own.
+
+    Attributes:
+        by_row: a row alone has a kernel of its own on a GPU, where float32 is wanted (`engine.gpu.matvec`).
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool, place: Place, shared: nn.Parameter | None = None):
@@ -93,6 +96,7 @@ class Linear(nn.Module):
         self.weight = place.parameter(outputs, inputs) if shared is None else shared
         self.bias = place.parameter(outputs) if bias else None
         self.packed: PackedProduct | None = None
+        self.by_row = False
 
     def pack(
         self, quantization: Quantization | None = None, quantised: Callable[[int], Quantised] | None = None
@@ -115,6 +119,10 @@ class Linear(nn.Module):
     def in_float32(self, x: Tensor) -> Tensor:
         """The same as float32, which our own kernels have not rounded to x's format before."""
         packed = None if self.packed is None else self.packed.native
+        if self.by_row and self.packed is None:
+            row = kernels.logits_of_row(x, self.weight, self.bias)
+            if row is not None:
+                return row
         if packed is None or x.dtype not in FORMATS:
             return self(x).float()  # type: ignore[no-any-return]
         return gemm.matmul(packed, x, dtype=torch.float32)
