@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import native
+from engine.execution.one_row import Timed
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -194,6 +196,18 @@ def test_the_plot(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- parts
 
 
+def test_the_way_of_one_row_is_told() -> None:
+    timed = {"layers": Timed(library=3e-3, fused=2e-3), "logits": Timed(library=1e-3, fused=2e-3)}
+    graphs = SimpleNamespace(one_row=SimpleNamespace(timed=timed))
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(graphs=graphs))
+    assert shapes.ways_of_one_row(engine) == {
+        "layers": {"ours_ms": 2.0, "library_ms": 3.0, "kept": "ours"},
+        "logits": {"ours_ms": 2.0, "library_ms": 1.0, "kept": "library"},
+    }
+    engine.runner.graphs = None
+    assert shapes.ways_of_one_row(engine) == {}
+
+
 def test_the_same_prompts_for_the_same_numbers() -> None:
     assert shapes.prompt(3, 9, 100) == shapes.prompt(3, 20, 100)[:9] != shapes.prompt(4, 9, 100)
     assert set(shapes.prompt(3, 500, 8)) == {3, 4, 5, 6, 7}
@@ -262,7 +276,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
         # It may want a GPU that is there; and on a CPU transformers 5.17 finds no memory without psutil.
         if not torch.cuda.is_available() and "available memory 0" not in peer.get("skipped", ""):
             assert peer.get("ratio", 0) > 0, peer
-    assert len(parts["kernels"]) >= 49
+    assert len(parts["kernels"]) >= 54
     assert all(check["passed"] for check in parts["kernels"])
     assert [row["mixture"] for row in parts["sampler"]["mixtures"]] == 2 * list(sampling.MIXTURES)
     assert "4 beams: of greedy, at equal rows" in done.stdout

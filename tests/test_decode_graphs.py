@@ -159,9 +159,9 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so(checkpoint: Callable[[
     on_gpu = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda"), decoder=model.decoder, spec=model.spec))
     record(on_gpu, NativeAttention(), 4)
     assert "decoding steps run eagerly: native attention cannot be recorded" in caplog.text
-    on_gpu.use_graphs = lambda rows, recorder: engine.runner.use_graphs(rows, Broken())
+    on_gpu.use_graphs = lambda rows, recorder, seconds: engine.runner.use_graphs(rows, Broken(), seconds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warmup, "CudaRecorder", lambda device: None)
+        patch.setattr(warmup, "CudaRecorder", lambda device: SimpleNamespace(seconds=None))
         record(on_gpu, Recordable(), 4)
     assert "not permitted when stream is capturing" in caplog.text
     assert "--enforce-eager" in caplog.text

@@ -11,7 +11,7 @@ from typing import Any
 from engine import Engine, SamplingParams
 from gpu_parts import gaps
 from gpu_parts.floors import Rates, floor_seconds, intensity
-from gpu_parts.shapes import Sizes, Work, prompt
+from gpu_parts.shapes import Sizes, Work, prompt, ways_of_one_row
 from gpu_parts.timing import synchronize
 
 # Steps that prompts may take before something is wrong.
@@ -97,6 +97,12 @@ def decode(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[
 
     Largest first: the prompts of the others are then in the prefix cache. Each row still has pages of its own.
     """
+    for name, found in ways_of_one_row(engine).items():
+        print(
+            f"  one row's {name}: {found['ours_ms']:.3f} ms with our kernels around products, "
+            f"{found['library_ms']:.3f} ms with the library's products; kept: {found['kept']}",
+            flush=True,
+        )
     results = []
     for rows in sorted(sizes.batches, reverse=True):
         results.append(_decoding(engine, rows, work, rates, sizes))

@@ -74,7 +74,7 @@ def check_all(device: torch.device) -> list[dict[str, Any]]:
 
 def _checks() -> Iterator[Check]:
     # They import Triton.
-    from gpu_parts import checks_attention, checks_engine, checks_experts, checks_layers, checks_sampler
+    from gpu_parts import checks_attention, checks_engine, checks_experts, checks_layers, checks_row, checks_sampler
 
-    for family in (checks_layers, checks_attention, checks_experts, checks_sampler, checks_engine):
+    for family in (checks_layers, checks_row, checks_attention, checks_experts, checks_sampler, checks_engine):
         yield from family.CHECKS

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata
 from engine.execution.decode_state import DecodeState
 from engine.execution.kv_cache import KVCache
+from engine.execution.one_row import OneRow
 from engine.execution.pending import LateResult
 from engine.execution.recording import Recorder
 from engine.model.layers import CrossPages
@@ -46,10 +47,12 @@ class DecodeGraphs:
         max_rows: most rows of a decoding step.
         record: makes a graph of a function.
         min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
+        seconds: what a graph takes; None: nothing is timed (`OneRow`).
 
     Attributes:
         hidden: [most rows, features] where a step leaves its hidden states.
         sampling: what follows, if it is recorded, too.
+        one_row: how one row was recorded.
         num_replayed: steps that ran as a graph.
     """
 
@@ -62,6 +65,7 @@ class DecodeGraphs:
         max_rows: int,
         record: Recorder,
         min_rows: int = 1,
+        seconds: Callable[[Callable[[], None]], float] | None = None,
     ):
         self._model, self._cache, self._sampled, self._record = model, cache, sampled, record
         self._max_rows = max_rows
@@ -77,15 +81,16 @@ class DecodeGraphs:
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=model.device)
         self._graphs: dict[int, Callable[[], None]] = {}
         self.sampling: SamplingGraphs | None = None
+        self.one_row = OneRow(model, record, seconds)
         self.num_replayed = 0
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Record all graphs, the largest first; the state is padding, so that they write into block 0 alone."""
         for size in reversed(self._sizes):
-            self._graphs[size] = self._record(self._step(size))
+            self._graphs[size] = self._recorder(size, "layers")(self._step(size))
             if self.sampling is not None:
-                self.sampling.capture(size)
+                self.sampling.capture(size, self._recorder(size, "logits"))
         self._cache.clear_scratch()
 
     def serves(self, plan: StepPlan) -> bool:
@@ -124,6 +129,13 @@ class DecodeGraphs:
 
     def _size_of(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]
+
+    def _recorder(self, size: int, name: str) -> Recorder:
+        def outcome() -> Tensor:
+            hidden = self.hidden[:1].clone()
+            return hidden if self.sampling is None or name == "layers" else self.sampling.logits(1)
+
+        return self._record if size > 1 else self.one_row.recorder(name, outcome)
 
     def _step(self, size: int) -> Callable[[], None]:
         """What a graph of `size` rows does."""

@@ -29,10 +29,8 @@ class SamplingGraphs:
         num_sent: those for which the device had to be told something.
     """
 
-    def __init__(
-        self, logits: Callable[[Tensor], Tensor], hidden: Tensor, sampled: Tensor, vocabulary: int, record: Recorder
-    ):
-        self._logits, self._hidden, self._sampled, self._record = logits, hidden, sampled, record
+    def __init__(self, logits: Callable[[Tensor], Tensor], hidden: Tensor, sampled: Tensor, vocabulary: int):
+        self._logits, self._hidden, self._sampled = logits, hidden, sampled
         self._sampler = CapturedSampler(len(hidden), vocabulary, hidden.device)
         self._graphs: dict[int, Callable[[], None]] = {}
         self._sent: SamplingBatch | None = None
@@ -40,9 +38,13 @@ class SamplingGraphs:
         self.num_replayed = self.num_sent = 0
 
     @torch.inference_mode()
-    def capture(self, size: int) -> None:
+    def capture(self, size: int, record: Recorder) -> None:
         """Record the sampling of so many rows."""
-        self._graphs[size] = self._record(lambda: self._step(size))
+        self._graphs[size] = record(lambda: self._step(size))
+
+    def logits(self, size: int) -> Tensor:
+        """Those of the first rows' hidden states, as they lie there now."""
+        return self._logits(self._hidden[:size])
 
     def serves(self, batch: SamplingBatch) -> bool:
         """Nothing is wanted but one token a row."""
@@ -76,5 +78,5 @@ class SamplingGraphs:
         return given
 
     def _step(self, size: int) -> None:
-        self._sampler.launch(self._logits(self._hidden[:size]))
+        self._sampler.launch(self.logits(size))
         self._sampled[:size].copy_(self._sampler.tokens[:size])

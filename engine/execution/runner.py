@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -145,16 +146,28 @@ class ModelRunner:
             if self._sampler is not None and isinstance(self.model.spec.head, Lm):
                 self._sampler.warm(self.model.vocab_size)
 
-    def use_graphs(self, max_rows: int, record: Recorder) -> None:
-        """Record decoding steps of up to max_rows rows, and run them so from now on."""
+    def use_graphs(
+        self, max_rows: int, record: Recorder, seconds: Callable[[Callable[[], None]], float] | None = None
+    ) -> None:
+        """Record decoding steps of up to max_rows rows, and run them so from now on.
+
+        Args:
+            seconds: what a graph takes; None: nothing is timed.
+        """
         graphs = DecodeGraphs(
-            self.model, self.cache, self._sampled.data, max_rows=max_rows, record=record, min_rows=self.min_rows
+            self.model,
+            self.cache,
+            self._sampled.data,
+            max_rows=max_rows,
+            record=record,
+            min_rows=self.min_rows,
+            seconds=seconds,
         )
         if self._sampler is not None and isinstance(self.model.spec.head, Lm):
             from engine.execution.graph_sampling import SamplingGraphs
 
             vocabulary, sampled = self.model.vocab_size, self._sampled.data
-            graphs.sampling = SamplingGraphs(self._logits, graphs.hidden, sampled, vocabulary, record)
+            graphs.sampling = SamplingGraphs(self._logits, graphs.hidden, sampled, vocabulary)
         graphs.capture()
         self.graphs = graphs
 

@@ -56,7 +56,8 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int) -> Non
         return
     began = time.perf_counter()
     try:
-        runner.use_graphs(max_rows, CudaRecorder(device))
+        recorder = CudaRecorder(device)
+        runner.use_graphs(max_rows, recorder, recorder.seconds)
     except Exception as error:  # torch's and Triton's of all kinds: serving slowly is better than not at all
         logger.warning(
             "decoding steps run eagerly, which is slower: they cannot be recorded as CUDA graphs (%s). Set "

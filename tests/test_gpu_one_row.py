@@ -1,0 +1,142 @@
+"""Steps of one row, recorded in both ways of which the faster is kept: the tokens of `transformers` by either.
+
+Without a GPU, Triton's interpreter runs them, what would be recorded is called, and the test says what took how long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from support.driving import Job, make_engine, run
+from support.families import FAMILY_SHAPES, make_family_checkpoint
+from support.gpu import kernels
+from support.jobs import CHECKPOINT, greedy, prompt
+from support.reference import MIN_MARGIN
+from support.seq2seq import make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES as SEQ2SEQ
+
+from engine import Engine
+from engine import engine as engine_module
+from engine.execution.recording import CudaRecorder, Recorder, eager
+from engine.gpu import matvec
+
+SETTINGS: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 1}
+SETTINGS["max_num_batched_tokens"] = 4  # also what an engine tries when it starts
+TOKENS = 4
+LIBRARY, OURS = (1.0, 2.0), (2.0, 1.0)  # seconds with the library's products, and with our kernels
+
+
+def use_graphs(engine: Engine, device: torch.device, *seconds: float) -> None:
+    """Record steps of one row again, and be told how long they take."""
+    record: Recorder = eager if device.type == "cpu" else CudaRecorder(device)
+    times = cycle(seconds)
+    engine.runner.use_graphs(1, record, (lambda replay: next(times)) if seconds else None)
+
+
+@contextmanager
+def recorded(path: Path, *seconds: float) -> Iterator[Engine]:
+    # Of a CPU's products, which are not ours here, a row alone may not be one that does not depend on others.
+    with kernels() as device, mock.patch.object(engine_module, "min_invariant_rows", return_value=1):
+        engine = make_engine(path, **(SETTINGS | {"device": str(device)}))
+        try:
+            use_graphs(engine, device, *seconds)
+            yield engine
+        finally:
+            engine.close()
+
+
+@contextmanager
+def counted() -> Iterator[mock.Mock]:
+    """Calls of our products."""
+    with mock.patch.object(matvec, "product", side_effect=matvec.product) as products:
+        yield products
+
+
+def check(path: Path, tokens: list[int], expected: list[int]) -> None:
+    job = Job(tokens, greedy(TOKENS, ignore_eos=True))
+    with recorded(path, *OURS) as engine:
+        with counted() as products:
+            assert run(engine, [job])[0][0][: len(expected)] == expected
+        graphs = engine.runner.graphs
+        assert graphs is not None
+        assert graphs.num_replayed == TOKENS - 1
+        assert all(found.fused_kept for found in graphs.one_row.timed.values())
+        assert set(graphs.one_row.timed) == {"layers", "logits"}
+        # A GPU calls nothing: it replays.
+        assert products.call_count or engine.runner.model.device.type == "cuda"
+        use_graphs(engine, engine.runner.model.device, *LIBRARY)
+        with counted() as products:
+            assert run(engine, [job])[0][0][: len(expected)] == expected
+        assert not products.called
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = make_family_checkpoint(FAMILY_SHAPES[name], tmp_path)
+    tokens = min(model.prompts(), key=len)
+    expected = model.greedy(tokens)
+    assert expected.margin > MIN_MARGIN
+    check(tmp_path, tokens, expected.answers[0].tokens[:TOKENS])
+
+
+def test_tokens_of_an_encoder_decoder(tmp_path: Path) -> None:
+    model = make_seq2seq_checkpoint(SEQ2SEQ["t5"], tmp_path)
+    case = model.cases()[0]
+    check(tmp_path, list(case.source), model.greedy(case).answers[0].tokens[:TOKENS])
+
+
+def test_nothing_is_timed_where_nobody_can(checkpoint: Callable[[str], Any]) -> None:
+    with recorded(checkpoint(CHECKPOINT).path) as engine, counted() as products:
+        run(engine, [Job(prompt(1, 5), greedy(3))])
+        assert not products.called
+        assert engine.runner.graphs is not None
+        assert not engine.runner.graphs.one_row.timed
+
+
+def test_the_log_says_what_was_kept(checkpoint: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="octavo.execution")
+    with recorded(checkpoint(CHECKPOINT).path, 2e-3, 1e-3, 1e-3, 3e-3):
+        pass
+    assert "layers of one row: 1.000 ms with our kernels around products, 2.000 ms with the library's" in caplog.text
+    assert "1.000 ms with the library's products: the library's are used" in caplog.text
+
+
+def wrong(*args: Any, **how: Any) -> torch.Tensor:
+    return matvec_product(*args, **how).mul_(1.5)
+
+
+def missing(*args: Any, **how: Any) -> torch.Tensor:
+    return matvec_product(*args, **how).fill_(torch.nan)
+
+
+def broken(*args: Any, **how: Any) -> torch.Tensor:
+    raise RuntimeError("no kernel image is available, says the test")
+
+
+matvec_product = matvec.product
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"), [(wrong, "results are off by"), (missing, "off by nan"), (broken, "no kernel image")]
+)
+def test_kernels_that_go_wrong_are_not_used(
+    kernel: Callable[..., torch.Tensor],
+    said: str,
+    checkpoint: Callable[[str], Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with mock.patch.object(matvec, "product", kernel), recorded(checkpoint(CHECKPOINT).path, *OURS) as engine:
+        assert caplog.text.count(said) == 2, "of layers and of logits"
+        assert engine.runner.graphs is not None
+        assert not engine.runner.graphs.one_row.timed
+        assert len(run(engine, [Job(prompt(1, 5), greedy(3, ignore_eos=True))])[0][0]) == 3
