@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import native
-from engine.execution.one_row import Timed
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -197,13 +196,10 @@ def test_the_plot(tmp_path: Path) -> None:
 
 
 def test_the_way_of_one_row_is_told() -> None:
-    timed = {"layers": Timed(library=3e-3, fused=2e-3), "logits": Timed(library=1e-3, fused=2e-3)}
-    graphs = SimpleNamespace(one_row=SimpleNamespace(timed=timed))
+    timed, kept = {"layers": {"one": 3e-3, "other": 2e-3}}, {"layers": "other"}
+    graphs = SimpleNamespace(one_row=SimpleNamespace(timed=timed, kept=kept))
     engine: Any = SimpleNamespace(runner=SimpleNamespace(graphs=graphs))
-    assert shapes.ways_of_one_row(engine) == {
-        "layers": {"ours_ms": 2.0, "library_ms": 3.0, "kept": "ours"},
-        "logits": {"ours_ms": 2.0, "library_ms": 1.0, "kept": "library"},
-    }
+    assert shapes.ways_of_one_row(engine) == {"layers": {"ms": {"one": 3.0, "other": 2.0}, "kept": "other"}}
     engine.runner.graphs = None
     assert shapes.ways_of_one_row(engine) == {}
 

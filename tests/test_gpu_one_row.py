@@ -27,13 +27,14 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine
 from engine import engine as engine_module
+from engine.execution.one_row import FUSED, LIBRARY, OVERLAPPING
 from engine.execution.recording import CudaRecorder, Recorder, eager
 from engine.gpu import matvec
 
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 1}
 SETTINGS["max_num_batched_tokens"] = 4  # also what an engine tries when it starts
 TOKENS = 4
-LIBRARY, OURS = (1.0, 2.0), (2.0, 1.0)  # seconds with the library's products, and with our kernels
+SLOWER, FASTER = (1.0, 2.0), (2.0, 1.0)  # seconds with the library's products, and with fused ones
 
 
 def use_graphs(engine: Engine, device: torch.device, *seconds: float) -> None:
@@ -44,9 +45,13 @@ def use_graphs(engine: Engine, device: torch.device, *seconds: float) -> None:
 
 
 @contextmanager
-def recorded(path: Path, *seconds: float) -> Iterator[Engine]:
-    # Of a CPU's products, which are not ours here, a row alone may not be one that does not depend on others.
-    with kernels() as device, mock.patch.object(engine_module, "min_invariant_rows", return_value=1):
+def recorded(path: Path, *seconds: float, overlap: bool = False) -> Iterator[Engine]:
+    with (
+        kernels() as device,
+        mock.patch.object(matvec, "can_overlap", return_value=overlap),
+        # With a CPU's products, which are not ours here, a row alone may not be what it is among others.
+        mock.patch.object(engine_module, "min_invariant_rows", return_value=1),
+    ):
         engine = make_engine(path, **(SETTINGS | {"device": str(device)}))
         try:
             use_graphs(engine, device, *seconds)
@@ -64,17 +69,16 @@ def counted() -> Iterator[mock.Mock]:
 
 def check(path: Path, tokens: list[int], expected: list[int]) -> None:
     job = Job(tokens, greedy(TOKENS, ignore_eos=True))
-    with recorded(path, *OURS) as engine:
+    with recorded(path, *FASTER) as engine:
         with counted() as products:
             assert run(engine, [job])[0][0][: len(expected)] == expected
         graphs = engine.runner.graphs
         assert graphs is not None
         assert graphs.num_replayed == TOKENS - 1
-        assert all(found.fused_kept for found in graphs.one_row.timed.values())
-        assert set(graphs.one_row.timed) == {"layers", "logits"}
+        assert graphs.one_row.kept == dict.fromkeys(("layers", "logits"), FUSED.name)
         # A GPU calls nothing: it replays.
         assert products.call_count or engine.runner.model.device.type == "cuda"
-        use_graphs(engine, engine.runner.model.device, *LIBRARY)
+        use_graphs(engine, engine.runner.model.device, *SLOWER)
         with counted() as products:
             assert run(engine, [job])[0][0][: len(expected)] == expected
         assert not products.called
@@ -105,10 +109,37 @@ def test_nothing_is_timed_where_nobody_can(checkpoint: Callable[[str], Any]) -> 
 
 def test_the_log_says_what_was_kept(checkpoint: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="octavo.execution")
-    with recorded(checkpoint(CHECKPOINT).path, 2e-3, 1e-3, 1e-3, 3e-3):
+    times = (2e-3, 1e-3, 1e-3, 3e-3)
+    with recorded(checkpoint(CHECKPOINT).path, *times):
         pass
-    assert "layers of one row: 1.000 ms with our kernels around products, 2.000 ms with the library's" in caplog.text
-    assert "1.000 ms with the library's products: the library's are used" in caplog.text
+    first, second = "the library's products", "fused products"
+    assert f"layers of one row: 2.000 ms with {first}, 1.000 ms with {second}; kept: {second}" in caplog.text
+    assert f"logits of one row: 1.000 ms with {first}, 3.000 ms with {second}; kept: {first}" in caplog.text
+
+
+def test_kernels_may_overlap_where_a_gpu_can(checkpoint: Callable[[str], Any]) -> None:
+    """There is a third way then, which nothing but its time tells from the second."""
+    asked = []
+
+    def product(*args: Any, **how: Any) -> torch.Tensor:
+        asked.append(matvec._overlapping)
+        return matvec_product(*args, **how)
+
+    times = (3.0, 2.0, 1.0)
+    if torch.cuda.is_available() and not matvec.can_overlap(torch.device("cuda")):
+        pytest.skip("this GPU's kernels cannot overlap")
+    path = checkpoint(CHECKPOINT).path
+    with mock.patch.object(matvec, "product", product), recorded(path, *times, overlap=True) as engine:
+        assert set(asked) == {False, True}
+        graphs = engine.runner.graphs
+        assert graphs is not None
+        assert graphs.one_row.kept == dict.fromkeys(("layers", "logits"), OVERLAPPING.name)
+        assert list(graphs.one_row.timed["layers"].values()) == list(times)
+        if engine.runner.model.device.type == "cpu":
+            asked.clear()
+            run(engine, [Job(prompt(1, 5), greedy(3, ignore_eos=True))])
+            assert set(asked) == {True}
+        assert not matvec._overlapping
 
 
 def wrong(*args: Any, **how: Any) -> torch.Tensor:
@@ -127,7 +158,7 @@ matvec_product = matvec.product
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"), [(wrong, "results are off by"), (missing, "off by nan"), (broken, "no kernel image")]
+    ("kernel", "said"), [(wrong, "are off by"), (missing, "are off by nan"), (broken, "no kernel image")]
 )
 def test_kernels_that_go_wrong_are_not_used(
     kernel: Callable[..., torch.Tensor],
@@ -135,8 +166,8 @@ def test_kernels_that_go_wrong_are_not_used(
     checkpoint: Callable[[str], Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with mock.patch.object(matvec, "product", kernel), recorded(checkpoint(CHECKPOINT).path, *OURS) as engine:
+    with mock.patch.object(matvec, "product", kernel), recorded(checkpoint(CHECKPOINT).path, *FASTER) as engine:
         assert caplog.text.count(said) == 2, "of layers and of logits"
         assert engine.runner.graphs is not None
-        assert not engine.runner.graphs.one_row.timed
+        assert engine.runner.graphs.one_row.kept == dict.fromkeys(("layers", "logits"), LIBRARY.name)
         assert len(run(engine, [Job(prompt(1, 5), greedy(3, ignore_eos=True))])[0][0]) == 3

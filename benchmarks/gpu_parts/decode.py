@@ -98,11 +98,8 @@ def decode(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[
     Largest first: the prompts of the others are then in the prefix cache. Each row still has pages of its own.
     """
     for name, found in ways_of_one_row(engine).items():
-        print(
-            f"  one row's {name}: {found['ours_ms']:.3f} ms with our kernels around products, "
-            f"{found['library_ms']:.3f} ms with the library's products; kept: {found['kept']}",
-            flush=True,
-        )
+        told = ", ".join(f"{milliseconds:.3f} ms with {way}" for way, milliseconds in found["ms"].items())
+        print(f"  one row's {name}: {told}; kept: {found['kept']}", flush=True)
     results = []
     for rows in sorted(sizes.batches, reverse=True):
         results.append(_decoding(engine, rows, work, rates, sizes))

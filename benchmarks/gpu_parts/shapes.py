@@ -266,13 +266,12 @@ def facts(engine: Engine) -> dict[str, Any]:
 
 
 def ways_of_one_row(engine: Engine) -> dict[str, dict[str, Any]]:
-    """What the engine found when it recorded steps of one row both ways, and which it kept: of layers, of logits."""
+    """What the engine found when it recorded steps of one row in several ways, of layers and of logits: milliseconds,
+    and which way it kept."""
     graphs = engine.runner.graphs
+    if graphs is None:
+        return {}
     return {
-        name: {
-            "ours_ms": 1e3 * found.fused,
-            "library_ms": 1e3 * found.library,
-            "kept": "ours" if found.fused_kept else "library",
-        }
-        for name, found in ({} if graphs is None else graphs.one_row.timed).items()
+        name: {"ms": {way: 1e3 * seconds for way, seconds in times.items()}, "kept": graphs.one_row.kept[name]}
+        for name, times in graphs.one_row.timed.items()
     }

@@ -1,7 +1,7 @@
 """How one row decodes on a GPU: with the library's products, as many rows do, or with kernels that take along what lies
-around a product (`engine.model.fused_row`).
+around a product (`engine.model.fused_row`), each of which may begin while the one before it ends.
 
-Which is faster depends on the GPU and on the model's shapes, and nobody has to guess: both are recorded at start and
+Which is faster depends on the GPU and on the model's shapes, and nobody has to guess: all are recorded at start and
 timed, and one is kept. A way whose results are others than those of the library's products is not.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,101 +26,118 @@ logger = logging.getLogger("octavo.execution")
 _ALIKE = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """What was found out about one row.
+class Way(NamedTuple):
+    """A way of computing one row.
 
     Attributes:
-        library, fused: seconds with the library's products, and with kernels of our own.
+        name: for the log.
+        fused: with our kernels around products.
+        overlapping: which begin while the ones before them end.
     """
 
-    library: float
-    fused: float
+    name: str
+    fused: bool = False
+    overlapping: bool = False
 
-    @property
-    def fused_kept(self) -> bool:
-        """Ours were faster."""
-        return self.fused < self.library
+
+LIBRARY = Way("the library's products")
+FUSED = Way("fused products", fused=True)
+OVERLAPPING = Way("overlapping fused products", fused=True, overlapping=True)
 
 
 class OneRow:
-    """Records what is done for one row in both ways, and keeps the faster.
+    """Records what is done for one row in all ways, and keeps the fastest.
 
     Args:
         record: makes a graph of a function.
         seconds: what a graph takes. None: nothing is timed, and the library's products are taken.
 
     Attributes:
-        timed: what was found, by the name of what was recorded.
+        timed: the seconds of each way by its name, by the name of what was recorded; kept: which way was.
     """
 
     def __init__(self, model: Transformer, record: Recorder, seconds: Callable[[Callable[[], None]], float] | None):
         self._model, self._record, self._seconds = model, record, seconds
-        self.timed: dict[str, Timed] = {}
+        self.timed: dict[str, dict[str, float]] = {}
+        self.kept: dict[str, str] = {}
 
     def recorder(self, name: str, outcome: Callable[[], Tensor]) -> Recorder:
         """What records a function for one row.
 
         Args:
             name: of the function, for the log.
-            outcome: its results, once it has run, which are to be the same in both ways.
+            outcome: its results, once it has run, which are to be the same in all ways.
         """
-        return lambda function: self._faster(name, function, outcome)
+        return lambda function: self._fastest(name, function, outcome)
 
-    def _faster(self, name: str, function: Callable[[], None], outcome: Callable[[], Tensor]) -> Callable[[], None]:
-        library = self._record(_way(self._model, function, fused=False))
+    def _fastest(self, name: str, function: Callable[[], None], outcome: Callable[[], Tensor]) -> Callable[[], None]:
+        kept = self._in(LIBRARY, function)
         decoder = self._model.decoder
         if self._seconds is None or decoder is None or decoder.fused is None:
-            return library
-        try:
-            difference = self._difference(function, outcome)
-            if not difference <= _ALIKE:
-                logger.warning("%s of one row: our kernels' results are off by %.2g, and not used", name, difference)
-                return library
-            fused = self._record(_way(self._model, function, fused=True))
-        except Exception as error:  # of torch and Triton all kinds: there is another way
-            logger.warning("%s of one row: our kernels cannot be used (%s)", name, error)
-            return library
-        found = self.timed[name] = Timed(self._seconds(library), self._seconds(fused))
-        logger.info(
-            "%s of one row: %.3f ms with our kernels around products, %.3f ms with the library's products: %s are used",
-            name,
-            1e3 * found.fused,
-            1e3 * found.library,
-            "ours" if found.fused_kept else "the library's",
-        )
-        return fused if found.fused_kept else library
+            return kept
+        with gpu.current(self._model.device):
+            wanted = self._results(LIBRARY, kept, outcome)
+            times = {LIBRARY.name: self._seconds(kept)}
+            best = LIBRARY.name
+            for way in self._ours():
+                try:
+                    replay = self._in(way, function)
+                    taken = self._seconds(replay)
+                    difference = _difference(self._results(way, replay, outcome), wanted)
+                except Exception as error:  # of torch and Triton all kinds: there is another way
+                    logger.warning("%s of one row: %s cannot be used (%s)", name, way.name, error)
+                    break
+                if not difference <= _ALIKE:
+                    logger.warning("%s of one row: %s are off by %.2g, and not used", name, way.name, difference)
+                    break
+                times[way.name] = taken
+                if taken < times[best]:
+                    kept, best = replay, way.name
+        self.timed[name], self.kept[name] = times, best
+        told = ", ".join(f"{1e3 * seconds:.3f} ms with {way}" for way, seconds in times.items())
+        logger.info("%s of one row: %s; kept: %s", name, told, best)
+        return kept
 
-    def _difference(self, function: Callable[[], None], outcome: Callable[[], Tensor]) -> float:
-        """How far results are from those of the library's products, relative to their size."""
-        results = []
-        for fused in (False, True):
-            with _chosen(self._model, fused), gpu.current(self._model.device):
+    def _ours(self) -> list[Way]:
+        from engine.gpu import matvec
+
+        return [FUSED, OVERLAPPING] if matvec.can_overlap(self._model.device) else [FUSED]
+
+    def _in(self, way: Way, function: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            with _chosen(self._model, way):
                 function()
-                results.append(outcome().double())
-        wanted, found = results
-        size = torch.linalg.vector_norm(wanted).clamp(min=torch.finfo(torch.float32).tiny)
-        return float(torch.linalg.vector_norm(found - wanted) / size)
+
+        return self._record(run)
+
+    def _results(self, way: Way, replay: Callable[[], None], outcome: Callable[[], Tensor]) -> Tensor:
+        with _chosen(self._model, way):
+            replay()
+            return outcome().double()
 
 
-def _way(model: Transformer, function: Callable[[], None], *, fused: bool) -> Callable[[], None]:
-    def run() -> None:
-        with _chosen(model, fused):
-            function()
-
-    return run
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    """How far results are from others, relative to their size."""
+    size = torch.linalg.vector_norm(wanted).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(torch.linalg.vector_norm(found - wanted) / size)
 
 
 @contextmanager
-def _chosen(model: Transformer, fused: bool) -> Iterator[None]:
+def _chosen(model: Transformer, way: Way) -> Iterator[None]:
     """One way is taken while this lasts; what is recorded keeps to it."""
     layers, head = (None if model.decoder is None else model.decoder.fused), model.head
     parts = [part for part in (layers, head if isinstance(head, Linear) else None) if part is not None]
     before = [part.by_row for part in parts]
+    overlap: AbstractContextManager[None] = nullcontext()
+    if way.overlapping:
+        from engine.gpu import matvec
+
+        overlap = matvec.overlapping(True)
     for part in parts:
-        part.by_row = fused
+        part.by_row = way.fused
     try:
-        yield
+        with overlap:
+            yield
     finally:
         for part, was in zip(parts, before, strict=True):
             part.by_row = was

@@ -10,18 +10,25 @@ even before the norm is computed, and the next tile before the last one is summe
 multiprocessor. The row of numbers comes from the cache: each program norms it again, which is cheaper than a kernel,
 and in return gets many rows of a large matrix (`tiling`). Weights are read once, and make way first in the caches.
 
+Where the GPU can (`can_overlap`), a product may begin while the kernel before it ends: its programs take the places
+that others have left, ask for weights, which nobody writes, and wait for that kernel before they read or write anything
+else. As each of them waits, nothing that a kernel further back did is missing either.
+
 The order of a sum depends on the matrix's shape alone; nothing is added atomically. Numbers are rounded where the
 modules round theirs: after the norm, the product with its bias, the activation, the gate, and each sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.gpu.activations import FUNCTIONS, activated
 from engine.gpu.norms import Norm, features_of, kind, normalised
@@ -32,6 +39,8 @@ _PROGRAMS = 256  # about two for each of an H200's 132 multiprocessors, where th
 _LEAST = 4096  # bytes of a program
 _TILE = 16 * 1024  # bytes; of a small matrix up to twice as many
 STAGES = 3  # tiles that are asked for before the first is there, and one
+
+_overlapping = False
 
 
 class Tiling(NamedTuple):
@@ -103,7 +112,7 @@ def _results(total, addend, before, then, FUNCTION: tl.constexpr, GATED: tl.cons
 def held_kernel(
     x, factors, shifts, weight, bias, stream, also, out, eps,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program p: STEPS times ROWS of the WIDTH results of a row x [SIZE], which it norms and holds.
 
@@ -120,6 +129,9 @@ def held_kernel(
     if STEPS == 1:
         tile = _weights(weight + first * SIZE + place, (first + number // EACH < WIDTH)[:, None] & inside)
         tl.debug_barrier()  # else the compiler puts loads of weights off until the row is there
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     numbers = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if KIND > 0:
         factor = features_of(factors, at, inside, 1.0 if KIND == 3 else 0.0)
@@ -144,6 +156,7 @@ def held_kernel(
 def pieces_kernel(
     x, weight, bias, stream, also, out,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program p: ROWS of the WIDTH results of a row x [SIZE], which it reads in pieces of BLOCK."""
     FORMAT: tl.constexpr = weight.dtype.element_ty
@@ -151,6 +164,9 @@ def pieces_kernel(
     there = row < WIDTH
     at = tl.arange(0, BLOCK)[None, :]
     source = weight + row[:, None] * SIZE + at
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     addend = features_of(bias, row, there, 0.0)
     before = features_of(stream, row, there, 0.0)
     then = features_of(also, row, there, 0.0)
@@ -162,6 +178,22 @@ def pieces_kernel(
         total += tile.to(tl.float32) * numbers.to(tl.float32)
     results = _results(tl.sum(total, 1), addend, before, then, None, False, FORMAT)
     tl.store(out + row, results.to(out.dtype.element_ty), mask=there)
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels on a device may begin before the one before them has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@contextmanager
+def overlapping(wanted: bool) -> Iterator[None]:
+    """While this lasts, products begin while the kernel before them ends, on devices that `can_overlap`."""
+    global _overlapping
+    before, _overlapping = _overlapping, wanted
+    try:
+        yield
+    finally:
+        _overlapping = before
 
 
 def serves(weight: Tensor, *, alone: bool = True) -> bool:
@@ -206,17 +238,19 @@ def product(
     alone = norm is None and function is None
     how = tiling(width, features, weight.element_size(), gated=gated, normed=not alone)
     programs = (triton.cdiv(width, how.rows * how.steps),)
+    early = _overlapping and x.is_cuda
+    options = {"num_warps": how.warps} | ({"launch_pdl": True} if early else {})
     if not how.held:
         pieces_kernel[programs](
             x, weight, bias, stream, also, out,
-            SIZE=features, WIDTH=width, ROWS=how.rows, BLOCK=how.block, STAGES=STAGES, num_warps=how.warps,
+            SIZE=features, WIDTH=width, ROWS=how.rows, BLOCK=how.block, STAGES=STAGES, EARLY=early, **options,
         )  # fmt: skip
         return out
     none = Norm(None, 0.0)
     held_kernel[programs](
         x, (norm or none).weight, (norm or none).bias, weight, bias, stream, also, out, (norm or none).eps,
         SIZE=features, WIDTH=width, KIND=kind(norm), FUNCTION=function, GATED=gated,
-        ROWS=how.rows, STEPS=how.steps, BLOCK=how.block, STAGES=STAGES, num_warps=how.warps,
+        ROWS=how.rows, STEPS=how.steps, BLOCK=how.block, STAGES=STAGES, EARLY=early, **options,
     )  # fmt: skip
     return out
 
