@@ -67,7 +67,7 @@ class _Mirrored:
     def differences(self, rows: slice, columns: int) -> tuple[Int32, Int32]:
         """Where the two differ, as places in the whole, and what is wanted there; they do not afterwards."""
         wanted, expected = self.wanted[rows, :columns], self.expected[rows, :columns]
-        row, column = np.nonzero(wanted != expected)
+        row, column = np.divmod(np.flatnonzero(wanted != expected), max(columns, 1))
         values = wanted[row, column]
         expected[row, column] = values
         return ((row + rows.start) * self.wanted.shape[1] + column + self.first).astype(np.int32), values
@@ -145,9 +145,10 @@ class DecodeState:
         fixed[:, padding], fixed[_SOURCE, padding], fixed[_CONTEXT, padding] = 0, -1, 1
         found = [
             self._lay(self._tables, plan.block_tables, rows),
-            self._lay(self._memories, None if plan.cross is None else plan.cross.tables, rows),
             self._fixed.differences(slice(0, 6), rows.stop),
         ]
+        if plan.cross is not None or self._memories.used:
+            found.append(self._lay(self._memories, None if plan.cross is None else plan.cross.tables, rows))
         self._sender.send(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
         self._num_rows = count
 

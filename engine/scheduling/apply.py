@@ -314,9 +314,10 @@ def _apply_beams(group: SequenceGroup, beam: BeamSearch, ranking: Ranking, answe
         delta = final_abort(group, "error", "no token is possible: every token is banned for all beams")
         return Outcome(delta, [], dropped=list(parents))
     live, forks, dropped = _extend(parents, step.live)
-    for place, (sequence, continuation) in enumerate(zip(live, step.live, strict=True)):
+    for place, sequence in enumerate(live):
         sequence.index = place
         if sequence.logprobs is not None:
+            continuation = step.live[place]
             entry = _token_logprobs(group, answer, first + continuation.parent, continuation.column)
             sequence.logprobs += [] if entry is None else [entry]
     choices = _finished_beams(group) if step.done else _settled_beams(group, live)
@@ -347,7 +348,8 @@ def _settled_beams(group: SequenceGroup, live: Seq[Sequence]) -> list[ChoiceDelt
     """Tokens that became certain: see `settled_lengths`."""
     base = min(group.settled)
     start = live[0].num_prompt + base
-    if len(live) > 1 and live[0].tokens[start] != live[-1].tokens[start]:
+    token = live[0].tokens[start]
+    if any(sequence.tokens[start] != token for sequence in live[1:]):
         return []  # they part where nothing is settled yet: what most steps find
     outputs = [sequence.tokens.view(start).tolist() for sequence in live]
     kept = [hypothesis.token_ids[base:] for hypothesis in group.kept]

@@ -151,11 +151,6 @@ class Sequence:
         """Tokens that are computed, or will be by the steps in flight."""
         return self.num_computed + self.num_in_flight
 
-    @property
-    def remaining(self) -> int:
-        """Tokens that still have to be scheduled before the next one can be sampled."""
-        return self.tokens.size + self.num_pending - self.num_computed - self.num_in_flight
-
     def output(self) -> tuple[int, ...]:
         """Tokens generated so far."""
         return tuple(self.tokens.view(self.num_prompt).tolist())
@@ -315,7 +310,7 @@ class SequenceGroup:
         if len(self.sequences) == 1:  # most of them, in every step
             (one,) = self.sequences
             return [(one, one.tokens.size + one.num_pending - one.num_computed - one.num_in_flight)]
-        return [(sequence, sequence.remaining) for sequence in self.sequences]
+        return [(s, s.tokens.size + s.num_pending - s.num_computed - s.num_in_flight) for s in self.sequences]
 
     def may_run_ahead(self) -> bool:
         """Its next step can be planned although the answer of one in flight is not known. If it runs in that."""
