@@ -822,8 +822,8 @@ class TestIntBuffer:
         copy[0] = 9
         buffer.append(5)
         assert (list(buffer), list(copy)) == ([1, 2, 3, 5], [9, 2, 3, 4])
-        buffer.assign(IntBuffer(range(40)))
-        assert list(buffer) == list(range(40))
+        buffer.assign(IntBuffer([1, 2, *range(40)]), 2)
+        assert list(buffer) == [1, 2, *range(40)]
 
     @pytest.mark.parametrize("index", [3, -4, 100])
     def test_outside(self, index: int) -> None:

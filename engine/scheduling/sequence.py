@@ -72,11 +72,11 @@ class IntBuffer:
         """The values."""
         return self._data[: self.size].tolist()  # type: ignore[no-any-return]
 
-    def assign(self, other: IntBuffer) -> None:
-        """Have the values of another buffer, and room for more."""
+    def assign(self, other: IntBuffer, start: int = 0) -> None:
+        """Have the values of another buffer, and room for more; those before `start` are the same already."""
         if other.size > len(self._data):
-            self._data = np.empty(other.size + 16, dtype=np.int32)
-        self._data[: other.size] = other._data[: other.size]
+            self._data = self._grown(other.size)
+        self._data[start : other.size] = other._data[start : other.size]
         self.size = other.size
 
     def _grown(self, size: int) -> Int32:
@@ -164,8 +164,8 @@ class Sequence:
         return self.hashes[:num_pages]
 
     def follow(self, parent: Sequence) -> None:
-        """Forget its own way, and go on as a copy of the parent; which pages it has is another matter."""
-        self.tokens.assign(parent.tokens)
+        """Forget its own way, and go on as a copy of another of its group; which pages it has is another matter."""
+        self.tokens.assign(parent.tokens, self.num_prompt)
         self.num_prompt = parent.num_prompt
         self.num_computed = parent.num_computed
         self.hashes = list(parent.hashes)
