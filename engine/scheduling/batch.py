@@ -264,11 +264,15 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
 
 def _histories(rows: Seq[Row]) -> dict[str, Any]:
     punished = [(i, row.sequence) for i, row in enumerate(rows) if row.group.has_penalties]
-    places = [np.arange(sequence.num_tokens) >= sequence.num_prompt for _, sequence in punished]
+    lengths = [sequence.tokens.size for _, sequence in punished]
+    is_output, start = np.ones(sum(lengths), dtype=np.bool_), 0
+    for (_, sequence), length in zip(punished, lengths, strict=True):
+        is_output[start : start + sequence.num_prompt] = False
+        start += length
     return {
-        "history_row": np.repeat(_int32([i for i, _ in punished]), [sequence.num_tokens for _, sequence in punished]),
+        "history_row": np.repeat(_int32([i for i, _ in punished]), lengths),
         "history_token": np.concatenate([_int32([]), *(sequence.tokens.view() for _, sequence in punished)]),
-        "history_is_output": np.concatenate([np.zeros(0, dtype=np.bool_), *places]),
+        "history_is_output": is_output,
     }
 
 
