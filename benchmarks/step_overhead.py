@@ -43,12 +43,14 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "greedy, 1 row": (1, 30, 0, {"temperature": 0.0}),
     "greedy, 8 rows": (8, 30, 0, {"temperature": 0.0}),
     "greedy, 32 rows": (32, 30, 0, {"temperature": 0.0}),
+    "greedy, 256 rows": (256, 30, 0, {"temperature": 0.0}),
     "sampled, 1 row": (1, 30, 0, {"temperature": 0.8, "top_p": 0.9}),
     "sampled, 8 rows": (8, 30, 0, {"temperature": 0.8, "top_p": 0.9}),
     "sampled, 32 rows": (32, 30, 0, {"temperature": 0.8, "top_p": 0.9}),
     "penalties, 32 rows": (32, 30, 0, {"temperature": 0.8, "repetition_penalty": 1.1}),
     "beam 4, 1 request": (1, 6, 128, {"num_beams": 4, "temperature": 0.0}),
     "beam 4, 32 requests": (32, 6, 128, {"num_beams": 4, "temperature": 0.0}),
+    "beam 4, 64 of a decoder": (64, 30, 0, {"num_beams": 4, "temperature": 0.0}),
 }
 VOCABULARY = 32128
 # Parts of a step; `engine` is the sum of those before it, the others are the news on their way to the client.
@@ -66,7 +68,7 @@ class Stand(torch.nn.Module):
         self.decoder = object()
         self.device, self.unplaced = torch.device("cpu"), None
         self.spec = SimpleNamespace(head=spec.Lm(tied=True))
-        self.hidden = torch.zeros(4096, 8)
+        self.hidden = torch.zeros(8192, 8)
         self.weights = torch.zeros(MEMORY // 4)
         self.seconds = 0.0
 
