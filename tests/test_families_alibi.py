@@ -377,7 +377,6 @@ HEADS = [*range(1, 41), 48, 56, 71, 112, 128]
 @pytest.mark.parametrize("heads", HEADS)
 def test_slopes_equal_transformers(heads: int) -> None:
     ours = torch.tensor(slopes(heads))
-    torch.testing.assert_close(ours, modeling_bloom._get_alibi_slopes(heads, CPU), rtol=1e-6, atol=0)
     # A step of one position is the slope.
     bloom = modeling_bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)
     torch.testing.assert_close(ours, bloom[:, 0, 1], rtol=1e-6, atol=0)
