@@ -94,6 +94,7 @@ def test_greedy_setting(setting: str, checkpoint: Callable[[str], Checkpoint], s
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_beam_setting(setting: str, checkpoint: Callable[[str], Checkpoint], shared_llm: Any) -> None:
     """The same for beams, where processors act on log-probabilities."""
+    reference.skip_if_older(setting == "prompt_rewarded")
     model = checkpoint(NAME)
     ours, theirs = SETTINGS[setting]
     params = SamplingParams(num_beams=4, n=4, max_tokens=BEAM_LENGTH, **ours)
