@@ -33,7 +33,7 @@ from engine.gpu import matvec
 
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 1}
 SETTINGS["max_num_batched_tokens"] = 4  # also what an engine tries when it starts
-TOKENS = 4
+TOKENS = 3
 SLOWER, FASTER = (1.0, 2.0), (2.0, 1.0)  # seconds with the library's products, and with fused ones
 
 
@@ -67,7 +67,7 @@ def counted() -> Iterator[mock.Mock]:
         yield products
 
 
-def check(path: Path, tokens: list[int], expected: list[int]) -> None:
+def check(path: Path, tokens: list[int], expected: list[int], both: bool = False) -> None:
     job = Job(tokens, greedy(TOKENS, ignore_eos=True))
     with recorded(path, *FASTER) as engine:
         with counted() as products:
@@ -78,6 +78,8 @@ def check(path: Path, tokens: list[int], expected: list[int]) -> None:
         assert graphs.one_row.kept == dict.fromkeys(("layers", "logits"), FUSED.name)
         # A GPU calls nothing: it replays.
         assert products.call_count or engine.runner.model.device.type == "cuda"
+        if not both:  # the library's products with these kernels: in other tests
+            return
         use_graphs(engine, engine.runner.model.device, *SLOWER)
         with counted() as products:
             assert run(engine, [job])[0][0][: len(expected)] == expected
@@ -90,7 +92,7 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     tokens = min(model.prompts(), key=len)
     expected = model.greedy(tokens)
     assert expected.margin > MIN_MARGIN
-    check(tmp_path, tokens, expected.answers[0].tokens[:TOKENS])
+    check(tmp_path, tokens, expected.answers[0].tokens[:TOKENS], both=name == "qwen3")
 
 
 def test_tokens_of_an_encoder_decoder(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 from support.late_device import LateDevice, late_device
 
 from engine.execution.buffers import PinnedRing
+from engine.execution.one_row import FUSED
 from engine.execution.recording import CudaRecorder
 from engine.execution.transfers import Download, Uploads
 
@@ -71,6 +74,17 @@ def test_a_graph_does_the_same_again(device: LateDevice) -> None:
     replay()
     replay()
     assert numbers.tolist() == [0, 42, 42, 0]
+
+
+def test_a_graph_is_timed(device: LateDevice) -> None:
+    numbers = torch.zeros(1, device=CUDA)
+    recorder = CudaRecorder(CUDA)
+    replay = recorder(lambda: numbers.add_(1))
+    with torch.cuda.device(0):
+        seconds = recorder.seconds(replay)
+    replays = float(numbers.cpu()) - 1
+    assert replays >= 10
+    assert seconds * 1000 < 1.0 == round(seconds * 1000 * replays / 6, 6)  # each round is said to take a millisecond
 
 
 def test_a_graph_whose_memory_is_freed(device: LateDevice) -> None:
@@ -144,9 +158,12 @@ def test_steps(checkpoint: Callable[[str], Any]) -> None:
     expected = run_alone(plain, jobs)
     plain.close()
     with late_device() as device:
-        engine = make_engine(path, **SETTINGS, device=str(CUDA))
+        # Whatever is recorded last is said to be the fastest.
+        with mock.patch.object(CudaRecorder, "seconds", side_effect=count(9, -1)):
+            engine = make_engine(path, **SETTINGS, device=str(CUDA))
         try:
             assert engine.runner.graphs is not None
+            assert engine.runner.graphs.one_row.kept == dict.fromkeys(("layers", "logits"), FUSED.name)
             device.waited.clear()
             assert run(engine, jobs) == expected
             assert device.waited == []

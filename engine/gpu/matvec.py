@@ -5,10 +5,11 @@ between kernels, of which a small model has more than time to read in. So a prod
 the bias, the activation, the gate and the sum with the residual stream after it.
 
 To keep some 5 TB/s busy, a GPU's 132 or so multiprocessors must each have 40 KB or more under way. A program takes
-several rows of the matrix and reads them 16 bytes a thread: 16 or 32 KB are asked for before anything is waited for,
-even before the norm is computed, and the next tile before the last one is summed up; two or three programs share a
-multiprocessor. The row of numbers comes from the cache: each program norms it again, which is cheaper than a kernel,
-and in return gets many rows of a large matrix (`tiling`). Weights are read once, and make way first in the caches.
+several rows of the matrix, and a thread 16 bytes at once. Of a small matrix it asks for all of its 16 or 32 KB before
+anything is waited for, even before the norm is computed; two or three programs share a multiprocessor. Of a large one
+it takes tile after tile, two of which are on their way to shared memory while one is summed up; registers leave room
+for three to six programs then, by what the compiler reports. The row of numbers comes from the cache: each program
+norms it again, which is cheaper than a kernel, and in return gets many rows (`tiling`).
 
 Where the GPU can (`can_overlap`), a product may begin while the kernel before it ends: its programs take the places
 that others have left, ask for weights, which nobody writes, and wait for that kernel before they read or write anything
@@ -40,6 +41,7 @@ _LEAST = 4096  # bytes of a program
 _TILE = 16 * 1024  # bytes; of a small matrix up to twice as many
 STAGES = 3  # tiles that are asked for before the first is there, and one
 
+_INTERPRETED = triton.knobs.runtime.interpret  # by something that knows nothing of other kernels
 _overlapping = False
 
 
@@ -182,7 +184,7 @@ def pieces_kernel(
 
 def can_overlap(device: torch.device) -> bool:
     """Whether kernels on a device may begin before the one before them has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and not _INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @contextmanager
@@ -202,8 +204,8 @@ def serves(weight: Tensor, *, alone: bool = True) -> bool:
     Args:
         alone: there is neither a norm before the product nor an activation after it.
     """
-    plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.dim() == 2 and weight.is_contiguous()
-    return plain and weight.numel() > 0 and (alone or weight.shape[1] <= _HELD)
+    whole = weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
+    return whole and (alone or weight.shape[1] <= _HELD)
 
 
 def product(
@@ -238,7 +240,7 @@ def product(
     alone = norm is None and function is None
     how = tiling(width, features, weight.element_size(), gated=gated, normed=not alone)
     programs = (triton.cdiv(width, how.rows * how.steps),)
-    early = _overlapping and x.is_cuda
+    early = _overlapping and not _INTERPRETED
     options = {"num_warps": how.warps} | ({"launch_pdl": True} if early else {})
     if not how.held:
         pieces_kernel[programs](
