@@ -80,7 +80,7 @@ class Answer:
         draws = any(group.beam is None for group in sampled)
         self.tokens: list[list[int]] = result.tokens.tolist() if draws else []
         self.logprobs: list[list[float]] = result.logprobs.tolist() if draws else []
-        self.failed = set(np.flatnonzero(np.isnan(result.logprobs[:, 0])).tolist() if draws else ())
+        self.failed = {row for row, found in enumerate(self.logprobs) if math.isnan(found[0])}
         self.rankings: dict[SequenceGroup, Ranking | None] = {}
         alike: dict[tuple[int, int], list[tuple[SequenceGroup, Seq[int]]]] = {}
         for group, places in sampled.items():

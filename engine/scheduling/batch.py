@@ -102,7 +102,8 @@ def build_plan(
             token_ids = _int32([0 if row.sequence in pending else row.sequence.tokens[row.start] for row in rows])
         else:
             token_ids = _int32([row.sequence.tokens[row.start] for row in rows])
-        slots = tables[query_start[:-1], positions // block_size] * block_size + positions % block_size
+        pages = [row.sequence.table[row.start // block_size] for row in rows]
+        slots = _int32([page * block_size + start % block_size for page, start in zip(pages, starts, strict=True)])
     else:
         first, counts = _int32([row.start for row in rows]), _int32([row.count for row in rows])
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
