@@ -22,7 +22,7 @@ MIN_MARGIN = 1e-4
 
 def skip_if_older(differs: bool = True) -> None:
     """End a test whose reference is what transformers computes otherwise before 5.23: searches where an encoder's
-    tokens count or are of a vocabulary of their own, and forbidden words of several tokens after an encoder."""
+    tokens count or are of a vocabulary of their own, and forbidden words of several tokens."""
     version = transformers.__version__
     if differs and tuple(map(int, version.split(".")[:2])) < (5, 23):
         pytest.skip(f"transformers {version} computes this otherwise")
