@@ -28,6 +28,8 @@ from engine import EngineConfig, EngineDeadError, ModelLoadError, OctavoError, R
 from engine.client import EngineClient, RestartPolicy, start_engine
 from engine.engine import Engine
 
+# Ids are sent as they come, and texts are empty without a tokenizer.
+STREAM = {"prompt": [97], "stream": True, "return_token_ids": True, **LONG}
 QUICK = RestartPolicy(max_failures=2, first_delay=0.01)
 
 
@@ -40,14 +42,19 @@ def wait_back(service: Service) -> None:
     wait_for(lambda: status(service) == 200, "the engine did not come back")
 
 
+def events(answer: httpx.Response) -> Iterator[str]:
+    """The lines of a stream's events."""
+    return (line for line in answer.iter_lines() if line.startswith("data:"))
+
+
 @contextmanager
-def prefilling(service: Service, words: int = 7500) -> Iterator[list[httpx.Response | Exception]]:
-    """A prompt of so many words of eight tokens is being computed; at the end there is one answer to it, or what was
-    raised. The longest takes half a minute."""
+def prefilling(service: Service, tokens: int = 60_000) -> Iterator[list[httpx.Response | Exception]]:
+    """A prompt of so many tokens is being computed, for half a minute at most; at the end there is one answer to it,
+    or what was raised."""
     answers: list[httpx.Response | Exception] = []
 
     def ask() -> None:
-        body = {"prompt": "prefill " * words, "max_tokens": 1}
+        body = {"prompt": [97] * tokens, "max_tokens": 1}
         try:
             answers.append(httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE))
         except Exception as error:
@@ -81,7 +88,9 @@ def start(tiny: Path, sockets: Path, tmp_path: Path) -> Iterator[Callable[..., S
 
     def begin(*arguments: str) -> Service:
         log = tmp_path / f"log-{len(started)}"
-        started.append(Service(str(tiny), "--max-num-batched-tokens", "64", *arguments, log=log))
+        # Without a tokenizer, whose library takes long to load.
+        common = ("--max-num-batched-tokens", "64", "--skip-tokenizer-init")
+        started.append(Service(str(tiny), *common, *arguments, log=log))
         return started[-1]
 
     yield begin
@@ -114,13 +123,13 @@ def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service], loa
     url = f"{service.url}/v1/completions"
 
     def serves() -> bool:
-        return httpx.post(url, json={"prompt": "a"}, timeout=PATIENCE).status_code == 200
+        return httpx.post(url, json={"prompt": [97]}, timeout=PATIENCE).status_code == 200
 
     loading.close()
     os.kill(service.engine(), signal.SIGKILL)
     wait_for(lambda: status(service) == 503, "readiness did not change")
     assert status(service, "/health/live") == 200
-    refused = httpx.post(url, json={"prompt": "a"}, timeout=PATIENCE)
+    refused = httpx.post(url, json={"prompt": [97]}, timeout=PATIENCE)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
     assert service.metric("octavo_engine_up") == 0
     loading.open()
@@ -137,9 +146,9 @@ def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service], loa
     wait_back(service)
 
     loading.close()
-    with httpx.stream("POST", url, json={"prompt": "a", "stream": True, **LONG}, timeout=PATIENCE) as answer:
-        lines = (line for line in answer.iter_lines() if line)
-        assert '"text"' in next(lines)
+    with httpx.stream("POST", url, json=STREAM, timeout=PATIENCE) as answer:
+        lines = events(answer)
+        assert '"choices"' in next(lines)
         os.kill(service.engine(), signal.SIGKILL)
         *_, last = lines
     assert '"engine_dead"' in last
@@ -179,9 +188,8 @@ def test_an_engine_killed_while_it_loads_first(start: Callable[..., Service], lo
 def test_an_engine_killed_while_draining(start: Callable[..., Service]) -> None:
     service = start("--shutdown-timeout", "300")
     service.wait_ready()
-    body = {"prompt": "a", "stream": True, **LONG}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
-        lines = (line for line in answer.iter_lines() if line)
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=STREAM, timeout=PATIENCE) as answer:
+        lines = events(answer)
         next(lines)
         drain(service)
         os.kill(service.engine(), signal.SIGKILL)
@@ -203,9 +211,8 @@ def test_a_killed_service_takes_its_engine_along(phase: str, start: Callable[...
         service.wait_ready()
     engine = service.engine()
     if phase in ("decoding", "draining"):
-        body = {"prompt": "a", "stream": True, **LONG}
-        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
-            lines = answer.iter_lines()  # kept: giving it up closes the connection
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=STREAM, timeout=PATIENCE) as answer:
+            lines = events(answer)  # kept: giving it up closes the connection
             next(lines)
             if phase == "draining":
                 drain(service)
@@ -224,9 +231,8 @@ def test_a_second_signal_takes_the_engine_along(start: Callable[..., Service]) -
     service = start("--shutdown-timeout", "300")
     service.wait_ready()
     engine = service.engine()
-    body = {"prompt": "a", "stream": True, **LONG}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
-        lines = answer.iter_lines()  # kept: giving it up closes the connection
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=STREAM, timeout=PATIENCE) as answer:
+        lines = events(answer)  # kept: giving it up closes the connection
         next(lines)
         drain(service)
         assert service.stop() == 1
@@ -250,9 +256,9 @@ def test_the_engine_leaves_signals_to_the_service(start: Callable[..., Service])
     engine = service.engine()
     for signum in (signal.SIGINT, signal.SIGTERM):
         os.kill(engine, signum)
-    body = {"prompt": "a", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    body = STREAM | {"max_tokens": 300}
     with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
-        lines = (line for line in answer.iter_lines() if line)
+        lines = events(answer)
         next(lines)
         os.kill(engine, signal.SIGINT)
         service.process.send_signal(signal.SIGINT)
@@ -329,8 +335,9 @@ def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("place", ["engine.launch.socket.socketpair", "engine.client.ProcessEngineClient._watch"])
 def test_a_restart_that_fails_in_any_way_is_tried_again(
-    checkpoint: Callable[[str], Checkpoint], sockets: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, checkpoint: Callable[[str], Checkpoint], sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only in those that the engine explains: while too many connections are open, no process can be started."""
 
@@ -338,7 +345,7 @@ def test_a_restart_that_fails_in_any_way_is_tried_again(
         monkeypatch.undo()
         raise OSError(errno.EMFILE, "Too many open files")
 
-    async def scenario(place: str) -> None:
+    async def scenario() -> None:
         policy = RestartPolicy(max_failures=3, first_delay=0.01)
         client = start_engine(config(checkpoint), policy)
         first = await ask(client, "one", 3)
@@ -354,8 +361,7 @@ def test_a_restart_that_fails_in_any_way_is_tried_again(
         await client.close()
         assert children(os.getpid()) == []
 
-    for place in ("engine.launch.socket.socketpair", "engine.client.ProcessEngineClient._watch"):
-        asyncio.run(scenario(place))
+    asyncio.run(scenario())
 
 
 def test_one_event_loop_after_the_other(checkpoint: Callable[[str], Checkpoint], sockets: Path) -> None:
