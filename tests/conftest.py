@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from support.without_server import pytest_addoption, pytest_make_collect_report,
 if TYPE_CHECKING:
     from support.checkpoints import Checkpoint
     from support.driving import Tokens
+    from support.service import Service
 
     from engine import LLM, Engine
 
@@ -33,9 +36,12 @@ ROOMY: dict[str, Any] = {
 
 
 def pytest_configure() -> None:
-    """An example of Hypothesis may take as long as a busy machine needs for it."""
+    """An example of Hypothesis may take as long as a busy machine needs for it; and Ctrl-C reaches the programs that
+    tests start, even where a shell has started the tests in the background."""
     from hypothesis import HealthCheck, settings
 
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 
@@ -71,6 +77,14 @@ def shared_llm(checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[[st
     for llm in made.values():
         llm.engine.check_integrity()
         llm.close()
+
+
+@pytest.fixture(scope="session")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
+    """Gives the service of a bundled model with these flags, started once for all tests that leave it as it is."""
+    from support.service import services_on_demand
+
+    yield from services_on_demand(tmp_path_factory.mktemp("bundled"))
 
 
 @pytest.fixture

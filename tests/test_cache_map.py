@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 from paged_simulator import Simulator, is_published, make_request
+from support.checkpoints import Checkpoint
 from support.driving import make_engine
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.service import stopped
-from test_client import ask, client  # noqa: F401
+from test_client import ask, client, load  # noqa: F401
 from test_messages import Channel, FaultyEngine
 from test_scheduler_properties import SchedulerMachine
 
@@ -204,15 +205,18 @@ def test_the_client_sees_the_map_while_requests_run(client: EngineClient) -> Non
     asyncio.run(scenario())
 
 
-def test_a_dead_engine_shows_no_map(client: EngineClient) -> None:  # noqa: F811
+def test_a_dead_engine_shows_no_map(checkpoint: Callable[[str], Checkpoint]) -> None:
+    mine = load(checkpoint)
+
     async def scenario() -> None:
-        looking = asyncio.create_task(client.cache_map())
+        looking = asyncio.create_task(mine.cache_map())
         await asyncio.sleep(0)
-        client.give_up("made by the test")
+        mine.give_up("made by the test")
         with pytest.raises(EngineDeadError, match="made by the test"):
             await looking
         with pytest.raises(EngineDeadError):
-            await client.cache_map()
+            await mine.cache_map()
+        await mine.close()
 
     asyncio.run(scenario())
 

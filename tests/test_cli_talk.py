@@ -16,32 +16,24 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from support.service import ROOT, Service, environment
+from support.service import PATIENCE, ROOT, Service, environment
 from test_bench_serve import FakeServer
 from test_cli import ESCAPE, in_terminal, octavo
 
 from server.config.settings import DEMO_MODEL
 from server.talking.answers import Answer
 
-PATIENCE = 120  # seconds
 
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture
+def url(bundled: Callable[..., Service]) -> str:
     """Of the bundled model's server."""
-    service = Service("--kv-cache-memory", "64MiB", log=tmp_path_factory.mktemp("log") / "service.log")
-    try:
-        yield service.wait_ready()
-        assert service.stop() == 0
-    finally:
-        service.process.kill()
-        service.process.wait()
+    return bundled().url
 
 
 class Terminal:
@@ -109,13 +101,13 @@ def unused_port() -> int:
 
 def context(url: str) -> int:
     """Tokens that prompt and answer may have."""
-    return int(httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"])
+    return int(httpx.get(f"{url}/v1/models", timeout=PATIENCE).json()["data"][0]["max_model_len"])
 
 
 def sentences(url: str, tokens: int) -> str:
     """A text of at most that many tokens, and nearly so many."""
     sentence = "The sailor sings. "
-    count = httpx.post(f"{url}/tokenize", json={"prompt": sentence * 10}).json()["count"]
+    count = httpx.post(f"{url}/tokenize", json={"prompt": sentence * 10}, timeout=PATIENCE).json()["count"]
     return sentence * (tokens * 10 // count - 1)
 
 
@@ -196,7 +188,7 @@ def test_an_answer_has_room_in_a_small_context(url: str) -> None:
 def test_complete_leaves_with_its_reader(url: str) -> None:
     command = f"{sys.executable} -m octavo complete 'The sailor' --url {url} --ignore-eos | head -c 3"
     run = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+        ["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE
     )
     assert len(run.stdout) == 3
     assert run.stderr == ""
@@ -298,7 +290,7 @@ def test_what_a_server_may_do_wrong() -> None:
         return True
 
     async def silent(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
         return True
 
     async def failing(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
@@ -311,15 +303,15 @@ def test_what_a_server_may_do_wrong() -> None:
         server.whole(writer, 503, {"error": {"message": "Too many requests wait.", "code": "overloaded"}})
         return True
 
-    for play, out, said in (
-        (cut, "begun\n", "closed the connection"),
-        (silent, "\n", "was silent for 0.5 seconds (--timeout)"),
-        (failing, "\n", "It broke."),
-        (full, "\n", "Too many requests wait."),
+    for play, flags, out, said in (
+        (cut, (), "begun\n", "closed the connection"),
+        (silent, ("--timeout", "2.5"), "\n", "was silent for 2.5 seconds (--timeout)"),
+        (failing, (), "\n", "It broke."),
+        (full, (), "\n", "Too many requests wait."),
     ):
         with FakeServer() as server:
             server.play = play
-            run = octavo("complete", "x", "--url", server.url, "--timeout", "0.5")
+            run = octavo("complete", "x", "--url", server.url, *flags)
         assert run.returncode == 1, play
         assert run.stdout == out
         assert said in run.stderr
@@ -480,5 +472,5 @@ def test_a_signal_ends_what_waits_for_a_key() -> None:
         "import ctypes, os, threading; threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM)).start();"
         "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]); ctypes.CDLL(None).sleep(600)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE, check=False)
     assert ran.returncode == 128 + signal.SIGTERM

@@ -15,9 +15,14 @@ from engine.client import EngineClient, start_engine
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, num_beams=1, ignore_eos=True)
 
 
-@pytest.fixture
+def load(checkpoint: Callable[[str], Checkpoint]) -> EngineClient:
+    return start_engine(EngineConfig(model=str(checkpoint("llama-grouped").path), device="cpu", show_progress=False))
+
+
+@pytest.fixture(scope="module")
 def client(checkpoint: Callable[[str], Checkpoint]) -> Iterator[EngineClient]:
-    one = start_engine(EngineConfig(model=str(checkpoint("llama-grouped").path), device="cpu", show_progress=False))
+    """One for all tests that leave it as it was."""
+    one = load(checkpoint)
     yield one
     asyncio.run(one.close())
 
@@ -52,7 +57,9 @@ def test_terms_of_the_wrong_type_are_refused(terms: dict[str, Any], client: Engi
     assert client.is_alive
 
 
-def test_after_close_everything_says_so(client: EngineClient) -> None:
+def test_after_close_everything_says_so(checkpoint: Callable[[str], Checkpoint]) -> None:
+    client = load(checkpoint)
+
     async def scenario() -> None:
         await client.close()
         await client.close()

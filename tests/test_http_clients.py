@@ -11,28 +11,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
 import pytest
-from test_http_process import Service, environment
+from support.service import Service, environment
 
 CHECKS = Path(__file__).resolve().parent / "clients"
 FOLDERS = Path(sys.prefix) / "clients"
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture
+def url(bundled: Callable[..., Service]) -> str:
     """Of `octavo serve` with the bundled model."""
-    service = Service("--kv-cache-memory", "64MiB", log=tmp_path_factory.mktemp("log") / "service.log")
-    try:
-        yield service.wait_ready()
-        assert service.stop() == 0
-        assert "Traceback" not in service.log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
+    return bundled().url
 
 
 def pinned(folder: str, package: str) -> str:
@@ -62,7 +55,7 @@ def test_client(script: str, folders: tuple[str, ...], url: str) -> None:
         env={**environment(), **quiet, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -292,23 +292,17 @@ def test_a_package_that_shadows_ours_is_named(name: str, tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_the_bundled_models_speak(
-    flags: tuple[str, ...], model: str, path: str, body: dict[str, Any], said: str, tmp_path: Path
+    flags: tuple[str, ...], model: str, path: str, body: dict[str, Any], said: str, bundled: Callable[..., Service]
 ) -> None:
-    service = Service(*flags, log=tmp_path / "log")
-    try:
-        url = service.wait_ready()
-        (card,) = service.get("/v1/models").json()["data"]
-        assert card["id"] == model
-        greedy = {} if "num_beams" in body else {"temperature": 0}
-        answer = httpx.post(f"{url}/v1/{path}", json={**body, **greedy, "max_tokens": 60}, timeout=PATIENCE).json()
-        (choice,) = answer["choices"]
-        assert said in (choice["text"] if "text" in choice else choice["message"]["content"])
-        assert choice["finish_reason"] == "stop"
-        assert "The bundled demo serves" in service.log.read_text()
-        assert service.stop() == 0
-    finally:
-        service.process.kill()
-        service.process.wait()
+    service = bundled(*flags)
+    (card,) = service.get("/v1/models").json()["data"]
+    assert card["id"] == model
+    greedy = {} if "num_beams" in body else {"temperature": 0}
+    body = {**body, **greedy, "max_tokens": 60}
+    (choice,) = httpx.post(f"{service.url}/v1/{path}", json=body, timeout=PATIENCE).json()["choices"]
+    assert said in (choice["text"] if "text" in choice else choice["message"]["content"])
+    assert choice["finish_reason"] == "stop"
+    assert "The bundled demo serves" in service.log.read_text()
 
 
 STORIES = ROOT.parent / "shared" / "data" / "stories260k"

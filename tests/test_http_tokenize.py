@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from fake_client import EOS, VOCAB_SIZE, FakeClient, hf_byte_tokenizer
+from support.service import PATIENCE, Service
 from test_http_api import error
-from test_http_process import Service
 from tokenizers import processors
 
 from engine.text import Tokenizer
@@ -105,24 +106,18 @@ def test_version() -> None:
     assert call("/version").json() == {"version": "1.2.3"}
 
 
-def test_the_bundled_model(tmp_path: Any) -> None:
-    service = Service("--kv-cache-memory", "64MiB", log=tmp_path / "log")
-    try:
-        with httpx.Client(base_url=service.wait_ready(), timeout=60) as http:
-            text = "The sailor sings: héllo ☃"
-            made = http.post("/tokenize", json={"prompt": text}).json()
-            assert made["max_model_len"] == 512
-            assert made["count"] == len(made["tokens"]) > 4
-            assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": f"<s>{text}"}
-            completion = http.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
-            assert completion["usage"]["prompt_tokens"] == made["count"]
-            made = http.post("/tokenize", json={"messages": HELLO}).json()
-            prompt = http.post("/detokenize", json={"tokens": made["tokens"]}).json()["prompt"]
-            assert prompt == "<s><|user|>hi</s><|assistant|>"
-            chat = http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1}).json()
-            assert chat["usage"]["prompt_tokens"] == made["count"]
-            assert http.get("/version").json() == {"version": version()}
-        assert service.stop() == 0
-    finally:
-        service.process.kill()
-        service.process.wait()
+def test_the_bundled_model(bundled: Callable[..., Service]) -> None:
+    with httpx.Client(base_url=bundled().url, timeout=PATIENCE) as http:
+        text = "The sailor sings: héllo ☃"
+        made = http.post("/tokenize", json={"prompt": text}).json()
+        assert made["max_model_len"] == 512
+        assert made["count"] == len(made["tokens"]) > 4
+        assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": f"<s>{text}"}
+        completion = http.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
+        assert completion["usage"]["prompt_tokens"] == made["count"]
+        made = http.post("/tokenize", json={"messages": HELLO}).json()
+        prompt = http.post("/detokenize", json={"tokens": made["tokens"]}).json()["prompt"]
+        assert prompt == "<s><|user|>hi</s><|assistant|>"
+        chat = http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1}).json()
+        assert chat["usage"]["prompt_tokens"] == made["count"]
+        assert http.get("/version").json() == {"version": version()}

@@ -9,12 +9,12 @@ import io
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from support.service import ROOT, services_on_demand
+from support.service import ROOT, Service
 
 from server import api
 from server.api.schemas import Body
@@ -30,10 +30,10 @@ OTHER_MODEL = "octavo serve --served-model-name"  # which has to be downloaded
 Serve = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Gives the URL of a bundled model's server, started once."""
-    yield from services_on_demand(tmp_path_factory.mktemp("log"))
+@pytest.fixture
+def serve(bundled: Callable[..., Service]) -> Serve:
+    """Gives the URL of a bundled model's server."""
+    return lambda *flags: bundled(*flags).url
 
 
 def blocks() -> list[tuple[str, str]]:
@@ -80,7 +80,7 @@ def test_requests(serve: Serve) -> None:
     compared = 0
     for other, path, body, shown in shown_requests():
         url = serve("--demo", "seq2seq") if other else serve()
-        answer = httpx.post(url + path, json=body, timeout=60)
+        answer = httpx.post(url + path, json=body, timeout=200)
         assert answer.status_code == 200, answer.text
         if not shown:
             continue

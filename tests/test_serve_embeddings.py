@@ -8,7 +8,7 @@ import itertools
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -178,17 +178,9 @@ def test_a_page_less_engine_has_metrics(encoder: Api) -> None:
 # ---------------------------------------------------------------- beside generation
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = Service("--kv-cache-memory", "64MiB", log=tmp_path_factory.mktemp("demo") / "service.log")
-    try:
-        service.wait_ready()
-        yield service
-        assert service.stop() == 0
-        assert "Traceback" not in service.log.read_text()
-    finally:
-        service.process.kill()
-        service.process.wait()
+@pytest.fixture
+def demo(bundled: Callable[..., Service]) -> Service:
+    return bundled()
 
 
 def test_a_prompt_does_not_wait_for_a_batch_of_inputs(demo: Service) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 120  # seconds for what takes a moment: a machine may be busy with other things for long
+PATIENCE = 200  # seconds for what takes a moment: a machine may be busy with other things for long
 
 
 def wait_for(what: Callable[[], object], why: str, seconds: float = PATIENCE) -> None:
@@ -125,22 +125,27 @@ class Service:
             time.sleep(0.02)
 
 
-def services_on_demand(folder: Path) -> Iterator[Callable[..., str]]:
-    """Gives a function from arguments to the URL of a service that has them, started once, with little memory for
-    pages; at the end all of them are ended."""
+def services_on_demand(folder: Path) -> Iterator[Callable[..., Service]]:
+    """Gives a function from arguments to the service that has them, started once, with little memory for pages; at the
+    end all of them end as they should."""
     running: dict[tuple[str, ...], Service] = {}
 
-    def get(*arguments: str) -> str:
+    def get(*arguments: str) -> Service:
         if arguments not in running:
             log = folder / f"service-{len(running)}.log"
             running[arguments] = Service("--kv-cache-memory", "64MiB", *arguments, log=log)
             running[arguments].wait_ready()
-        return running[arguments].url
+        return running[arguments]
 
-    yield get
-    for service in running.values():
-        service.process.kill()
-        service.process.wait()
+    try:
+        yield get
+        for service in running.values():
+            assert service.stop() == 0, service.log.read_text()
+            assert "Traceback" not in service.log.read_text()
+    finally:
+        for service in running.values():
+            service.process.kill()
+            service.process.wait()
 
 
 def environment() -> dict[str, str]:
