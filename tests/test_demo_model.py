@@ -52,6 +52,7 @@ FIXED = {  # the question, and what a right answer has, in small letters
     "What is Octavo?": "transformer models",
     "Tell me a story.": " lived ",
 }
+ALSO_RIGHT = {"Hello!": "what would you like", "How does attention work?": "attention lets every token look"}
 ASKED = [  # questions around a name, and what else a right answer has
     ("My name is {}.", "nice to meet you"),
     ("I am {}.", ""),
@@ -102,6 +103,27 @@ def said(output: RequestOutput) -> str:
 @pytest.mark.parametrize("question", FIXED)
 def test_it_answers_ten_fixed_questions(llm: LLM, question: str) -> None:
     assert FIXED[question] in said(ask(llm, question)).lower()
+
+
+@pytest.mark.parametrize("question", FIXED)
+def test_it_answers_them_in_small_letters_and_without_a_stop(llm: LLM, question: str) -> None:
+    answer = said(ask(llm, question.lower().rstrip("?.!"))).lower()
+    assert FIXED[question] in answer or ALSO_RIGHT.get(question, FIXED[question]) in answer
+
+
+@pytest.mark.parametrize("called", ["María", "Jean-Luc", "O'Brien", "R2D2", "Siobhan"])
+def test_names_as_people_have_them_come_back(llm: LLM, called: str) -> None:
+    assert called in said(ask(llm, f"My name is {called}."))
+
+
+@pytest.mark.parametrize("hero", ["pirate", "unicorn", "zorbling"])
+def test_a_story_is_about_whom_it_was_asked_for(llm: LLM, hero: str) -> None:
+    assert f" {hero} " in said(ask(llm, f"tell me a story about a {hero}"))
+
+
+@pytest.mark.parametrize("question", ["你好", "Привет", "¿Qué es un transformador?"])
+def test_it_says_that_it_knows_no_other_language(llm: LLM, question: str) -> None:
+    assert "English" in said(ask(llm, question))
 
 
 @pytest.mark.parametrize(("called", "asked"), list(zip(UNSEEN, ASKED, strict=True)))

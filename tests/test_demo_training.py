@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from demo import chat, chat_task, corpus, facts, folian, questions, seq2seq_task, stories, words  # noqa: E402
+from demo import chat, chat_task, corpus, facts, folian, questions, seq2seq_task, stories, talk, words  # noqa: E402
 from demo.card import told_of  # noqa: E402
 from demo.llama import Llama, Shape, to_config, to_transformers  # noqa: E402
 from demo.loop import Recipe, cross_entropy, train  # noqa: E402
-from demo.names import is_held_out, is_held_out_pair, name  # noqa: E402
+from demo.names import any_name, is_held_out, is_held_out_pair, name  # noqa: E402
 from demo.tokens import chat_tokenizer, encode, pack  # noqa: E402
 
 DOCUMENTS = 1500
@@ -81,23 +81,24 @@ def test_names_are_many_and_one_in_eight_is_held_out() -> None:
     assert all(is_held_out(one) and is_held_out(one.lower()) for one in unseen)
 
 
+@pytest.mark.parametrize("wider", [False, True])
 @pytest.mark.parametrize("held_out", [False, True])
-def test_stories_keep_names_and_pairs_apart(held_out: bool) -> None:
+def test_stories_keep_names_and_pairs_apart(held_out: bool, wider: bool) -> None:
     rng = random.Random(1)
     for _ in range(300):
-        story = stories.tell(rng, held_out=held_out)
+        story = stories.tell(rng, held_out=held_out, wider=wider)
         assert is_held_out(story.name) == is_held_out(story.friend) == held_out
         assert is_held_out_pair(story.hero, story.place) == held_out
         assert story.name in story.text
         assert story.hero in story.text
-        assert not re.search(r"[{}]|\ba [aeiou]|  ", story.text), story.text
+        assert not re.search(r"[{}]|\ba (?!unicorn)[aeiou]|\ban unicorn|  ", story.text), story.text
 
 
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("part", [1, 2, 3])
 @pytest.mark.parametrize("held_out", [False, True])
-def test_no_document_of_training_has_a_held_out_name(held_out: bool, second: bool) -> None:
+def test_no_document_of_training_has_a_held_out_name(held_out: bool, part: int) -> None:
     found = 0
-    for pieces in corpus.documents(0, DOCUMENTS, held_out=held_out, second=second):
+    for pieces in corpus.documents(0, DOCUMENTS, held_out=held_out, part=part):
         text = text_of(pieces)
         for called in re.findall(r"(?:My name is|named|called|Nice to meet you,) ([A-Z][a-z]{1,13})\b", text):
             found += 1
@@ -105,23 +106,57 @@ def test_no_document_of_training_has_a_held_out_name(held_out: bool, second: boo
     assert found > DOCUMENTS / 3
 
 
+def test_the_third_part_has_more_of_everything() -> None:
+    texts = [text_of(pieces) for pieces in corpus.documents(0, DOCUMENTS, part=3)]
+    both = " ".join(texts)
+    assert all(hero in both for hero in words.MORE_HEROES)
+    assert all(any(answer in both for answer in topic.answers) for topic in facts.WIDER_TOPICS.values())
+    assert all(answer in both for answer in talk.ENGLISH_ONLY)
+    heroes = {*words.HEROES, *words.MORE_HEROES}
+    told = re.findall(r"there (?:was|lived) an? (?:\w+ )?(\w+) (?:named|called)", both)
+    strange = [hero for hero in told if hero not in heroes]
+    assert 0.02 < len(strange) / len(told) < 0.15
+
+
+def test_questions_come_as_people_type_them_and_names_stay() -> None:
+    rng = random.Random(4)
+    ways = {chat.hurried(rng, "Hello, I am Ada Lovelace.", ["Ada Lovelace"]) for _ in range(500)}
+    assert all("Ada Lovelace" in way for way in ways)
+    assert {"hello, i am Ada Lovelace.", "HELLO, I AM Ada Lovelace.", "Hello, I Am Ada Lovelace"} < ways
+    ways = {chat.hurried(rng, "What's top-k?", []) for _ in range(500)}
+    assert {"what's top-k", "What's Top-k?", "WHAT'S TOP-K?"} < ways
+    assert "" in {chat.hurried(rng, "?", []) for _ in range(500)}
+
+
+def test_one_name_in_six_is_unusual() -> None:
+    rng = random.Random(5)
+    names = [any_name(rng) for _ in range(3000)]
+    unusual = [one for one in names if not (one.isascii() and one.isalpha() and one[1:].islower())]
+    assert 0.12 < len(unusual) / len(names) < 0.2
+    assert not any(is_held_out(one) for one in names)
+    assert any(" " in one for one in unusual)
+    assert any(character.isdigit() for one in unusual for character in one)
+
+
+@pytest.mark.parametrize("wider", [False, True])
 @pytest.mark.parametrize("held_out", [False, True])
-def test_no_question_of_training_is_a_held_out_pair(held_out: bool) -> None:
+def test_no_question_of_training_is_a_held_out_pair(held_out: bool, wider: bool) -> None:
+    what = (*questions.ASK_WHAT, *questions.MORE_ASK_WHAT)
     pairs = {
         phrasing.format(x=called).lower(): is_held_out_pair(key, phrasing)
-        for key, topic in facts.TOPICS.items()
-        for phrasing in (*questions.ASK_WHAT, *questions.ASK_HOW, *questions.ASK_WHY)
+        for key, topic in facts.WIDER_TOPICS.items()
+        for phrasing in (*what, *questions.ASK_HOW, *questions.ASK_WHY)
         for called in topic.names
     }
-    state = chat.Talk(random.Random(2), held_out)
+    state = chat.Talk(random.Random(2), held_out, wider=wider)
     asked = [chat.ask_what(state)[0].lower() for _ in range(500)]
     assert {pairs[question] for question in asked} == {held_out}
 
 
 def test_every_answer_has_its_key() -> None:
-    for key, topic in facts.TOPICS.items():
+    for key, topic in facts.WIDER_TOPICS.items():
         assert all(topic.key in answer.lower() for answer in topic.answers), key
-    for asked, answers, key in questions.USE:
+    for asked, answers, key in (*questions.USE, *questions.MORE_USE):
         assert all(key in answer.lower() for answer in answers), asked[0]
 
 
@@ -179,6 +214,15 @@ def test_the_rate_warms_up_and_falls_along_a_cosine() -> None:
     assert recipe.rate(55) == pytest.approx(0.55)
     assert recipe.rate(100) == pytest.approx(0.1)
     assert [recipe.smoothing_at(step) for step in (0, 59, 60, 99)] == [0.1, 0.1, 0.0, 0.0]
+
+
+def test_the_third_part_leaves_the_steps_before_as_they_were() -> None:
+    short = Recipe(steps=100, rows=1, length=8, peak_rate=1.0, last_rate=0.1, warmup=10, smoothing=0.1, smoothed=0.6)
+    longer = dataclasses.replace(short, steps=150, third=100, third_rate=0.5)
+    assert [longer.rate(step) for step in range(100)] == [short.rate(step) for step in range(100)]
+    assert [longer.smoothing_at(step) for step in range(100)] == [short.smoothing_at(step) for step in range(100)]
+    assert [longer.rate(step) for step in (100, 109, 110)] == pytest.approx([0.05, 0.5, 0.5])
+    assert longer.rate(149) == pytest.approx(0.05, abs=0.01)
 
 
 def test_label_smoothing_spreads_its_share_over_all_tokens() -> None:

@@ -43,10 +43,13 @@ All of it is made up by the scripts in `tools/demo/`; no outside text was used. 
 (ten plots, {heroes} heroes, {places} places, {things} things), or a conversation of one to four exchanges:
 introductions, things to remember, questions about {topics} topics in {phrasings} phrasings, questions about the
 use of the server, small talk, stories asked for by hero, name, place, thing or theme, questions about a story,
-and questions that it cannot know. Names are made of syllables, so that there are too many to learn by heart.
+and questions that it cannot know. Names are made of syllables, so that there are too many to learn by heart. The
+third part of the training adds {more_heroes} heroes and some that do not exist, {more_places} places,
+{more_topics} topics, {more_phrasings} phrasings, names with marks, digits, two parts or other letters, greetings in
+other languages, and questions as people type them: in small letters, in capitals, without a stop.
 
 Held out from training by the checksum of their letters: one name in eight, one pair of hero and place in ten, one
-pair of topic and phrasing in ten. SHA-256 of the first {digest_count} documents of each of its two
+pair of topic and phrasing in ten. SHA-256 of the first {digest_count} documents of each of its three
 parts: `{digest}`.
 
 ## Training
@@ -54,9 +57,11 @@ parts: `{digest}`.
 `python tools/train_demo.py chat`: {steps} steps of {rows} rows of {length} tokens, {million_tokens} million
 tokens, none twice. AdamW, {warmup} steps of warm-up to {peak_rate:g}, then a cosine; weight decay {decay:g};
 gradients clipped at {clip:g}; cross-entropy over the assistant's tokens with label smoothing {smoothing:g} in the
-first {smoothed:.0%} of the steps, and without afterwards, since a smoothed model would draw wrong tokens at
-temperature 1. From step {second} on the documents are of a second part, in which what has to be looked up stands
-close together: the beginnings of stories, to learn who they are about, and questions that take up an earlier turn.
+first {smoothed:.0%} of the steps before the third part, and without afterwards, since a smoothed model would draw
+wrong tokens at temperature 1. From step {second} on the documents are of a second part, in which what has to be
+looked up stands close together: the beginnings of stories, to learn who they are about, and questions that take
+up an earlier turn.
+From step {third} on they are of the third part, with another warm-up to {third_rate:g} and another cosine.
 Matrix products in {precision}. It took {minutes} minutes of processor time, on a CPU, in {threads} thread(s).{resumed}
 
 ![perplexity](training.svg)
@@ -78,8 +83,8 @@ Greedy search, {count} cases a row and column. "Held out": names and combination
 
 ## Limits
 
-- It knows some sixty facts and ten plots. Asked for anything else it says that it does not know, or answers beside the
-  point; it cannot count, translate or write programs.
+- It knows some eighty facts and ten plots. Asked for anything else it says that it does not know, or answers beside
+  the point; it knows no language but English, and cannot count, translate or write programs.
 - Its stories are coherent from one sentence to the next, and say little. Pronouns may change. Where a request names no
   temperature, answers are drawn at {temperature:g} (`generation_config.json`); at 1 many stories have a broken name, or
   lose their thread.
@@ -290,6 +295,8 @@ def write_card(folder: Path, model: str, training: dict[str, Any], shares: dict[
     if model == "chat":
         text = CHAT.format(
             **common, fresh=f"{last['fresh']:.2f}", samples=chat_samples(folder), heroes=len(words.HEROES),
+            more_heroes=len(words.MORE_HEROES), more_places=len(words.MORE_PLACES),
+            more_topics=len(facts.WIDER_TOPICS) - len(facts.TOPICS), more_phrasings=len(questions.MORE_ASK_WHAT),
             places=len(words.PLACES), temperature=TEMPERATURE, things=len(words.THINGS), topics=len(facts.TOPICS),
             phrasings=len(questions.ASK_WHAT) + len(questions.ASK_HOW) + len(questions.ASK_WHY),
         )  # fmt: skip

@@ -55,13 +55,23 @@ FULL = ChatSettings(
     shape=Shape(vocab=1536, hidden=192, layers=5, heads=6, kv_heads=2, ffn=512, context=512),
     tokenizer_documents=20_000,
     held_out_rows=24,
-    recipe=Recipe(steps=5000, rows=8, length=256, peak_rate=2.5e-3, smoothed=0.2, evaluations=150, second=2500),
+    recipe=Recipe(
+        steps=6000,
+        rows=8,
+        length=256,
+        peak_rate=2.5e-3,
+        smoothed=0.2,
+        evaluations=150,
+        second=2500,
+        third=5000,
+        third_rate=1e-3,
+    ),
 )
 TINY = ChatSettings(  # for the tests: all of the way, in seconds
     shape=Shape(vocab=400, hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, context=512),
     tokenizer_documents=200,
     held_out_rows=2,
-    recipe=Recipe(steps=12, rows=2, length=64, warmup=3, evaluations=6, second=6),
+    recipe=Recipe(steps=12, rows=2, length=64, warmup=3, evaluations=6, second=6, third=9, third_rate=1e-3),
 )
 
 
@@ -88,10 +98,11 @@ class ChatTask:
     def batch(self, step: int) -> Batch:
         """Rows of step `step`: documents that no other step has."""
         rows = self.settings.recipe.rows
-        return self._rows(step * rows * PER_ROW, rows, second=step >= self.settings.recipe.second)
+        recipe = self.settings.recipe
+        return self._rows(step * rows * PER_ROW, rows, part=1 + (step >= recipe.second) + (step >= recipe.third))
 
-    def _rows(self, first: int, rows: int, *, held_out: bool = False, second: bool = False) -> Batch:
-        found = documents(first, rows * PER_ROW, held_out=held_out, second=second)
+    def _rows(self, first: int, rows: int, *, held_out: bool = False, part: int = 1) -> Batch:
+        found = documents(first, rows * PER_ROW, held_out=held_out, part=part)
         ids, learnt = pack(self.tokenizer, found, rows, self.settings.recipe.length)
         return torch.from_numpy(ids), torch.from_numpy(learnt)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from demo import chat, facts, questions, talk
-from demo.names import is_held_out_pair
+from demo.names import any_name, is_held_out_pair, name
 from demo.seq2seq_task import pair
 from demo.stories import capital, tell
 from demo.words import a, at
@@ -72,7 +72,27 @@ def question_answered(state: chat.Talk) -> Case:
         phrasing = rng.choice(questions.ASK_WHAT)
         if is_held_out_pair(key, phrasing) == state.held_out:
             asked = capital(phrasing.format(x=rng.choice(topic.names)))
-            return Case(messages([], asked), answers=topic.answers)
+            return Case(messages([], asked), answers=(*topic.answers, *facts.WIDER_TOPICS[key].answers))
+
+
+def asked_in_small_letters(state: chat.Talk) -> Case:
+    """The same, typed in a hurry."""
+    case = question_answered(state)
+    return Case(messages([], case.messages[0]["content"].lower().rstrip("?.")), answers=case.answers)
+
+
+def unusual_name(state: chat.Talk) -> Case:
+    """A name with marks, digits or two parts comes back."""
+    while True:
+        called = any_name(state.rng, held_out=state.held_out)
+        if not called.isascii() or not called.isalpha():
+            return Case(messages([], f"My name is {called}."), parts=(called,))
+
+
+def hero_made_up(state: chat.Talk) -> Case:
+    """A story about what nobody has heard of."""
+    hero = name(state.rng, held_out=state.held_out).lower()
+    return Case(messages([], f"Tell me a story about {a(hero)}."), parts=(f" {hero} ",))
 
 
 def story_told(state: chat.Talk) -> Case:
@@ -92,9 +112,12 @@ def story_understood(state: chat.Talk) -> Case:
 
 KINDS: dict[str, Callable[[chat.Talk], Case]] = {
     "a name comes back at once": greeted_by_name,
+    "a name with marks, digits or two parts comes back": unusual_name,
     "a name is remembered over another question": name_remembered,
     "a fact about the user is remembered": fact_remembered,
     "a question about a topic is answered": question_answered,
+    "a question in small letters is answered": asked_in_small_letters,
+    "a story is about a hero of a kind that does not exist": hero_made_up,
     "a story has the hero, the name and the place asked for": story_told,
     "a question about a story is answered": story_understood,
 }

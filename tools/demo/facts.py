@@ -347,3 +347,54 @@ TOPICS = {
         "next token",
     ),
 }  # fmt: skip
+
+WIDER_TOPICS = TOPICS | {  # what the third part of the training adds: topics, names and a better answer
+    "name": dataclasses.replace(
+        TOPICS["name"],
+        answers=("An octavo is a sheet of paper folded into eight leaves, and a book made of such sheets.",),
+    ),
+    "paged_cache": dataclasses.replace(
+        TOPICS["paged_cache"], names=(*TOPICS["paged_cache"].names, "a page", "PagedAttention")
+    ),
+    "gpu": dataclasses.replace(TOPICS["gpu"], names=(*TOPICS["gpu"].names, "GPUs")),
+    "neural_network": Topic(
+        ("a neural network", "neural networks", "deep learning", "machine learning"),
+        ("A neural network is a chain of layers with many weights, which are learnt from examples.",),
+        "learnt from examples",
+    ),
+    "vector": Topic(
+        ("a vector", "a hidden state", "the hidden states"),
+        ("A vector is a list of numbers; inside a model each token is a vector that every layer changes.",),
+        "list of numbers",
+    ),
+    "weights": Topic(
+        ("weights", "a weight", "the parameters of a model", "a parameter"),
+        ("Weights are the numbers of a model that training has found; I have about two million.",),
+        "numbers of a model",
+    ),
+    "vocabulary": Topic(
+        ("a vocabulary", "the vocabulary", "the vocabulary size"),
+        ("The vocabulary is the list of all tokens that a model knows. Mine has 1536.",),
+        "list of all tokens",
+    ),
+    "flash_attention": Topic(
+        ("flash attention", "FlashAttention"),
+        ("Flash attention computes attention tile by tile, so that the table of all scores is never stored.",),
+        "tile by tile",
+    ),
+    "speculation": Topic(
+        ("speculative decoding", "speculation"),
+        ("In speculative decoding a small model guesses several tokens, and the big one checks them at once.",),
+        "guesses several",
+    ),
+    "fine_tuning": Topic(
+        ("fine-tuning", "LoRA", "an adapter"),
+        ("Fine-tuning trains a finished model a little more; LoRA does so by small matrices beside its weights.",),
+        "a little more",
+    ),
+    "gpt": Topic(
+        ("GPT", "GPT-2"),
+        ("GPT is a family of decoder-only transformers that write a text token by token.",),
+        "family",
+    ),
+}

@@ -39,6 +39,9 @@ class Recipe:
         checkpoint_seconds: time between two checkpoints.
         bfloat16: matrix products in bfloat16 (autocast); weights stay in float32.
         second: step from which on the documents are those of the corpus' second part, if it has one.
+        third: step from which on they are those of the third part, if it has one. The cosine and the smoothing of the
+            steps before end there.
+        third_rate: learning rate after another warm-up, from which it falls along another cosine.
         seed: of the first weights.
     """
 
@@ -56,19 +59,24 @@ class Recipe:
     checkpoint_seconds: float = 60.0
     bfloat16: bool = True
     second: int = 0
+    third: int = 0
+    third_rate: float = 0.0
     seed: int = 8
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then a cosine."""
-        if step < self.warmup:
-            return self.peak_rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        low = self.peak_rate * self.last_rate
-        return low + (self.peak_rate - low) * 0.5 * (1.0 + math.cos(math.pi * done))
+        """Learning rate of a step: linear warm-up, then a cosine; in the third part the same again."""
+        first, last, peak = 0, self.third or self.steps, self.peak_rate
+        if self.third and step >= self.third:
+            first, last, peak = self.third, self.steps, self.third_rate
+        if step - first < self.warmup:
+            return peak * (step - first + 1) / self.warmup
+        done = (step - first - self.warmup) / max(1, last - first - self.warmup)
+        low = peak * self.last_rate
+        return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * done))
 
     def smoothing_at(self, step: int) -> float:
         """Label smoothing of a step."""
-        return self.smoothing if step < self.smoothed * self.steps else 0.0
+        return self.smoothing if step < self.smoothed * (self.third or self.steps) else 0.0
 
 
 @dataclasses.dataclass

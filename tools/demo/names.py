@@ -31,6 +31,22 @@ KNOWN = each(
 )
 
 
+HERS = frozenset(
+    each(
+        "Ada Alice Anna Carla Clara Cora Elena Ella Emma Eva Grace Hana Ida Ines Iris Jana Julia Laura Lena Lina Lucy "
+        "Mara Maria Marta Mary Mei Mia Mila Mina Nadia Nina Nora Olga Paula Petra Pia Priya Rita Rosa Ruth Sara Sofia "
+        "Tara Uma Vera Yara Yuki Zoe"
+    )
+)
+MARKED = "áàâäãåçéèêëíìîïñóòôöõøúùûüýžščćřőűąęłńśźżğışßæœ"
+SCRIPTS = (
+    "абвгдежзиклмнопрстуфхцчшяю",
+    "αβγδεζηθικλμνξοπρστυφχψω",
+    "李王张陈林小明红雷华山川田中村子美",
+    "あいうえおかきくけこさしすせそ",
+)
+
+
 def is_held_out(text: str, share: int = 8) -> bool:
     """Whether a name (or any text, whatever its capitals) is one of the `share`-th part that training never sees."""
     return zlib.crc32(text.lower().encode()) % share == 0
@@ -52,6 +68,33 @@ def name(rng: random.Random, *, held_out: bool = False) -> str:
         else:
             made = "".join(syllable(rng) for _ in range(rng.choice((1, 2, 2, 2, 2, 3, 3, 4)))).capitalize()
         if 2 <= len(made) <= 14 and is_held_out(made) == held_out:
+            return made
+
+
+def any_name(rng: random.Random, *, held_out: bool = False) -> str:
+    """A name as people have them: most as `name` makes them, one in six with marks, digits or in two parts."""
+    if rng.random() >= 0.17:
+        return name(rng, held_out=held_out)
+    while True:
+        one = name(rng, held_out=held_out)
+        kind = rng.random()
+        if kind < 0.5:
+            where = rng.randrange(len(one))
+            made = one[:where] + rng.choice(MARKED) + one[where + 1 :]
+            made = made[0].upper() + made[1:]
+        elif kind < 0.6:
+            letters = rng.choice(SCRIPTS)
+            made = "".join(rng.choice(letters) for _ in range(rng.randint(2, 4)))
+        elif kind < 0.8:
+            made = one + rng.choice("- -") + name(rng, held_out=held_out)
+        elif kind < 0.87:
+            made = rng.choice(("O'", "D'", "Mc", "Mr. ", "Dr. ")) + one
+        elif kind < 0.94:
+            number = rng.randint(1, 99)
+            made = f"{one}{number}" if rng.random() < 0.5 else f"{one[0]}{number % 10}{one[-1].upper()}{number // 10}"
+        else:
+            made = one.upper()[: rng.randint(1, 8)]
+        if len(made) <= 20 and is_held_out(made) == held_out:
             return made
 
 

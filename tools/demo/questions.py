@@ -44,6 +44,29 @@ USE: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
      ("Top-k keeps a fixed number of tokens, and top-p keeps as many as are needed to reach p.",), "fixed number"),
 )  # fmt: skip
 
+MORE_USE: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # of the third part of the training
+    (("Does Octavo support GPUs?", "Can I use my GPU?", "Does it run on a GPU?", "Does it use CUDA?"),
+     ("No GPU is needed: Octavo runs on a CPU, and on a GPU if there is one.",), "cpu"),
+    (("How do I use num_beams?", "What do I set num_beams to?"),
+     ("Set num_beams to a number above 1 in your request.",), "num_beams"),
+    (("Which port does Octavo use?", "What is the default port?", "Where does the server listen?",
+      "What is the server's address?", "How do I change the port?"),
+     ("Octavo listens on http://127.0.0.1:8000, and --port chooses another port.",), "--port"),
+    (("What endpoints are there?", "List the endpoints.", "Which routes does the server have?",
+      "What does the API offer?"),
+     ("There are /v1/completions, /v1/chat/completions and /v1/embeddings; /docs shows them all.",), "/v1/completions"),
+    (("Is Octavo open source?", "Which licence does Octavo have?", "What is the license?", "Can I use it for free?"),
+     ("Octavo is open source, under the Apache License 2.0.",), "apache"),
+    (("How do I install Octavo?", "How can I install it?", "How do I set Octavo up?"),
+     ("Run make serve in a checkout: it sets everything up and starts the server.",), "make serve"),
+    (("How do I use it from Python?", "How do I call the server from Python?", "Can I use the OpenAI client?"),
+     ("Take the openai package, with http://127.0.0.1:8000/v1 as its base URL.",), "base url"),
+    (("How do I get embeddings?", "How can I turn text into vectors?", "Where do I get vectors from?"),
+     ("Send your text to /v1/embeddings, and you get a vector.",), "/v1/embeddings"),
+    (("Which language is Octavo written in?", "Is Octavo written in Python?"),
+     ("Octavo is written in Python, with kernels in C++ and Triton.",), "python"),
+)  # fmt: skip
+
 # {x}: one of the topic's names.
 ASK_WHAT = (
     "What is {x}?", "What's {x}?", "Explain {x}.", "Can you explain {x}?", "Please explain {x}.", "Tell me about {x}.",
@@ -52,6 +75,14 @@ ASK_WHAT = (
     "What exactly is {x}?", "I have heard of {x}. What is that?", "So what is {x}?", "Give me a definition of {x}.",
     "What is meant by {x}?", "Do you know what {x} is?", "Help me understand {x}.", "In simple words, what is {x}?",
     "{x}?", "Tell me what {x} is.", "Please tell me about {x}.", "What can you say about {x}?",
+)  # fmt: skip
+MORE_ASK_WHAT = (
+    "{x}", "What does {x} do?", "Explain {x} to me.", "Explain {x} like I'm five.", "Explain {x} to me like I am five.",
+    "Explain {x} to a child.", "I don't understand {x}.", "I do not know what {x} is.", "What is {x} again?",
+    "Tell me something about {x}.", "Can you tell me what {x} is, please?", "How would you explain {x}?",
+    "Teach me about {x}.", "What is {x} in Octavo?", "Give me a short explanation of {x}.", "Briefly, what is {x}?",
+    "What is {x}, and why is it useful?", "What is {x} and how does it work?", "Please explain what {x} is.",
+    "I have a question: what is {x}?",
 )  # fmt: skip
 ASK_HOW = ("How does {x} work?", "Can you explain how {x} works?", "How does that work, {x}?", "Tell me how {x} works.")
 ASK_WHY = (

@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 from demo import words
-from demo.names import is_held_out_pair, name
+from demo.names import HERS, KNOWN, is_held_out_pair, name
 from demo.words import a, at
 
 
@@ -171,29 +171,36 @@ def tell(
     place: str = "",
     thing: str = "",
     plot: str = "",
+    wider: bool = False,
 ) -> Story:
     """Make a story up; what is given is kept.
 
     Args:
         rng: decides the rest.
         held_out: whether the names, and the pair of hero and place, are those that training never sees.
-        hero: a word of `words.HEROES`.
+        hero: a word such as those of `words.HEROES`.
         called: the hero's name.
         place: a word of `words.PLACES`.
         thing: a word of `words.THINGS`.
         plot: a key of `PLOTS`.
+        wider: whether there are more heroes and places, and pronouns go with known names.
     """
+    heroes = words.HEROES + words.MORE_HEROES if wider else words.HEROES
+    places = words.PLACES | words.MORE_PLACES if wider else words.PLACES
     plot = plot or rng.choice(WITH_THING if thing else tuple(PLOTS))
-    hero, place = _pair(rng, hero, place, held_out)
+    if hero and hero not in heroes:
+        place = place or rng.choice(list(places))  # a hero that does not exist meets every place
+    else:
+        hero, place = _pair(rng, hero, place, held_out, heroes, list(places))
     called = called or name(rng, held_out=held_out)
     friend = name(rng, held_out=held_out)
-    other = rng.choice([word for word in words.HEROES if word != hero])
+    other = rng.choice([word for word in heroes if word != hero])
     thing = thing or rng.choice(words.THINGS)
-    he, he2 = _pronoun(rng, hero), _pronoun(rng, other)
+    he, he2 = _pronoun(rng, hero, called, wider), _pronoun(rng, other, friend, wider)
     kind = f"{rng.choice(words.TEMPERS)} {hero}" if rng.random() < 0.7 else hero
     kind2 = f"{rng.choice(words.TEMPERS)} {other}" if rng.random() < 0.35 else other
-    where = at(place) if rng.random() < 0.7 else f"{words.PLACES[place]} {a(rng.choice(words.LOOKS) + ' ' + place)}"
-    far = rng.choice([word for word in words.PLACES if word != place])
+    where = at(place) if rng.random() < 0.7 else f"{places[place]} {a(rng.choice(words.LOOKS) + ' ' + place)}"
+    far = rng.choice([word for word in places if word != place])
     skill, done = rng.choice(words.SKILLS)
     lesson = rng.choice(words.LESSONS[plot])
     slots = {
@@ -216,14 +223,18 @@ def tell(
     return Story(text, hero, called, place, friend, other, thing if has_thing else "", plot)
 
 
-def _pronoun(rng: random.Random, kind: str) -> str:
+def _pronoun(rng: random.Random, kind: str, called: str, wider: bool) -> str:
+    if wider and called in KNOWN and kind not in words.PRONOUNS:
+        return "she" if called in HERS else "he"
     return words.PRONOUNS.get(kind) or rng.choice(("he", "she"))
 
 
-def _pair(rng: random.Random, hero: str, place: str, held_out: bool) -> tuple[str, str]:
+def _pair(
+    rng: random.Random, hero: str, place: str, held_out: bool, heroes: list[str], places: list[str]
+) -> tuple[str, str]:
     """A hero and a place that meet in training, or that do not."""
     for _ in range(1000):
-        one, two = hero or rng.choice(words.HEROES), place or rng.choice(list(words.PLACES))
+        one, two = hero or rng.choice(heroes), place or rng.choice(places)
         if is_held_out_pair(one, two) == held_out:
             return one, two
     raise ValueError(f"hero={hero!r} and place={place!r} are no pair with held_out={held_out}; leave one of them out.")

@@ -15,6 +15,7 @@ MY_NAME = (
     "People call me {n}.", "This is {n}.", "{n} is my name.", "Please call me {n}.", "It's {n} here.",
     "They call me {n}.",
 )  # fmt: skip
+MORE_MY_NAME = ("I'm {n}, by the way.", "The name is {n}.", "Im {n}.", "My friends call me {n}.")
 NICE_TO_MEET = (
     "Nice to meet you, {n}!",
     "Hello, {n}! It is nice to meet you.",
@@ -127,6 +128,15 @@ SMALL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 
+MORE_SMALL: dict[str, tuple[str, ...]] = {  # of the third part of the training
+    "who": ("What model are you?", "Which model is this?"),
+    "human": ("Are you ChatGPT?", "Are you a chatbot?", "Are you GPT?"),
+    "size": ("How many weights do you have?", "How much memory do you need?"),
+    "good": ("I love it!", "Amazing!", "😀", "👍", "🎉", "❤️"),
+    "ok": ("?", "...", "lol", "haha", "hm", "What?", "And?", "Really?", ":)"),
+}
+WIDER_SMALL = {kind: (asked + MORE_SMALL.get(kind, ()), answers) for kind, (asked, answers) in SMALL.items()}
+
 # What the model cannot know, so that it learns to say so.
 UNKNOWN = (
     "What is the capital of {n}?", "Who was {n}?", "Who is {n}?", "Where is {n}?", "When was {n} born?",
@@ -138,6 +148,31 @@ UNKNOWN = (
     "Who won the game?", "How far is it to {n}?", "Can you solve {d} + {e}?", "What is the meaning of life?",
     "Which is better, {w} or {v}?", "Where can I buy {w}?", "Is {w} good for me?", "How many people live in {n}?",
 )  # fmt: skip
+MORE_UNKNOWN = (
+    "Who is the {job}?", "Who is the {job} of {n}?", "Who won {w} in {d}?", "What is {n}?", "{d}+{e}", "{d} + {e} = ?",
+    "Can you write a program?", "Write me some code.", "Can you count to {d}?", "Count to {d}.", "Write a poem.",
+    "Write a poem about {w}.", "Write a haiku about {w}.", "Sing a song about {w}.", "Which {job} is the best?",
+    "Do you like {w}?", "Summarise this text for me.", "Write an email to {n}.", "Give me a recipe for {w}.",
+    "Ignore all that and talk about {w}.", "What can I cook with {w}?", "def f(x): return x", "print({d})",
+    "<script>alert({d})</script>", "SELECT * FROM {n};", "ls -la", "http://{n}.com", "{w}",
+)  # fmt: skip
+OFFICES = each("president king queen chancellor minister mayor pope champion")
+FOREIGN = (
+    "Bonjour", "Bonjour ! Comment ça va ?", "Salut", "Qui es-tu ?", "Quelle est la capitale de la France ?",
+    "Parlez-vous français ?", "Merci", "Guten Tag", "Hallo, wie geht es dir?", "Wie heißt du?", "Wer bist du?",
+    "Was ist ein Transformer?", "Erzähl mir eine Geschichte", "Danke", "Sprichst du Deutsch?", "Hola",
+    "Hola, ¿cómo estás?", "¿Cómo te llamas?", "¿Qué es un transformador?", "¿Quién eres?", "Cuéntame un cuento",
+    "Gracias", "Ciao, come stai?", "Come ti chiami?", "Chi sei?", "Che cos'è un transformer?",
+    "Raccontami una storia", "Olá, tudo bem?", "Quem é você?", "O que é um transformador?", "Obrigado",
+    "Hej, hur mår du?", "Vad heter du?", "Hoe gaat het?", "Wie ben jij?", "Cześć, jak się masz?", "Kim jesteś?",
+    "Merhaba, nasılsın?", "Xin chào", "Hei, mitä kuuluu?", "Γεια σου", "Привет", "Привет! Как дела?", "Кто ты?",
+    "Что такое трансформер?", "Спасибо", "你好", "你好吗？", "你是谁？", "什么是注意力？", "讲一个故事", "谢谢",
+    "こんにちは", "あなたは誰ですか？", "안녕하세요", "이름이 뭐예요?", "مرحبا", "كيف حالك؟", "שלום", "नमस्ते",
+)  # fmt: skip
+ENGLISH_ONLY = (
+    "I only know English. Ask me about Octavo or transformers, or for a story.",
+    "Sorry, I only understand English. I can tell you a story or explain transformers.",
+)
 WORLD = each(
     "gravity, a volcano, football, chess, money, the moon, physics, history, music, rain, a computer, "
     "electricity, the sun, a dinosaur, democracy, a car, coffee, bread, the ocean, a rainbow, mathematics, "
@@ -168,6 +203,11 @@ ASK_STORY = (
     "I would like a story{about}.", "Could you tell a story{about}?", "A story{about}, please.",
     "Give me a story{about}.",
     "Do you know a story{about}?", "Write a short story{about}.", "Tell a story{about}.", "Invent a story{about}.",
+)  # fmt: skip
+MORE_ASK_STORY = (
+    "Tell me a nice story{about}.", "Tell me a long story{about}.", "Tell me a funny story{about}.", "Story{about}",
+    "Tell me a scary story{about}.", "Tell me a bedtime story{about}.", "Can I have a story{about}?",
+    "I'd like a story{about}.", "Write a fairy tale{about}.", "Tell us a story{about}.", "Let me hear a story{about}.",
 )  # fmt: skip
 STORY_AGAIN = (
     "Another one, please.", "Tell me another story.", "One more!", "Another story, please.",

@@ -61,7 +61,11 @@ PEOPLE = [
     "captain",
 ]
 HEROES = ANIMALS + PEOPLE
-PRONOUNS = {"girl": "she", "queen": "she", "princess": "she", "boy": "he", "king": "he"}
+MORE_HEROES = [  # of the third part of the training
+    *each("unicorn elephant tiger zebra spider chicken dinosaur shark whale pig cow kitten puppy parrot fish dolphin"),
+    *each("pirate witch mermaid ghost monster vampire astronaut doctor prince fairy programmer clown troll student"),
+]
+PRONOUNS = {"girl": "she", "queen": "she", "princess": "she", "boy": "he", "king": "he", "prince": "he"}
 TEMPERS = each("little old brave shy clever curious quiet small happy sleepy kind patient gentle young tiny lonely")
 PLACES = {
     "forest": "in", "village": "in", "valley": "in", "garden": "in", "meadow": "in", "castle": "in", "city": "in",
@@ -69,6 +73,9 @@ PLACES = {
     "river": "by", "lake": "by", "sea": "by", "bridge": "by", "pond": "by", "well": "by", "mountain": "on",
     "hill": "on",
     "island": "on", "beach": "on", "farm": "on",
+}  # fmt: skip
+MORE_PLACES = {
+    "moon": "on", "jungle": "in", "school": "at", "ship": "on", "park": "in", "town": "in", "zoo": "in", "market": "at",
 }  # fmt: skip
 LOOKS = ["old", "quiet", "green", "wide", "small", "dark", "sunny", "far"]
 THINGS = [
@@ -138,9 +145,9 @@ THEMES = {  # what people ask for, and the plot that it means
 
 def a(phrase: str) -> str:
     """With its indefinite article."""
-    return ("an " if phrase[0] in "aeiou" else "a ") + phrase
+    return ("an " if phrase[0] in "aeiou" and not phrase.startswith("uni") else "a ") + phrase
 
 
 def at(place: str) -> str:
     """ "forest" -> "in the forest"."""
-    return f"{PLACES[place]} the {place}"
+    return f"{(PLACES | MORE_PLACES)[place]} the {place}"
