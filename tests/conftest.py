@@ -36,13 +36,16 @@ ROOMY: dict[str, Any] = {
 
 
 def pytest_configure() -> None:
-    """An example of Hypothesis may take as long as a busy machine needs for it; and Ctrl-C reaches the programs that
+    """An example of Hypothesis may take as long as a busy machine needs for it, and examples are the same each time, so
+    that a failure is a change's; `--hypothesis-profile=explore` draws new ones. And Ctrl-C reaches the programs that
     tests start, even where a shell has started the tests in the background."""
     from hypothesis import HealthCheck, settings
 
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("explore", patient)
+    settings.register_profile("patient", patient, derandomize=True)
     settings.load_profile("patient")
 
 

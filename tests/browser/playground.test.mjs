@@ -78,21 +78,28 @@ test("stop breaks an answer off, on the server, too", async () => {
   await mode(page, "prompt");
   await set(page, { ...LONG, ignore_eos: "true", n: 4 });
   const aborted = () => metric('octavo_requests_aborted_total{reason="disconnect"}');
-  const until = await aborted();
-  // As soon as there is a token: a click from outside might come too late for so small a model.
-  await page.evaluate(() => {
-    const stop = document.querySelector("#pane-prompt .stop");
-    new MutationObserver((_, observer) => {
-      if (!document.querySelector("#pane-prompt .token")) return;
-      observer.disconnect();
-      stop.click();
-    }).observe(document.querySelector("#pane-prompt .output"), { childList: true, subtree: true });
-  });
-  await page.click("#pane-prompt .primary");
-  await page.waitForSelector('#pane-prompt .end[data-finish="stopped"]');
-  await page.waitForSelector("#pane-prompt .stop:disabled", { state: "attached" });
-  for (let wait = 0; (await aborted()) === until && wait < 200; wait++) await new Promise((done) => setTimeout(done, 50));
-  assert.ok((await aborted()) > until);
+  const stops = async () => {
+    const before = await aborted();
+    // As soon as there is a token: a click from outside might come too late for so small a model.
+    await page.evaluate(() => {
+      const stop = document.querySelector("#pane-prompt .stop");
+      new MutationObserver((_, observer) => {
+        if (!document.querySelector("#pane-prompt .token")) return;
+        observer.disconnect();
+        stop.click();
+      }).observe(document.querySelector("#pane-prompt .output"), { childList: true, subtree: true });
+    });
+    await page.click("#pane-prompt .primary");
+    await ended(page, "prompt");
+    await page.waitForSelector("#pane-prompt .stop:disabled", { state: "attached" });
+    if (!(await page.locator('#pane-prompt .end[data-finish="stopped"]').count())) return false;
+    for (let wait = 0; (await aborted()) === before && wait < 100; wait++) await new Promise((done) => setTimeout(done, 50));
+    return (await aborted()) > before;
+  };
+  // On a busy machine the answer may be complete before the page, or the server, is told.
+  let stopped = false;
+  for (let attempt = 0; !stopped && attempt < 10; attempt++) stopped = await stops();
+  assert.ok(stopped);
   // It can be asked again at once.
   await set(page, { max_tokens: 3, n: 1 });
   await page.click("#pane-prompt .primary");
