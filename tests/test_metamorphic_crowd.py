@@ -1,4 +1,4 @@
-"""Sixty-four requests of every kind at once on forty pages, offline and through the asyncio client.
+"""Sixty-five requests of every kind at once on forty pages, offline and through the asyncio client.
 
 Each gives the answer that it gives alone, those that leave early a beginning of it; and afterwards every
 page is free or cached.
@@ -27,7 +27,7 @@ SHARED = prompt(1000, 14)
 
 
 def crowd() -> list[Job]:
-    """64 jobs; three of four begin alike."""
+    """64 jobs, of which three of four begin alike; and a long one."""
     kinds = itertools.cycle(
         [
             lambda seed: greedy(16),
@@ -43,12 +43,13 @@ def crowd() -> list[Job]:
     for seed, kind in zip(range(64), kinds, strict=False):
         tokens = prompt(2000 + seed, 2 + seed % 9)
         jobs.append(Job(tokens if seed % 4 == 3 else [*SHARED, *tokens], kind(seed)))
-    return jobs
+    return [*jobs, Job(prompt(3000, 2), greedy(LATE + 20))]
 
 
+LATE = 50  # a position that only the last job reaches
 JOBS = crowd()
 # Which requests leave early, and after how many deltas.
-LEAVERS = {number: 1 + number % 5 for number in range(4, 64, 6)}
+LEAVERS = {number: 1 + number % 5 for number in range(4, 64, 6)} | {64: 1}
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +127,9 @@ def test_through_the_client(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """64 tasks of one event loop; those that leave close their iterator. No step is computed until all are there, and
-    somebody has left."""
-    gate = Gate(tmp_path, monkeypatch, position=0)
+    """65 tasks of one event loop; those that leave close their iterator. However late they learn of their tokens, the
+    last one leaves before it has ended."""
+    gate = Gate(tmp_path, monkeypatch, position=LATE)
     streams, stats = asyncio.run(asyncio.wait_for(_serve(checkpoint(CHECKPOINT).path, ahead, gate), timeout=540))
     assert (stats.num_steps_ahead > 20) == ahead
     assert_answers(streams, alone)
@@ -144,8 +145,7 @@ async def _serve(path: Path, ahead: bool, gate: Gate) -> tuple[list[list[Request
     try:
         gate.close()
         tasks = [asyncio.create_task(_ask(client, number)) for number in range(len(JOBS))]
-        while not any(task.done() for task in tasks):
-            await asyncio.sleep(0.01)
+        await tasks[-1]
         gate.open()
         streams = await asyncio.gather(*tasks)
         while (stats := client.stats()).num_running or stats.num_waiting:
