@@ -34,6 +34,13 @@ print(found and found.isa)
 """
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles without optimising: what is asked is where a library comes from, not how fast it is."""
+    assert "-O3" in building._FLAGS
+    monkeypatch.setattr(building, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in building._FLAGS))
+
+
 def start(cache: Path, code: str = TELL, **variables: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
     environment |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT), **variables}
@@ -169,6 +176,7 @@ def test_kernels_have_as_many_threads_as_torch(threads: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("quick")
 def test_a_prebuilt_library_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert COMPILER is not None
     monkeypatch.setattr(loading, "PREBUILT", tmp_path)
@@ -191,6 +199,7 @@ def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: py
 
 
 @needs_compiler
+@pytest.mark.usefixtures("quick")
 def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies there would be loaded into this process."""
     folder = tmp_path / "octavo" / "native"
@@ -204,6 +213,7 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, monkey
 
 
 @needs_compiler
+@pytest.mark.usefixtures("quick")
 def test_old_libraries_are_removed_when_a_new_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(loading, "PREBUILT", tmp_path)
