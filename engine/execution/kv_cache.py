@@ -59,10 +59,7 @@ class KVCache:
         self._gpu_copier: gpu_copies.PageCopier | None = None
         self.key_centres = [None] * len(shapes) if key_centres is None else list(key_centres)
         try:
-            if serves(device) and shapes:
-                self.layers = self._allocate_together(shapes, (num_blocks + 1, block_size), dtype, device)
-            else:
-                self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
+            self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             raise ConfigError(
                 f"No memory for the KV cache: {num_blocks} pages of {block_size} tokens take "
@@ -70,44 +67,38 @@ class KVCache:
                 "--num-gpu-blocks-override, --kv-cache-memory or --gpu-memory-utilization."
             ) from error
 
-    @staticmethod
     def _allocate(
-        shapes: Sequence[tuple[int, int]], pages: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> list[tuple[Tensor, ...]]:
-        """(keys, values) of each layer; (keys, values, key_scales, value_scales) where they have scales."""
-        # Zeros, not garbage: on a CPU the system hands out such memory untouched until it is written.
-        on_cpu = device.type == "cpu"
-        layers = []
-        for heads, dim in shapes:
-            shape = (*pages, heads, dim)
-            tensors = [
-                memory.zeros(*shape, dtype=dtype) if on_cpu else torch.zeros(*shape, dtype=dtype, device=device)
-                for _ in range(2)
-            ]
-            if dtype in LARGEST:
-                tensors += [torch.zeros(*pages, heads, dtype=SCALE, device=device) for _ in range(2)]
-            layers.append(tuple(tensors))
-        return layers
-
-    def _allocate_together(
         self, shapes: Sequence[tuple[int, int]], pages: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> list[tuple[Tensor, ...]]:
-        """The same in one memory, so that one kernel can copy a page in all layers."""
-        from engine.gpu.copies import PageCopier
-
+        """(keys, values) of each layer; (keys, values, key_scales, value_scales) where they have scales."""
         kinds = [dtype, dtype, *([SCALE, SCALE] if dtype in LARGEST else [])]
         wanted = [(kind, (*pages, heads, dim)[: 4 if kind is dtype else 3]) for heads, dim in shapes for kind in kinds]
+        if serves(device) and shapes:
+            tensors = self._allocate_together(wanted, device)
+        elif device.type == "cpu":
+            # Zeros, not garbage: the system hands out such memory untouched until it is written.
+            tensors = [memory.zeros(*shape, dtype=kind) for kind, shape in wanted]
+        else:
+            tensors = [torch.zeros(shape, dtype=kind, device=device) for kind, shape in wanted]
+        return [tuple(tensors[i : i + len(kinds)]) for i in range(0, len(tensors), len(kinds))]
+
+    def _allocate_together(
+        self, wanted: Sequence[tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+    ) -> list[Tensor]:
+        """Tensors in one memory, so that one kernel can copy a page in all of them."""
+        from engine.gpu.copies import PageCopier
+
         begins, end = [], 0
         for kind, shape in wanted:
             begins.append(end)
             end += -(-math.prod(shape) * kind.itemsize // _ALIGNED) * _ALIGNED
-        memory = torch.zeros(end, dtype=torch.uint8, device=device)
+        whole = torch.zeros(end, dtype=torch.uint8, device=device)
         tensors = [
-            memory[begin : begin + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+            whole[begin : begin + math.prod(shape) * kind.itemsize].view(kind).view(shape)
             for begin, (kind, shape) in zip(begins, wanted, strict=True)
         ]
-        self._gpu_copier = PageCopier(memory, begins, [tensor[0].nbytes for tensor in tensors])
-        return [tuple(tensors[i : i + len(kinds)]) for i in range(0, len(tensors), len(kinds))]
+        self._gpu_copier = PageCopier(whole, begins, [tensor[0].nbytes for tensor in tensors])
+        return tensors
 
     def warm(self) -> None:
         """Compile what copies pages, where it is compiled: no request should wait for that."""

@@ -307,9 +307,6 @@ class SequenceGroup:
         if self.fork_point is not None:
             first = self.sequences[0]
             return [(first, self.fork_point - first.num_computed)]
-        if len(self.sequences) == 1:  # most of them, in every step
-            (one,) = self.sequences
-            return [(one, one.tokens.size + one.num_pending - one.num_computed - one.num_in_flight)]
         return [(s, s.tokens.size + s.num_pending - s.num_computed - s.num_in_flight) for s in self.sequences]
 
     def may_run_ahead(self) -> bool:

@@ -79,7 +79,6 @@ class LateDevice(TorchDispatchMode):
     Attributes:
         recording: the graph that is.
         waited: who waited for a device, or copied from memory that is not pinned, and where.
-        num_launches, num_copies: kernels of Triton's, copies between host and device.
     """
 
     def __init__(self, seed: int, eagerness: float):
@@ -88,7 +87,6 @@ class LateDevice(TorchDispatchMode):
         self.current = 0
         self.recording: Graph | None = None
         self.waited: list[str] = []
-        self.num_launches = self.num_copies = 0
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._allocated = self._peak = 0
 
@@ -181,7 +179,6 @@ class LateDevice(TorchDispatchMode):
         for tensor in late:
             if tensor.device != stream.device:
                 raise RuntimeError(f"a kernel on {stream.device} is given {tensor!r}")
-        self.num_launches += 1
         self.use(late, "a kernel")
         self.enqueue(kernel, stream)
 
@@ -275,7 +272,6 @@ class LateDevice(TorchDispatchMode):
         assert isinstance(late, LateTensor)
         if self.recording is not None:
             raise RuntimeError("a copy between host and device is recorded")
-        self.num_copies += 1
         cell, stream = late.cell, self.stream(late.device)
         before = host.clone()
         if not up:
