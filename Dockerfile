@@ -1,13 +1,14 @@
-# syntax=docker/dockerfile:1
-#
 #   docker build -t octavo .                                          for a CPU; for a GPU: --target cuda -t octavo:cuda
 #   docker run --rm -p 127.0.0.1:8000:8000 octavo                     the bundled demo
+#   docker run -d --restart on-failure --memory 8g --memory-swap 8g --pids-limit 1024 -p 127.0.0.1:8000:8000 octavo
+#                                                                     the same as a service: limited, started again
 #   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/models:/models:ro" octavo serve /models/NAME
 #
-# BASE_IMAGE is any Debian-like image with Python 3.11 or newer and its venv module. TORCH_INDEX is the package index
-# that torch alone comes from; an empty one means pip's configured index.
+# BASE_IMAGE is any Debian-like image with Python 3.11 or newer and its venv module; tools/pin_images.py renews the digest.
+# TORCH_INDEX is the package index that torch alone comes from; an empty one means pip's configured index. All else is
+# installed by the hashes of requirements/, which tools/lock.py writes.
 
-ARG BASE_IMAGE=python:3.12-slim-bookworm
+ARG BASE_IMAGE=python:3.12.14-slim-bookworm@sha256:782412e85d0f0984994c290652577d4018aff08145c85b262bb63dc0c7522254
 
 # ---- builder: pip lives in an environment of its own, so that the one that is shipped, /app/venv, never holds it
 FROM ${BASE_IMAGE} AS builder
@@ -24,30 +25,33 @@ RUN mkdir /headers && found=$(python3 -c "import sysconfig; print(sysconfig.get_
 ENV PATH=/build/bin:$PATH
 
 WORKDIR /src
-COPY pyproject.toml constraints.txt ./
-RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-    > requirements.txt
-COPY deploy/slim-venv.sh ./
+COPY pyproject.toml constraints.txt deploy/slim-venv.sh ./
+COPY requirements requirements
 
-# ---- what Octavo needs, for a CPU. torch comes first and pinned, so that no open range can bring in another build.
-# (The linter wants to read the version here: constraints.txt holds it.)
+# ---- what Octavo needs, for a CPU. torch is pinned by its version alone: PyTorch's index has files of its own for CPUs,
+# other ones than PyPI, whose hashes are the lock's. (The linter wants to read the version here: constraints.txt holds it.)
 FROM builder AS libraries-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # hadolint ignore=DL3013
 RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
-RUN pip install --constraint constraints.txt --requirement requirements.txt && sh slim-venv.sh /app/venv
+RUN pip install --require-hashes --no-deps --requirement requirements/serve.lock \
+ && pip check && sh slim-venv.sh /app/venv
 
-# ---- the same for an NVIDIA GPU: on Linux, torch's default build is the one for CUDA
+# ---- the same for an NVIDIA GPU: on Linux, torch's build on PyPI is the one for CUDA. That of another index, and what it
+# needs, is pinned by torch's version alone.
 FROM builder AS libraries-cuda
 ARG TORCH_INDEX=
+RUN pip install --require-hashes --no-deps --requirement requirements/serve.lock
 # hadolint ignore=DL3013
-RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
-RUN pip install --constraint constraints.txt --requirement requirements.txt && sh slim-venv.sh /app/venv
+RUN if [ -z "$TORCH_INDEX" ]; then pip install --require-hashes --no-deps --requirement requirements/torch-cuda.lock; \
+    else torch=$(grep '^torch==' constraints.txt) && pip install --no-deps --index-url "$TORCH_INDEX" "$torch" \
+      && pip install --constraint constraints.txt "$torch"; fi \
+ && pip check && sh slim-venv.sh /app/venv
 
 # ---- Octavo alone: a layer of its own, small, because it changes more often than what it needs
 FROM builder AS octavo
 # ziglang is a C++ compiler that pip can install.
-RUN PIP_PYTHON=/build/bin/python3 pip install --constraint constraints.txt setuptools ziglang
+RUN PIP_PYTHON=/build/bin/python3 pip install --require-hashes --no-deps --requirement requirements/build.lock
 COPY README.md LICENSE octavo.py ./
 COPY engine engine
 COPY server server

@@ -5,13 +5,17 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: serve test test-real test-examples test-browser lint docs install clean
+.PHONY: serve test test-all test-real test-examples test-browser lint docs install lock release clean
 
 serve:
 	@$(PYTHON) tools/setup.py serve $(ARGS)
 
 test:
 	@$(PYTHON) tools/setup.py test $(ARGS)
+
+# The slow ones, too: services that are killed, kernels that are compiled, hostile bodies, a soak.
+test-all:
+	@$(PYTHON) tools/setup.py test-all $(ARGS)
 
 # Downloads a real model, 84 MB, for the tests that need one.
 test-real:
@@ -34,6 +38,14 @@ docs:
 
 install:
 	@$(PYTHON) tools/setup.py install
+
+# requirements/*.lock, from pyproject.toml and constraints.txt.
+lock:
+	@$(PYTHON) tools/setup.py lock
+
+# What is published, in dist/.
+release:
+	@$(PYTHON) tools/setup.py release $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The `octavo` command's first lines, under a name that nobody else has.
+"""The `octavo` command's first lines, under a name of its own.
 
 `engine` and `server` are common names. Before either is imported, this makes sure that they are this
 project's; `python -m octavo` works as the command does.

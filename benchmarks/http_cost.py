@@ -271,6 +271,7 @@ def serving(model: str, dtype: str, concurrency: int, log: Path) -> Iterator[Htt
     environment = {key: value for key, value in os.environ.items() if not key.startswith("OCTAVO_")} | {
         "OCTAVO_DTYPE": dtype,
         "OCTAVO_MAX_NUM_SEQS": str(concurrency),
+        "OCTAVO_MAX_QUEUE_TIME": "0",
         "OCTAVO_ENABLE_PREFIX_CACHING": "false",
         "OCTAVO_SHOW_PROGRESS": "false",
     }

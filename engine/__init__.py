@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from engine.cache_map import CacheMap, LiveRequest
+from engine.cgroups import available_memory
 from engine.config import DEFAULT_NUM_SEQS, EngineConfig, parse_bytes
 from engine.cpus import compute_in_one_thread
 from engine.errors import (
@@ -43,6 +44,7 @@ from engine.pooled import (
 )
 from engine.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
 from engine.request import (
+    MAX_STOP_STRINGS,
     NUMBER_RANGES,
     PixelInput,
     PoolingParams,
@@ -50,7 +52,7 @@ from engine.request import (
     Seq2SeqInput,
     TokenInput,
 )
-from engine.values import NumberRange
+from engine.values import MAX_LISTED_IDS, NumberRange
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -71,6 +73,8 @@ __all__ = [
     "DEFAULT_NUM_SEQS",
     "DEFAULT_TOP_K",
     "LLM",
+    "MAX_LISTED_IDS",
+    "MAX_STOP_STRINGS",
     "MAX_TOP_K",
     "NUMBER_RANGES",
     "BeamMoves",
@@ -113,6 +117,7 @@ __all__ = [
     "TokenLogprobs",
     "TorchFacts",
     "UnsupportedModelError",
+    "available_memory",
     "compute_in_one_thread",
     "inspect_device",
     "inspect_model",

@@ -1,12 +1,18 @@
-"""The control groups that this process belongs to: where its container's limits are found."""
+"""The control groups that this process belongs to, where its container's limits are found; the memory they leave."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 MOUNT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def own_groups(controller: str, mounted: Path = MOUNT, listing: Path = OWN_GROUPS) -> Iterator[tuple[int, Path]]:
@@ -39,3 +45,29 @@ def text_of(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
+
+
+def available_memory(cgroups: Path = MOUNT, listing: Path = OWN_GROUPS) -> int:
+    """Bytes this process can still take on the host, the limits of its control groups included.
+
+    Args:
+        cgroups: where the control groups are mounted.
+        listing: the file that says which of them this process belongs to.
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text_of(Path("/proc/meminfo")), re.MULTILINE)
+    if found:
+        free = int(found[1]) * 1024
+    left = [
+        size for version, group in own_groups("memory", cgroups, listing) for size in _left(group, *_FILES[version])
+    ]
+    return max(0, min([free, *left]))
+
+
+def _left(group: Path, limit_file: str, usage_file: str, cache: str) -> list[int]:
+    limit, used = text_of(group / limit_file).strip(), text_of(group / usage_file).strip()
+    if not limit.isdigit() or not used.isdigit():  # "max", or no such group
+        return []
+    # Cached files count as used, and give way when memory is needed.
+    files = re.search(rf"^{cache} (\d+)$", text_of(group / "memory.stat"), re.MULTILINE)
+    return [int(limit) - int(used) + (int(files[1]) if files else 0)]

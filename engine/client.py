@@ -7,6 +7,7 @@ itself, and starts it again if it dies.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -19,7 +20,7 @@ from engine.cache_map import CacheMap
 from engine.client_interface import Deliver, EngineClient, Progress
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, OctavoError, RequestFailedError
-from engine.launch import EngineProcess, make_folder, remove_folder
+from engine.launch import EngineProcess, kept_folder, make_folder, remove_folder
 from engine.logs import LogFormat
 from engine.messages import Abort, Look, News, Ready, decode_news, encode, encode_add
 from engine.outputs import EngineStats, RequestDelta
@@ -30,6 +31,7 @@ __all__ = ["Deliver", "EngineClient", "ProcessEngineClient", "Progress", "Restar
 logger = logging.getLogger("octavo.client")
 
 _MESSAGES_AT_ONCE = 64  # then other tasks get their turn
+_LONG = 0.005  # seconds of processor time that news takes, after which as long belongs to other tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,10 @@ class ProcessEngineClient(EngineClient):
     The event loop reads the socket itself: a step's news takes no way through a thread. It is used by one
     event loop at a time; the first call from another one moves it there.
 
+    Handing news out and all that follows at once (text, events to clients) take half of the loop's time at most. Where
+    more would be needed, the news of several steps is handed out together, which is less work: so a crowd that has to
+    be refused, or a new request, does not wait behind the tokens of hundreds of streams.
+
     Args:
         config: the engine's settings.
         policy: what happens when the engine dies.
@@ -75,6 +81,7 @@ class ProcessEngineClient(EngineClient):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
+        self._rest: asyncio.TimerHandle | None = None  # until news is read again
         self._stats = EngineStats()
         self._num_sent = self._num_obeyed = 0  # commands, since the process began
         self._moved = self._served_since = time.monotonic()
@@ -104,6 +111,7 @@ class ProcessEngineClient(EngineClient):
         priority: int = 0,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        tenant: str | None = None,
     ) -> None:
         self._attach()
         self._check_alive()
@@ -111,7 +119,9 @@ class ProcessEngineClient(EngineClient):
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by an unfinished request.", param="request_id"
             )
-        command = encode_add(request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline)
+        command = encode_add(
+            request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline, tenant=tenant
+        )
         self._send(command)
         self._streams[request_id] = _Stream(self._num_sent, deliver)
 
@@ -199,20 +209,47 @@ class ProcessEngineClient(EngineClient):
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Deliver the news that has come."""
-        for _ in range(_MESSAGES_AT_ONCE):
-            if self._socket is None:
-                return
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        """Deliver the news that has come, unless the latest has only just taken long."""
+        if self._rest is None:
+            assert self._loop is not None
+            # Processor time: a core or the interpreter's lock that others had is no work. The event loop may read from
+            # other sockets before its turn comes to the tasks that the news wakes, so theirs is measured by itself.
+            began = time.thread_time()
+            woken: list[float] = []
+            self._loop.call_soon(lambda: woken.append(time.thread_time()))
+            some = self._deliver_some()
+            spent = time.thread_time() - began
+            if some:
+                self._loop.call_soon(lambda: self._delivered(spent + time.thread_time() - woken[0]))
+
+    def _deliver_some(self) -> bool:
+        """Deliver what has come by now; whether there was anything."""
+        received: list[bytes] = []
+        with contextlib.suppress(zmq.Again):
+            while self._socket is not None and len(received) < _MESSAGES_AT_ONCE:
+                received.append(self._socket.recv(zmq.NOBLOCK))
+        for data in received:
             try:
                 self._deliver(decode_news(data))
             except msgspec.DecodeError as error:
                 self._died(f"the engine's process sent what is no message: {error}")
-        assert self._loop is not None
-        self._loop.call_soon(self._drain)
+                break
+        return bool(received)
+
+    def _delivered(self, spent: float) -> None:
+        if self._rest is None and self._socket is not None:
+            assert self._loop is not None
+            if spent > _LONG:
+                self._loop.remove_reader(self._socket.fileno())
+                self._rest = self._loop.call_later(spent, self._resume)
+            else:
+                self._drain()
+
+    def _resume(self) -> None:
+        self._rest = None
+        if self._socket is not None and self._loop is not None:
+            self._loop.add_reader(self._socket.fileno(), self._drain)
+            self._drain()
 
     def _deliver(self, news: News) -> None:
         if news.stats.num_steps != self._stats.num_steps or news.num_commands != self._num_obeyed:
@@ -271,6 +308,7 @@ class ProcessEngineClient(EngineClient):
 
     def _launch(self) -> EngineProcess:
         self._launches += 1
+        self._folder = kept_folder(self._folder)
         return EngineProcess(self._config, self._folder, self._launches, self._log_format)
 
     def _adopt(self, ready: Ready) -> None:
@@ -305,6 +343,9 @@ class ProcessEngineClient(EngineClient):
         loop.call_soon(self._drain)
 
     def _unwatch(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
         if self._loop is not None and not self._loop.is_closed() and self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_reader(self._process.line)
@@ -316,7 +357,8 @@ class ProcessEngineClient(EngineClient):
             self._socket = None
 
     def _on_lifeline(self) -> None:
-        self._drain()
+        while self._deliver_some():
+            pass
         if self._socket is not None:
             self._died(self._process.last_words() or self._process.epitaph())
 

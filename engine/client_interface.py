@@ -51,6 +51,7 @@ class EngineClient(ABC):
         priority: int = 0,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        tenant: str | None = None,
     ) -> None:
         """Submit a request. `deliver` is called on the event loop with each of its deltas as it comes: the
         first, without choices, says that it was accepted, the last one has `finished` set. Or it is
@@ -73,7 +74,7 @@ class EngineClient(ABC):
         """`submit` as an iterator over the deltas; `terms` are those of `submit`.
 
         The request is aborted, and its pages freed, when the iterator is closed early or its task is
-        cancelled. Deltas that pile up while nobody reads are handed out one by one, none is lost.
+        cancelled. Unread deltas are handed out one by one, none is lost.
 
         Raises:
             InvalidRequestError: from the first `__anext__`, if the request is impossible.

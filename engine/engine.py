@@ -19,7 +19,13 @@ from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.calibration import mean_keys
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.kv_cache import KVCache, choose_cache_dtype
-from engine.execution.loading import check_weights_fit, explained, find_max_model_len, find_quantization
+from engine.execution.loading import (
+    check_positions_fit,
+    check_weights_fit,
+    explained,
+    find_max_model_len,
+    find_quantization,
+)
 from engine.execution.profiling import allocate_pages, warn_if_short
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
@@ -28,7 +34,8 @@ from engine.generation import GenerationDefaults, load_defaults, resolve
 from engine.inputs import check_terms, decoder_start, read_input, read_pooling_input
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
-from engine.model.families import build_spec
+from engine.model.config_values import check_parameters
+from engine.model.families import build_spec, context_length
 from engine.model.projection import load_projection
 from engine.model.sentence import read_pipeline
 from engine.model.weights import load_model, stored_dtype
@@ -47,7 +54,7 @@ logger = logging.getLogger("octavo.engine")
 # Seconds a step should stay under on a CPU: how long a new request, or a client that leaves, may have to wait.
 CPU_STEP_TIME = 0.25
 
-# Tokens that a step of whole inputs may always hold: nobody reads along, and fewer would waste a busy machine's time.
+# Tokens that a step of whole inputs may always hold: no stream waits for one, and fewer waste a busy machine's time.
 WHOLE_STEP = 64.0
 
 
@@ -74,12 +81,14 @@ class Engine:
         path = pipeline.transformer
         hf_config = read_config(path)
         spec = build_spec(hf_config)
+        check_parameters(path, spec)
         stored = stored_dtype(path, hf_config)
         dtype = choose_dtype(config.dtype, stored, device)
         quantization = find_quantization(config, device)
         cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
         check_weights_fit(path, stored, dtype, device, quantization, config.gpu_memory_utilization)
         max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
+        check_positions_fit(spec, max_model_len)
         abilities = find_abilities(hf_config, spec, pipeline)
         backend = select(device, [b.attention for b in spec.trunk.blocks], cache_dtype if spec.decoder else None)
         model = load_model(
@@ -100,7 +109,7 @@ class Engine:
             abilities = find_abilities(hf_config, spec, pipeline)
         shapes = model.kv_shapes()
         whole, num_blocks = spec.decoder is None, 0
-        centres = mean_keys(model) if cache_dtype in LARGEST and not whole else None
+        centres = mean_keys(model, context_length(hf_config, spec)) if cache_dtype in LARGEST and not whole else None
         cache = KVCache(shapes, int(not whole), config.block_size, cache_dtype, device, centres)
         self.runner = ModelRunner(
             model,
@@ -129,6 +138,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             window=spec.attention_span,
             whole_inputs=whole,
+            rotary_shifts=model.rotary_shifts,
         )
         record(self.runner, backend, 0 if config.enforce_eager else limits.max_num_seqs)
         self.scheduler = Scheduler(limits, BlockPool(num_blocks))
@@ -154,6 +164,7 @@ class Engine:
             default_forced_bos_token_id=self.defaults.values.get("forced_bos_token_id"),
             default_max_new_tokens=self.defaults.values.get("max_new_tokens"),
             default_max_length=self.defaults.values.get("max_length"),
+            first_context_len=model.rotary_shifts[0][0] if model.rotary_shifts else None,
             whole_inputs=whole,
             hidden_size=spec.trunk.output_size,
             quantization=quantization,
@@ -161,6 +172,7 @@ class Engine:
         )
         self._random = random.Random(config.seed)
         self._outputs: dict[str, RequestOutput] = {}
+        self._crossed = False  # a request has been told of
         warn_if_short(self.info)
         self._log_start(time.monotonic() - started)
 
@@ -173,6 +185,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        tenant: str | None = None,
     ) -> None:
         """Queue a request; the queue itself is not bounded.
 
@@ -183,6 +196,7 @@ class Engine:
             priority: lower runs earlier.
             cache_salt: only requests of the same salt share cached pages.
             deadline: `time.monotonic()` seconds after which the request is ended with "abort".
+            tenant: on whose behalf it is; tenants that wait are served in turn.
 
         Raises:
             InvalidRequestError: the request can never run; nothing was changed.
@@ -190,12 +204,13 @@ class Engine:
         """
         if not hasattr(self, "runner"):
             raise EngineDeadError(f"the engine of {self.config.model} was closed and takes no more requests.")
-        check_terms(request_id, priority, cache_salt, deadline)
+        check_terms(request_id, priority, cache_salt, deadline, tenant)
         terms: dict[str, Any] = {
             "request_id": request_id,
             "priority": priority,
             "cache_salt": cache_salt,
             "deadline": deadline,
+            "tenant": tenant,
             "arrival_time": time.monotonic(),
         }
         if isinstance(params, PoolingParams):
@@ -224,6 +239,7 @@ class Engine:
             )
         request = Request(prompt_token_ids=prompt, decoding=decoding, encoder_token_ids=encoder_input, **terms)
         self.scheduler.add(request)
+        self._tell_crossing(request)
         self._outputs[request_id] = RequestOutput(
             request_id=request_id,
             prompt=input.text if isinstance(input, TokenInput) else None,
@@ -232,6 +248,22 @@ class Engine:
             outputs=[CompletionOutput(index=i) for i in range(decoding.n)],
             finished=False,
         )
+
+    def _tell_crossing(self, request: Request) -> None:
+        """Say it, the first time as a warning, where an answer may pass the length of pretraining."""
+        limit = self.scheduler.config.crossed_limit(request)
+        if limit is None:
+            return
+        logger.log(
+            logging.DEBUG if self._crossed else logging.WARNING,
+            "a request of %d prompt tokens may reach %d with its max_tokens of %d, more than the %d that this model "
+            "was first trained with: it gets the rotary factors for long sequences from its first token on. Set "
+            "max_tokens to %d or less for those of short ones.%s",
+            len(request.prompt_token_ids), request.reach, request.decoding.max_tokens, limit,
+            limit - len(request.prompt_token_ids) + 1,
+            "" if self._crossed else " Later requests of this kind are told at the level debug.",
+        )  # fmt: skip
+        self._crossed = True
 
     def _add_pooling(self, input: EngineInput, params: PoolingParams, terms: dict[str, Any]) -> None:
         check_task(self.info, params.task)

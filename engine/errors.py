@@ -1,6 +1,6 @@
 """Every error that Octavo raises on purpose.
 
-A message names the limit, the value received and the setting to change, so that whoever reads it
+A message names the limit, the value received and the setting to change, so that the reader
 can act without reading code.
 """
 

@@ -1,8 +1,11 @@
-"""Folders in this user's cache, into which nobody else may put anything."""
+"""Folders in this user's cache, into which no other user may put anything."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+import tempfile
 from pathlib import Path
 
 
@@ -23,6 +26,27 @@ def make_private(folder: Path) -> None:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(folder)
+
+
+def make_spare(name: str) -> Path:
+    """Make $TMPDIR/octavo-UID/NAME, for this user alone, where the cache cannot be written to. What lies in it may be
+    gone after the next start of the machine.
+
+    Raises:
+        OSError: it cannot be made, or others could have put it there or could take its place.
+    """
+    place = Path(tempfile.gettempdir())
+    mode = place.stat().st_mode
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        raise PermissionError(f"other users can rename what is in {place}: it has no sticky bit")
+    folder = place / f"octavo-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()  # a link leads elsewhere
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+    (folder / name).mkdir(mode=0o700, exist_ok=True)
+    return folder / name
 
 
 def check_private(folder: Path) -> None:

@@ -236,7 +236,7 @@ def resolve(
         ("forced_eos_token_id", (params.forced_eos_token_id,)),
     ):
         check_ids(name, [i for i in ids if i is not None], vocab_size)
-    # As in `transformers`, nobody bans what ends an answer in this way.
+    # As in `transformers`, what ends an answer in this way is not banned.
     endings = set() if params.ignore_eos else {(i,) for i in defaults.eos_ids}
     words = (tuple(word) for word in pick("bad_words_ids", params.bad_words_ids, ()))
     return Decoding(

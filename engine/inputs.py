@@ -138,13 +138,14 @@ def _checked(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def check_terms(request_id: Any, priority: Any, cache_salt: Any, deadline: Any) -> None:
-    """Refuse what cannot order, salt or end a request."""
+def check_terms(request_id: Any, priority: Any, cache_salt: Any, deadline: Any, tenant: Any) -> None:
+    """Refuse what cannot order, salt or end a request, or name its tenant."""
     for name, value, kinds, wanted in (
         ("request_id", request_id, (str,), "a string"),
         ("priority", priority, (int,), "an integer"),
         ("cache_salt", cache_salt, (str, type(None)), "a string or None"),
         ("deadline", deadline, (int, float, type(None)), "seconds of time.monotonic() or None"),
+        ("tenant", tenant, (str, type(None)), "a string or None"),
     ):
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise InvalidRequestError(f"{name} must be {wanted}, got {value!r}.", param=name, code="invalid_value")

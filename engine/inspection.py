@@ -11,16 +11,17 @@ import torch
 from engine import native
 from engine.attention import select
 from engine.attention.formats import format_name
+from engine.cgroups import available_memory
 from engine.config import EngineConfig
 from engine.cpus import Threads, choose_threads, given_environment
 from engine.engine import choose_device, choose_dtype
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import find_max_model_len, find_quantization
-from engine.execution.memory import available_memory
 from engine.folders import check_private
 from engine.launch import make_folder, remove_folder
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
+from engine.model.config_values import check_parameters
 from engine.model.families import architecture, build_spec
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.sentence import read_pipeline
@@ -139,6 +140,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
+    check_parameters(path, spec)
     abilities = find_abilities(hf_config, spec, pipeline)
     files = weight_files(path)
     device = choose_device(config.device)

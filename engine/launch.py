@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,19 +17,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.cpus import engine_environment
 from engine.errors import ConfigError, EngineDeadError
+from engine.folders import check_private
 from engine.logs import LogFormat
 from engine.messages import GOODBYE, Failed, Ready, Start, receive_reply, send_framed
+
+logger = logging.getLogger("octavo.client")
 
 _LONGEST_FOLDER = 80  # bytes; a Unix socket's whole path has at most 103 (macOS) or 107 (Linux)
 # Threads that wait for each other in a step spin for milliseconds by default (libgomp), which takes the core from those
 # that they wait for wherever something else runs too, such as the API process. A moment is enough.
 _SPINS = "20000"
 _GRACE = 2.0  # seconds that an engine gets to end by itself
+# Of this service's own variables, those that the engine reads itself.
+_READ = frozenset({"OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"})
+_SECRET = re.compile(r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+_HUB = ("HF_", "HUGGING_FACE_")  # how the hub's library names its variables
+CLIENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the engine ignores them: they are for its client
 
 
 def make_folder() -> Path:
@@ -51,6 +61,22 @@ def make_folder() -> Path:
         f"cannot make a folder for the engine's socket in {tempfile.gettempdir()} or /tmp: {problem}. "
         "Set TMPDIR to a writable folder with a short path."
     )
+
+
+def kept_folder(folder: Path) -> Path:
+    """The folder, if it is there and only this user can put anything into it; else a new one. A cleaner of temporary
+    files may have removed it, and then another user may have made one of that name.
+
+    Raises:
+        ConfigError: there is no place for a new one.
+    """
+    try:
+        check_private(folder)
+    except OSError as error:
+        new = make_folder()
+        logger.warning("The folder of the engine's socket cannot be used any more (%s); another is %s.", error, new)
+        return new
+    return folder
 
 
 def remove_folder(folder: Path) -> None:
@@ -78,6 +104,8 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, folder: Path, number: int, log_format: LogFormat | None = None):
         self._path = folder / f"engine-{number}"
         self.address = f"ipc://{self._path}"
+        if not _downloads(config):
+            config = replace(config, hf_token=None)
         command = [sys.executable, "-P", "-m", "engine.process"]
         try:
             self.line, theirs = socket.socketpair()
@@ -157,15 +185,28 @@ class EngineProcess:
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     # A child inherits the mask, so that none of these ends it before it has learned to ignore them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, CLIENTS_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _downloads(config: EngineConfig) -> bool:
+    """The checkpoint may have to come from the hub: it is no folder."""
+    return not Path(config.model).expanduser().is_dir()
+
+
 def _environment(config: EngineConfig) -> dict[str, str]:
-    environment = engine_environment(config.threads)
+    """This process's environment, without secrets that the engine has no use for: its settings come by the lifeline,
+    and of tokens it needs the hub's alone, where it downloads."""
+    downloads = _downloads(config)
+    environment = {
+        name: value
+        for name, value in engine_environment(config.threads).items()
+        if (name in _READ or not name.startswith("OCTAVO_"))
+        and (not _SECRET.search(name) or (downloads and name.startswith(_HUB)))
+    }
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", _SPINS)
     # The same modules as here, however they were found; the working directory only if it counts here, too.

@@ -26,7 +26,7 @@ class LLM(PoolingMethods):
     Args:
         model: local folder or hub id.
         **settings: the other fields of `EngineConfig`. Steps may take as long as they like unless max_step_time is
-            given: nobody waits for the end of one here, and a prompt is computed fastest in one piece.
+            given: no client waits for the end of one here, and a prompt is computed fastest in one piece.
 
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.

@@ -101,6 +101,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     deadline: float | None = None
+    tenant: str | None = None
 
     @property
     def input(self) -> EngineInput:
@@ -229,7 +230,7 @@ def decode_news(data: bytes) -> News:
 
 
 def send_framed(line: socket.socket, message: Start | Ready | Failed) -> None:
-    """Write a message to the lifeline; OSError if nobody is there any more."""
+    """Write a message to the lifeline; OSError if the other side has ended."""
     data = _encoder.encode(message)
     line.sendall(len(data).to_bytes(_HEADER, "big") + data)
 

@@ -38,7 +38,7 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
 class ChoiceDelta:
-    """New, certain tokens of one answer; nobody changes it.
+    """New, certain tokens of one answer; immutable by convention.
 
     Attributes:
         index: which of the n answers.
@@ -120,7 +120,7 @@ class BeamMoves:
 
 @dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
 class RequestDelta:
-    """What one step brought one request; nobody changes it.
+    """What one step brought one request; immutable by convention.
 
     Attributes:
         request_id: the request.
@@ -220,10 +220,12 @@ class EngineStats:
     `prefix_hits` counts what requests that were preempted found again, `prompt_tokens_cached` does not.
     `num_encoder_hits` counts how often a request found its encoder input encoded already.
     `num_steps_ahead` counts the steps that were planned before the answer of the one before them was known.
+    `lacks_room`: the first in line waits for rows or pages, not for its part of a step.
     """
 
     num_running: int = 0
     num_waiting: int = 0
+    lacks_room: bool = False
     pages_total: int = 0
     pages_free: int = 0
     pages_held: int = 0
@@ -263,6 +265,8 @@ class EngineInfo:
         default_forced_bos_token_id: the first token of its answers by the model's own `generation_config.json`.
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.
+        first_context_len: tokens that a sequence may reach with the rotary factors that the model was first trained
+            with, where its context was stretched by factors that depend on length.
         tasks: what the model can serve.
         whole_inputs: inputs are read whole and without pages (encoder-only models): then block_size, num_blocks and
             full_requests are 0.
@@ -300,6 +304,7 @@ class EngineInfo:
     default_forced_bos_token_id: int | None = None
     default_max_new_tokens: int | None = None
     default_max_length: int | None = None
+    first_context_len: int | None = None
     tasks: tuple[Task, ...] = ("generate",)
     whole_inputs: bool = False
     hidden_size: int = 0

@@ -2,7 +2,7 @@
 standard input.
 
 It ends when its client does, whatever ended that: then the lifeline closes. Signals meant for the service
-(Ctrl-C goes to the whole group) are the client's to obey.
+(Ctrl-C and a terminal's hangup go to the whole group) are the client's to obey.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from engine.errors import OctavoError, RequestFailedError
+from engine.launch import CLIENTS_SIGNALS
 from engine.logs import adopt_libraries, configure
 from engine.messages import (
     GOODBYE,
@@ -48,10 +49,10 @@ logger = logging.getLogger("octavo.process")
 
 def main() -> int:
     """Load the engine and serve its client until that is gone; returns the exit status."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in CLIENTS_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     # The parent blocked them for the moment before they were ignored.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, CLIENTS_SIGNALS)
     line = _take_lifeline()
     start = receive_start(line)
     if start is None:
@@ -82,7 +83,7 @@ def _end_with_client(line: socket.socket, folder: str) -> None:
     with contextlib.suppress(ConnectionError):
         if line.recv(1) == GOODBYE:
             os._exit(0)  # the folder is the client's, and perhaps a successor's
-    # The client is gone without a word, and nobody else would remove it.
+    # The client is gone without a word, and nothing else would remove it.
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
@@ -182,6 +183,7 @@ class Loop:
                 priority=command.priority,
                 cache_salt=command.cache_salt,
                 deadline=command.deadline,
+                tenant=command.tenant,
             )
         except OctavoError as error:
             return error

@@ -291,7 +291,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One accepted request; nobody changes it.
+    """One accepted request; immutable by convention.
 
     Attributes:
         request_id: the caller's name for it, unique among unfinished requests.
@@ -300,9 +300,10 @@ class Request:
         decoding: how to decode, all defaults filled in.
         pooling: what is wanted of the prompt's hidden states, instead of an answer; None: an answer.
         token_type_ids: the segment of each token of the prompt; () where all are of the first.
-        priority: lower runs earlier (vLLM's sense); ties by arrival.
+        priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it counts for nothing.
         cache_salt: requests share cached pages only with requests of the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
+        tenant: on whose behalf it is; tenants that wait are served in turn. None is one, too.
         arrival_time: `time.monotonic()` seconds.
     """
 
@@ -312,7 +313,13 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     deadline: float | None = None
+    tenant: str | None = None
     arrival_time: float = field(default=0.0)
     encoder_token_ids: tuple[int, ...] = ()
     pooling: Pooling | None = None
     token_type_ids: tuple[int, ...] = ()
+
+    @property
+    def reach(self) -> int:
+        """Most tokens of one sequence that are computed: the prompt's, and those of the longest answer but its last."""
+        return len(self.prompt_token_ids) + (0 if self.pooling is not None else self.decoding.max_tokens - 1)

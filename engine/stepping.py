@@ -76,7 +76,7 @@ class Stepping:
             return news
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: whoever catches it may go on with other requests
+        except BaseException:  # Ctrl-C: its handler may go on with other requests
             self._in_flight.clear()
             while self._scheduler.flights:
                 self._scheduler.fail("interrupted")
@@ -85,7 +85,7 @@ class Stepping:
     def _fill(self, runner: ModelRunner) -> None:
         """See to it that steps are in flight: one, and another one ahead of its answer."""
         if self._in_flight and self._scheduler.skip():
-            self._in_flight.popleft()  # all its requests have ended: nobody waits for that
+            self._in_flight.popleft()  # all its requests have ended: its answer is not needed
 
         if not self._in_flight:
             self._begin(runner)
@@ -162,7 +162,7 @@ class Stepping:
         if len(parts) > 1:
             results, failures = run_apart(runner, parts)
             short = next((name for name in failures if is_out_of_memory(failures[name])), None)
-            if retry and short is not None:  # that is nobody's fault
+            if retry and short is not None:  # no request is at fault
                 return self._smaller.finish(runner, parts[short], failures[short], self._isolate)
         causes = {name: f"the engine failed to compute a step: {_named(failures[name])}" for name in failures}
         deltas = scheduler.fail(causes)

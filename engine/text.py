@@ -72,6 +72,7 @@ class OutputProcessor:
         tokenizer: the model's, or None.
         prompt_token_ids: the prompt that the answer continues (the decoder's, for encoder-decoder models).
         params: the request's.
+        keep_logprobs: `outputs` hold log-probabilities, too; a stream, which hands them on, needs none kept.
 
     Raises:
         InvalidRequestError: stop strings are asked for, but there is no tokenizer.
@@ -82,7 +83,14 @@ class OutputProcessor:
         error: why the request failed, if it did.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        keep_logprobs: bool = True,
+    ) -> None:
         if tokenizer is None and params.stop_strings:
             raise InvalidRequestError(
                 f"stop strings ({list(params.stop_strings)!r}) need text, but the model has no tokenizer; "
@@ -92,7 +100,9 @@ class OutputProcessor:
             )
         stops = StopStrings(params.stop_strings) if params.stop_strings else None
         self._tokenizer = tokenizer
-        self._choices = [_Choice(index, tokenizer, prompt_token_ids, params, stops) for index in range(params.n)]
+        self._choices = [
+            _Choice(index, tokenizer, prompt_token_ids, params, stops, keep_logprobs) for index in range(params.n)
+        ]
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.num_cached_tokens = 0
         self.error: str | None = None
@@ -144,8 +154,11 @@ class _Choice:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         stops: StopStrings | None,
+        keep_logprobs: bool,
     ) -> None:
         self.index = index
+        self._keeps_logprobs = keep_logprobs
+        self._logprob = 0.0  # of the tokens so far, where a stop string may end them
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else tokenizer.detokenizer(prompt_token_ids)
         self._matcher = None if stops is None else StopMatcher(stops)
@@ -224,12 +237,7 @@ class _Choice:
         return entry if self._tokenizer is None else self._tokenizer.describe(entry)
 
     def _sum_logprobs(self, news: ChoiceText) -> float | None:
-        if news.logprobs is None:
-            return None
-        tokens = [*self._output.token_ids, *news.token_ids]
-        entries = [*(self._output.logprobs or ()), *news.logprobs]
-        chosen: list[float] = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
-        return sum(chosen)
+        return None if news.logprobs is None else self._logprob + _sum_of(news)
 
     def _keep(self, news: ChoiceText) -> None:
         output = self._output
@@ -237,11 +245,19 @@ class _Choice:
             self._pieces.append(news.text)
         output.token_ids.extend(news.token_ids)
         if news.logprobs is not None:
-            if output.logprobs is None:
-                output.logprobs = []
-            output.logprobs.extend(news.logprobs)
+            if self._matcher is not None:
+                self._logprob += _sum_of(news)
+            if self._keeps_logprobs:
+                if output.logprobs is None:
+                    output.logprobs = []
+                output.logprobs.extend(news.logprobs)
         if news.finish_reason is not None:
             output.finish_reason = news.finish_reason
             output.stop_reason = news.stop_reason
             output.cumulative_logprob = news.cumulative_logprob
             output.score = news.score
+
+
+def _sum_of(news: ChoiceText) -> float:
+    """The log-probability of the news' tokens."""
+    return sum(entry[token].logprob for token, entry in zip(news.token_ids, news.logprobs or (), strict=True))

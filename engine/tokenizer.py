@@ -94,6 +94,30 @@ class Tokenizer:
             template = template.get("default")
         return template if isinstance(template, str) else None
 
+    @property
+    def template_variables(self) -> dict[str, str | list[str]]:
+        """The special tokens by the names under which a chat template knows them, such as bos_token."""
+        given: Mapping[str, Any] = self._hf.special_tokens_map
+        return {
+            name: [str(item) for item in value] if isinstance(value, list | tuple) else str(value)
+            for name, value in given.items()
+        }
+
+    def need_chat_template(self) -> str:
+        """The model's own chat template (Jinja).
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "The model's tokenizer has no chat template, so chat messages cannot be turned into a prompt. "
+                "Use the completions endpoint, or pass a chat template.",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self.chat_template
+
     def encode(self, text: str, add_special_tokens: bool = True, src_lang: str | None = None) -> list[int]:
         """Text to ids.
 
@@ -230,13 +254,8 @@ class Tokenizer:
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages.
         """
-        if chat_template is None and self.chat_template is None:
-            raise InvalidRequestError(
-                "The model's tokenizer has no chat template, so chat messages cannot be turned into a prompt. "
-                "Use the completions endpoint, or pass a chat template.",
-                param="messages",
-                code="no_chat_template",
-            )
+        if chat_template is None:
+            self.need_chat_template()
         try:
             text = self._hf.apply_chat_template(
                 list(messages),

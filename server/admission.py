@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from server.errors import ApiError
+from server.pace import Mean, Pace
 
 LONGEST_WAIT = 60  # seconds that Retry-After asks for at most
+RESERVE = 8  # so many times smaller than a bound is what keys with little in the service have beyond it
+_LEAST_REMEMBERED = 64  # events of which a pace is made
 _CHARACTERS_PER_TOKEN = 4  # roughly, of English; an estimate until the text has been tokenised
-_ENDINGS_REMEMBERED = 64
 
 
 def estimate_tokens(text: str) -> int:
@@ -21,19 +23,38 @@ def estimate_tokens(text: str) -> int:
     return len(text) // _CHARACTERS_PER_TOKEN + 1
 
 
+@dataclass(slots=True)
+class _Account:
+    """What a tenant has in the service: prompts, those of them that wait for their first token, and their tokens."""
+
+    prompts: int = 0
+    waiting: int = 0
+    tokens: int = 0
+
+
 class Admission:
     """Counts the prompts in the service and the prompt tokens that wait; refuses what is beyond the bounds.
 
     A prompt is in the service from its reservation until its answers are complete, or it was refused or
-    aborted. Its tokens wait from the reservation until its first token has come. A request that finds no
+    aborted. It waits, and its tokens do, from the reservation until its first token has come. A request that finds no
     waiting tokens is admitted whatever its size: no valid prompt is refused for ever.
+
+    Tenants share the bounds. Where several have something in the service, one that would have no more than its equal
+    share of a bound is admitted beyond it, by an eighth of the bound, while others are refused at the bound itself: so
+    what one has filled goes over to others as it ends.
+
+    How long a new prompt would wait is what is served before it, tenants in turn, at the recent pace of first tokens.
 
     Args:
         max_running: prompts that can be worked on at the same time.
         max_queued: prompts allowed beyond those.
         max_queued_tokens: prompt tokens that may wait.
-        rejected: told why, for each refused request: queue_full or queued_tokens.
-        clock: seconds that only grow.
+        rejected: told why, for each refused request: queue_full, queue_time, queued_tokens or deadline.
+        max_queue_time: seconds that a prompt may have to wait while the engine lacks room; 0 for any. None: half as
+            long as a first token has recently taken while there was room; while no pace is known, one prompt of each
+            tenant may wait.
+        lacks_room: the engine has no room for the next prompt until another one ends.
+        clock: seconds that only grow, those of deadlines.
 
     Attributes:
         num_prompts: prompts in the service.
@@ -47,14 +68,26 @@ class Admission:
         max_queued: int,
         max_queued_tokens: int,
         rejected: Callable[[str], None],
+        max_queue_time: float | None = 0.0,
+        lacks_room: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._max_running = max_running
         self._max_queued = max_queued
         self._max_queued_tokens = max_queued_tokens
+        self._max_queue_time = max_queue_time
         self._rejected = rejected
+        self._lacks_room = lacks_room
         self._clock = clock
-        self._endings: deque[float] = deque(maxlen=_ENDINGS_REMEMBERED)
+        self._accounts: dict[str | None, _Account] = {}  # of tenants with something in the service
+        # What began together may end together: a pace is that of more prompts than run at a time.
+        memory = max(_LEAST_REMEMBERED, 2 * max_running)
+        self._endings = Pace(clock, memory)
+        self._starts = {lacking: Pace(clock, memory) for lacking in (False, True)}
+        self._lacked_room = False  # as of the latest change
+        self._runs = Mean(_LEAST_REMEMBERED)  # seconds from a prompt's first token to its end
+        self._prefills = Mean(_LEAST_REMEMBERED)  # seconds to the first token of a prompt that found room
+        self._num_waiting = 0
         self.num_prompts = 0
         self.num_queued_tokens = 0
 
@@ -63,11 +96,25 @@ class Admission:
         """Prompts that may be in the service at once."""
         return self._max_running + self._max_queued
 
-    def reserve(self, prompts: int, tokens: int) -> Ticket:
-        """Slots for so many prompts with about so many tokens, to be released by leaving the ticket's context.
+    def check(self, tenant: str | None = None) -> None:
+        """Refuse a request of which no more is known than whose it is, if any would be refused.
 
         Raises:
-            ApiError: 503 while there is no room; 400 if there never will be.
+            ApiError: 503, there is no room.
+        """
+        self._check_prompts(1, tenant)
+        self._check_time(tenant, None)
+        self._check_tokens(1, 0, tenant, "at least ")
+
+    def reserve(self, prompts: int, tokens: int, tenant: str | None = None, deadline: float | None = None) -> Ticket:
+        """Slots for so many prompts with about so many tokens, to be released by leaving the ticket's context.
+
+        Args:
+            tenant: on whose behalf.
+            deadline: seconds of the clock by which the first token must have come.
+
+        Raises:
+            ApiError: 503 while there is no room, or none in time; 400 if there never will be.
         """
         if prompts > self.max_prompts:
             raise ApiError(
@@ -77,65 +124,159 @@ class Admission:
                 param="prompt",
                 code="too_many_prompts",
             )
-        missing = self.num_prompts + prompts - self.max_prompts
-        if missing > 0:
-            raise self._refusal(
-                "queue_full",
-                f"The service is full: {self.num_prompts} prompts are in it, and {prompts} more would exceed "
-                f"{self.max_prompts}, {self._sum()}.",
-                "--max-num-queued-reqs",
-                missing,
-            )
-        self._check_tokens(tokens, self.num_queued_tokens, "about ")
-        self.num_prompts += prompts
-        self.num_queued_tokens += tokens
-        return Ticket(self, prompts, tokens)
+        self._check_prompts(prompts, tenant)
+        crowded = self._check_time(tenant, deadline)
+        self._check_tokens(tokens, 0, tenant, "about ")
+        self.change(tenant, prompts=prompts, waiting=prompts, tokens=tokens)
+        return Ticket(self, tenant, prompts, tokens, crowded=crowded)
 
-    def measure(self, estimate: int, exact: int) -> None:
+    def measure(self, tenant: str | None, estimate: int, exact: int) -> None:
         """Put the exact number of tokens in the estimate's place.
 
         Raises:
             ApiError: 503, if that is too many; the estimate then stays.
         """
-        others = self.num_queued_tokens - estimate
-        self._check_tokens(exact, others, "")
-        self.num_queued_tokens = others + exact
+        self._check_tokens(exact, estimate, tenant, "")
+        self.change(tenant, tokens=exact - estimate)
 
-    def ended(self, prompts: int, tokens: int) -> None:
-        """So many prompts, with so many tokens still waiting, have left the service."""
-        self.num_prompts -= prompts
-        self.num_queued_tokens -= tokens
-        self._endings.extend([self._clock()] * min(prompts, _ENDINGS_REMEMBERED))
+    def change(self, tenant: str | None, *, prompts: int = 0, waiting: int = 0, tokens: int = 0) -> None:
+        """A tenant has so many more in the service, or fewer."""
+        account = self._accounts.setdefault(tenant, _Account())
+        account.prompts += prompts
+        account.waiting += waiting
+        account.tokens += tokens
+        if not (account.prompts or account.tokens):
+            del self._accounts[tenant]
+        self.num_prompts += prompts
+        self.num_queued_tokens += tokens
+        self._num_waiting += waiting
+        if prompts < 0:
+            self._endings.count(-prompts)
+        self._watch()
 
-    def started(self, tokens: int) -> None:
-        """So many tokens wait no longer."""
-        self.num_queued_tokens -= tokens
+    def started(self, tenant: str | None, tokens: int, prefill: float | None) -> None:
+        """A prompt's first token has come, so that so many tokens wait no longer; `prefill` seconds after the
+        reservation if it has found room."""
+        if prefill is not None:
+            self._prefills.add(prefill)
+        self._starts[self._lacked_room].count()
+        self.change(tenant, waiting=-1, tokens=-tokens)
 
-    def _check_tokens(self, tokens: int, others: int, about: str) -> None:
-        if others and others + tokens > self._max_queued_tokens:
+    def ran(self, seconds: float) -> None:
+        """A prompt has ended in order, so long after its first token."""
+        self._runs.add(seconds)
+
+    def now(self) -> float:
+        """Seconds of the clock."""
+        return self._clock()
+
+    def _watch(self) -> None:
+        """Paces are measured while there is something to do."""
+        lacking = self._lacked_room = self._lacks_room()
+        self._endings.switch(self.num_prompts > 0)
+        self._starts[lacking].switch(self._num_waiting > 0)
+        self._starts[not lacking].switch(False)
+
+    def _account(self, tenant: str | None) -> _Account:
+        return self._accounts.get(tenant) or _Account()
+
+    def _is_owed(self, tenant: str | None, held: int, more: int, bound: int, excess: int) -> bool:
+        """The tenant may go beyond a bound by so much: others have something in the service, and it has little."""
+        sharers = len(self._accounts) + (tenant not in self._accounts)
+        return sharers > 1 and held + more <= max(bound // sharers, 1) and excess <= max(bound // RESERVE, 1)
+
+    def _check_prompts(self, prompts: int, tenant: str | None) -> None:
+        missing = self.num_prompts + prompts - self.max_prompts
+        held = self._account(tenant).prompts
+        if missing > 0 and not self._is_owed(tenant, held, prompts, self.max_prompts, missing):
+            raise self._refusal(
+                "queue_full",
+                f"The service is full: {self.num_prompts} prompts are in it, and {prompts} more would exceed "
+                f"{self.max_prompts}, {self._sum()}.",
+                "--max-num-queued-reqs",
+                self._endings.seconds * missing,
+            )
+
+    def _check_time(self, tenant: str | None, deadline: float | None) -> bool:
+        """Whether something that runs must end before the prompt can begin."""
+        own = self._account(tenant).waiting
+        # Tenants are served in turn: of each other one no more are served before than of this one.
+        ahead = sum(min(account.waiting, own + (name != tenant)) for name, account in self._accounts.items())
+        seconds, missing = self._expect(ahead)
+        if own and missing > 1:
+            self._check_queue_time(seconds)
+        left = math.inf if deadline is None else deadline - self._clock()
+        if ahead and seconds > left:
+            raise self._refusal(
+                "deadline",
+                f"The service is busy: the request would wait about {seconds:.1f} s for its first token, and its time "
+                f"is over in {max(left, 0.0):.1f} s.",
+                "the request's time limit",
+                seconds - left,
+            )
+        return missing > 0
+
+    def _check_queue_time(self, seconds: float) -> None:
+        """Seconds that a prompt would have to wait, where another one waits for a place already."""
+        limit = self._max_queue_time
+        if limit is None:
+            limit, known = self._prefills.value / 2, self._prefills.count > 0 and self._runs.count > 0
+            what = f"{limit:.2g} s, half of what a first token takes while there is room (max_queue_time is not set)"
+        else:
+            known, what = True, f"{limit:g} s (max_queue_time)"
+            if not limit:
+                return
+        if not known:
+            message = "The service is full, and when there will be room is not known yet."
+            raise self._refusal("queue_time", message, "--max-queue-time", 0.0)
+        if seconds > limit:
+            raise self._refusal(
+                "queue_time",
+                f"The service is full: a request would wait about {seconds:.1f} s for its first token, which is more "
+                f"than {what}.",
+                "--max-queue-time",
+                seconds - limit,
+            )
+
+    def _expect(self, ahead: int) -> tuple[float, int]:
+        """Seconds until the first token of a prompt that so many go before; how many that run must end first."""
+        running = self.num_prompts - self._num_waiting
+        lacking = self._lacks_room()
+        missing = ahead + 1 if lacking else ahead + 1 - max(self._max_running - running, 0)
+        if missing <= 0:
+            return self._starts[False].seconds * (ahead + 1), 0
+        # So many have to end, each in its time, and as many as run do so beside each other. That is known also when
+        # the room has only just become short.
+        ending = self._runs.value / max(running if lacking else self._max_running, 1)
+        return max(self._starts[True].seconds, ending) * missing, missing
+
+    def _check_tokens(self, tokens: int, own: int, tenant: str | None, about: str) -> None:
+        """`own` of the waiting tokens are the request's, and will make room for these."""
+        others = self.num_queued_tokens - own
+        missing = others + tokens - self._max_queued_tokens
+        if not others or missing <= 0:
+            return
+        held = self._account(tenant).tokens - own
+        # The first one of a tenant may be of any size here, too.
+        more, excess = (tokens, missing) if held else (0, missing - tokens)
+        if not self._is_owed(tenant, held, more, self._max_queued_tokens, excess):
             raise self._refusal(
                 "queued_tokens",
                 f"The service is full: {others} prompt tokens wait, and {about}{tokens} more would exceed "
                 f"{self._max_queued_tokens} (max_num_queued_tokens).",
                 "--max-num-queued-tokens",
-                1,
+                self._endings.seconds,
             )
 
     def _sum(self) -> str:
         return f"max_num_seqs ({self._max_running}) + max_num_queued_reqs ({self._max_queued})"
 
-    def _refusal(self, reason: str, message: str, flag: str, missing: int) -> ApiError:
+    def _refusal(self, reason: str, message: str, limit: str, seconds: float) -> ApiError:
+        """The answer; `seconds` from now there may be room."""
         self._rejected(reason)
-        seconds = self._seconds_until_free(missing)
-        message += f" Try again in {seconds} s, or raise {flag}."
-        return ApiError(503, message, code="overloaded", headers={"Retry-After": str(seconds)})
-
-    def _seconds_until_free(self, slots: int) -> int:
-        """How long so many endings take at the recent rate."""
-        if not self._endings:
-            return 1
-        seconds = (self._clock() - self._endings[0]) / len(self._endings) * slots
-        return max(1, min(math.ceil(seconds), LONGEST_WAIT))
+        wait = max(1, min(math.ceil(seconds), LONGEST_WAIT))
+        message += f" Try again in {wait} s, or raise {limit}."
+        return ApiError(503, message, code="overloaded", headers={"Retry-After": str(wait)})
 
 
 class Ticket:
@@ -145,10 +286,14 @@ class Ticket:
         num_unfinished: prompts that have not ended in order, also after the release.
     """
 
-    def __init__(self, admission: Admission, prompts: int, tokens: int):
+    def __init__(self, admission: Admission, tenant: str | None, prompts: int, tokens: int, *, crowded: bool = False):
         self._admission = admission
+        self._tenant = tenant
         self._estimate = tokens
-        self._waiting = [0] * prompts  # tokens of each prompt, once they are known
+        self._tokens = [0] * prompts  # of each prompt that wait, once they are known
+        self._waits = [True] * prompts
+        self._reserved = None if crowded else admission.now()
+        self._began = [0.0] * prompts
         self._held = [True] * prompts
         self._released = False
         self.num_unfinished = prompts
@@ -161,7 +306,8 @@ class Ticket:
     ) -> None:
         if not self._released:
             self._released = True
-            self._admission.ended(sum(self._held), self._estimate + sum(self._waiting))
+            tokens = self._estimate + sum(self._tokens)
+            self._admission.change(self._tenant, prompts=-sum(self._held), waiting=-sum(self._waits), tokens=-tokens)
 
     def measure(self, tokens: Sequence[int]) -> None:
         """Replace the estimate by each prompt's number of tokens.
@@ -169,26 +315,32 @@ class Ticket:
         Raises:
             ApiError: 503, if these are too many.
         """
-        self._admission.measure(self._estimate, sum(tokens))
-        self._estimate, self._waiting = 0, list(tokens)
+        self._admission.measure(self._tenant, self._estimate, sum(tokens))
+        self._estimate, self._tokens = 0, list(tokens)
 
     def started(self, index: int) -> None:
         """A prompt's first token has come."""
-        if not self._released:
-            self._admission.started(self._waiting[index])
-            self._waiting[index] = 0
+        if self._waits[index] and not self._released:
+            self._waits[index] = False
+            self._began[index] = now = self._admission.now()
+            prefill = None if self._reserved is None else now - self._reserved
+            self._admission.started(self._tenant, self._tokens[index], prefill)
+            self._tokens[index] = 0
 
     def progressed(self, index: int, tokens: int) -> None:
         """So many of a prompt's tokens wait no longer; more than still wait count as all of them."""
         if not self._released:
-            tokens = min(tokens, self._waiting[index])
-            self._admission.started(tokens)
-            self._waiting[index] -= tokens
+            tokens = min(tokens, self._tokens[index])
+            self._admission.change(self._tenant, tokens=-tokens)
+            self._tokens[index] -= tokens
 
     def finished(self, index: int) -> None:
         """A prompt's answers are complete: its slot is free."""
         if self._held[index] and not self._released:
-            self._held[index] = False
+            waited, tokens = self._waits[index], self._tokens[index]
+            if not waited:
+                self._admission.ran(self._admission.now() - self._began[index])
+            self._held[index] = self._waits[index] = False
+            self._tokens[index] = 0
             self.num_unfinished -= 1
-            self._admission.ended(1, self._waiting[index])
-            self._waiting[index] = 0
+            self._admission.change(self._tenant, prompts=-1, waiting=-waited, tokens=-tokens)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.middleware import Middleware
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from engine import DEFAULT_NUM_SEQS, EngineInfo, parse_bytes
@@ -15,16 +18,24 @@ from engine.client import EngineClient
 from engine.text import Tokenizer
 from server import errors
 from server.admission import Admission
+from server.answering.prompt import Room
 from server.answering.turns import Turns
 from server.api import documentation, openapi
 from server.config.settings import ServerSettings
 from server.context import Service
-from server.door.auth import AuthMiddleware, read_api_keys
+from server.door.auth import AuthMiddleware
 from server.door.drain import Drain, DrainGate
+from server.door.full import Check, FullGate
 from server.door.head import HeadMiddleware
+from server.door.hosts import HostGate
+from server.door.key_limits import KeyLimitsMiddleware
+from server.door.keys import KeyRing, read_api_keys
 from server.door.limits import BodyLimitMiddleware
+from server.door.rates import RequestRates
 from server.door.request_id import RequestIdMiddleware
+from server.door.shedding import MemoryGate
 from server.live import LiveFeed
+from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
 from server.metrics.registry import Metrics
 from server.routes import (
@@ -40,21 +51,29 @@ from server.routes import (
     scoring,
     tokenize,
 )
+from server.tracing.start import start_tracing
+
+if TYPE_CHECKING:
+    from server.tracing.otlp import Tracing
 
 QUEUED_CACHES = 4
+BODY_BYTES_PER_TOKEN = 32  # a token of text has about 4; what is escaped, and what stands around texts, has more
 
 
 class OctavoApp(FastAPI):
     """FastAPI behind the front door.
 
-    From the outside in: the request's id, Starlette's handler of unexpected exceptions, HEAD, the drain, the
-    API key, the body's limits, the handlers of expected errors, the routes. So every answer carries the id, and nobody
-    without a key gets to send a body.
+    From the outside in: the request's id, the host and the origin, Starlette's handler of unexpected exceptions, HEAD,
+    the drain, the API key, the request's trace where there are traces, the key's limits, the memory, what is refused
+    while the service is full, the body's limits, the handlers of expected errors, the routes. So every answer carries
+    the id, all that an allowed web page is answered can be read by it, and no body is taken without a key.
     """
+
+    gate: Callable[[ASGIApp], ASGIApp]
 
     def build_middleware_stack(self) -> ASGIApp:
         """The whole stack, the id outermost, where FastAPI lets no middleware be."""
-        return RequestIdMiddleware(super().build_middleware_stack())
+        return RequestIdMiddleware(self.gate(super().build_middleware_stack()))
 
     def openapi(self) -> dict[str, Any]:
         """The document, with what the front door adds."""
@@ -71,7 +90,9 @@ def create_app(
     version: str = "0",
     settings: ServerSettings | None = None,
     drain: Drain | None = None,
-    api_keys: Iterable[str] | None = None,
+    api_keys: KeyRing | None = None,
+    tracing: Tracing | None = None,
+    memory: MemoryGuard | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -83,24 +104,47 @@ def create_app(
         settings: of the service (default: all defaults; the environment is not read).
         drain: through which the service is told to stop.
         api_keys: those of the settings, if they have been read already.
+        tracing: that of the settings, if it has been started already; the app's lifespan closes it.
+        memory: what the process may have (default: as much as it gets).
 
     Raises:
-        ConfigError: the file with API keys cannot be read.
+        ConfigError: the file with API keys cannot be read, Redis cannot be used, or requests cannot be traced.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with watch_event_loop(metrics.event_loop_lag.observe):
+        service: Service = app.state.service
+        async with (
+            watch_event_loop(metrics.event_loop_lag.observe),
+            service.memory.watched(lambda: service.drain.num_running),
+        ):
             yield
         await client.close()
+        await rates.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     settings, drain, metrics = settings or ServerSettings(), drain or Drain(), Metrics(client, model_id, version)
-    admission = make_admission(client.info, settings, metrics)
+    memory = memory or MemoryGuard()
+    admission = make_admission(
+        client.info,
+        settings,
+        metrics,
+        max_queue_time=settings.max_queue_time,
+        lacks_room=lambda: client.is_alive and client.stats().lacks_room,
+    )
     pooling = make_admission(client.info, settings, metrics)
     turns = Turns(client.info.max_num_seqs, client.info.max_num_batched_tokens)
     metrics.show_admission(admission, pooling)
     metrics.engine.also_waiting, metrics.engine.stepped = lambda: turns.num_waiting, turns.stepped
-    keys = tuple(read_api_keys(settings) if api_keys is None else api_keys)
+    keys = KeyRing(read_api_keys(settings)) if api_keys is None else api_keys
+    rates = RequestRates(settings.rate_limit_storage)
+    tracing = tracing or start_tracing(settings, version)
+    traced = []
+    if tracing is not None:
+        from server.tracing.middleware import TracingMiddleware
+
+        traced.append(Middleware(TracingMiddleware, tracing=tracing))
     app = OctavoApp(
         docs_url=None,  # `documentation` adds its own
         redoc_url=None,
@@ -118,9 +162,18 @@ def create_app(
                 public_metrics=settings.public_metrics,
                 also_open=playground.open_paths() if settings.enable_playground else (),
             ),
-            Middleware(BodyLimitMiddleware, max_body_size=parse_bytes(settings.max_body_size, "max_body_size")),
+            *traced,
+            Middleware(KeyLimitsMiddleware, rates=rates, rejected=metrics.rejected),
+            Middleware(MemoryGate, guard=memory, rejected=metrics.rejected),
+            Middleware(FullGate, checks=full_checks(admission, pooling)),
+            Middleware(
+                BodyLimitMiddleware,
+                max_body_size=parse_bytes(settings.max_body_size, "max_body_size"),
+                needed=needed_bodies(client.info),
+            ),
         ],
     )
+    app.gate = partial(HostGate, settings=settings, keys=bool(keys))
     app.state.service = Service(
         client=client,
         tokenizer=tokenizer,
@@ -132,6 +185,7 @@ def create_app(
         live=LiveFeed(client, drain, settings.stream_keepalive),
         tokenizing=make_admission(client.info, settings, metrics),
         drain=drain,
+        memory=memory,
         settings=settings,
     )
     errors.install(app)
@@ -143,7 +197,35 @@ def create_app(
     return app
 
 
-def make_admission(info: EngineInfo, settings: ServerSettings, metrics: Metrics) -> Admission:
+def needed_bodies(info: EngineInfo) -> dict[str, int]:
+    """Bytes that bodies need at most where they hold one text: many for each token that the model reads."""
+    longest = max(Room.of_prompt(info).tokens, tokenize.MAX_TOKENS)
+    return dict.fromkeys(("/v1/chat/completions", "/tokenize", "/detokenize"), BODY_BYTES_PER_TOKEN * longest)
+
+
+def full_checks(admission: Admission, pooling: Admission) -> dict[str, Check]:
+    """What says that nothing to a path would be admitted, by path."""
+    checks: dict[str, Check] = {}
+    for module, bound in (
+        (completions, admission),
+        (chat, admission),
+        (embeddings, pooling),
+        (scoring, pooling),
+        (classify, pooling),
+        (fill_mask, pooling),
+    ):
+        checks |= {route.path: bound.check for route in module.router.routes if isinstance(route, Route)}
+    return checks
+
+
+def make_admission(
+    info: EngineInfo,
+    settings: ServerSettings,
+    metrics: Metrics,
+    *,
+    max_queue_time: float | None = 0.0,
+    lacks_room: Callable[[], bool] = lambda: False,
+) -> Admission:
     """The bounds that the settings ask for; by default as many prompt tokens may wait as fill the KV cache
     `QUEUED_CACHES` times, or, where a model has none, the largest that one might have."""
     running = min(info.max_num_seqs, DEFAULT_NUM_SEQS) if info.whole_inputs else info.max_num_seqs
@@ -156,4 +238,6 @@ def make_admission(info: EngineInfo, settings: ServerSettings, metrics: Metrics)
         max_queued=settings.max_num_queued_reqs,
         max_queued_tokens=tokens,
         rejected=metrics.rejected,
+        max_queue_time=max_queue_time,
+        lacks_room=lacks_room,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,15 @@ from engine import EngineDeadError
 from engine.client import EngineClient
 from engine.text import Tokenizer
 from server.admission import Admission, Ticket
-from server.answering.prompt import Prompt
+from server.answering.prompt import Prompt, Room
 from server.answering.rendering import ChatRenderer
+from server.answering.terms import Terms
 from server.answering.turns import Turns
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.errors import ApiError, shown
 from server.live import LiveFeed
+from server.memory import MemoryGuard
 from server.metrics.registry import Metrics
 
 
@@ -38,7 +41,9 @@ class Service:
         live: what those who watch the engine are shown.
         tokenizing: bounds calls of /tokenize and /detokenize.
         drain: whether the service stops.
+        memory: whether the process has too much.
         renderer: renders chat messages.
+        reading: held while a large body is read, so that memory is needed for one at a time.
         settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
     """
@@ -53,21 +58,23 @@ class Service:
     live: LiveFeed
     tokenizing: Admission
     drain: Drain = field(default_factory=Drain)
+    memory: MemoryGuard = field(default_factory=MemoryGuard)
     renderer: ChatRenderer = field(default_factory=ChatRenderer)
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def admit(self, prompts: int, tokens: int) -> Ticket:
+    def admit(self, prompts: int, tokens: int, terms: Terms) -> Ticket:
         """Slots for so many prompts with about so many tokens.
 
         Raises:
             EngineDeadError: nothing can be served at the moment.
-            ApiError: there is no room.
+            ApiError: there is no room, or none in time.
         """
         self._check_alive()
-        return self.admission.reserve(prompts, tokens)
+        return self.admission.reserve(prompts, tokens, terms.tenant, terms.deadline)
 
-    def admit_pooling(self, tokens: int) -> Ticket:
+    def admit_pooling(self, tokens: int, terms: Terms) -> Ticket:
         """A place for a request whose inputs, however many, have about so many tokens together.
 
         Raises:
@@ -75,7 +82,7 @@ class Service:
             ApiError: there is no room.
         """
         self._check_alive()
-        return self.pooling.reserve(1, tokens)
+        return self.pooling.reserve(1, tokens, terms.tenant)
 
     def _check_alive(self) -> None:
         if not self.client.is_alive:
@@ -93,22 +100,21 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def render(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True, longest: int | None = None
+        self, messages: Sequence[Mapping[str, str]], room: Room, *, add_generation_prompt: bool = True
     ) -> Prompt:
-        """Chat messages as a prompt; `longest` is the context's length, where they are to fit into it.
+        """Chat messages as a prompt.
 
         Raises:
-            ApiError: there is no tokenizer, its chat template takes too long, or the messages are far too long.
-            InvalidRequestError: there is no template, or it refuses these messages.
+            ApiError: there is no tokenizer, its chat template takes too much time or memory or refuses these messages,
+                or they are far longer than there is room.
+            InvalidRequestError: there is no template.
         """
         if self.tokenizer is None:
             message = (
                 f"{self.model_id} has no tokenizer, so it cannot read messages; send token ids to /v1/completions."
             )
             raise ApiError(400, message, param="messages", code="no_tokenizer")
-        return await self.renderer.prompt(
-            self.tokenizer, messages, add_generation_prompt=add_generation_prompt, longest=longest
-        )
+        return await self.renderer.prompt(self.tokenizer, messages, room, add_generation_prompt=add_generation_prompt)
 
 
 async def get_service(request: Request) -> Service:

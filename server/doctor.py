@@ -13,14 +13,16 @@ from typing import Literal
 from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError, TorchFacts
 from engine.text import load_tokenizer
 from server.config.settings import ServerSettings
-from server.door.auth import read_api_keys
+from server.door.keys import read_api_keys
 from server.door.listening import Listener, StartupError, check_certificate, is_public, usable_files
+from server.door.rates import check_storage
+from server.door.slots import OWN_FILES
 from server.terminal.style import styled
+from server.tracing.start import start_tracing
 
 _OLDEST = (3, 11)
 _SPARE = 2**30  # bytes: what the two processes take besides weights and pages, with room for activations
 _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}  # in a terminal
-_OWN_FILES = 64  # file descriptors of the service itself, generously
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,24 @@ def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
             findings.append(check_quantization_cache(config))
     findings += check_listening(settings)
     findings += check_access(settings)
+    findings += check_traces(settings)
     findings.append(check_socket_folder())
     findings.append(check_files(config, settings))
     return findings
+
+
+def check_traces(settings: ServerSettings) -> Iterator[Finding]:
+    """Traces can be made, where they are asked for; whether a collector listens is not asked."""
+    if settings.otlp_traces_endpoint is None:
+        return
+    try:
+        tracing = start_tracing(settings, "0")
+    except ConfigError as problem:
+        yield Finding("traces", "FAIL", str(problem), "Install octavo[otel], or leave --otlp-traces-endpoint out.")
+    else:
+        assert tracing is not None
+        tracing.close()
+        yield Finding("traces", "ok", f"to {settings.otlp_traces_endpoint}")
 
 
 def report(findings: list[Finding], *, json: bool = False) -> str:
@@ -285,6 +302,11 @@ def check_access(settings: ServerSettings) -> Iterator[Finding]:
     except ConfigError as problem:
         yield Finding("access", "FAIL", *_split(problem, "Correct --api-key-file (OCTAVO_API_KEY_FILE)."))
         return
+    try:
+        check_storage(settings.rate_limit_storage)
+    except ConfigError as problem:
+        yield Finding("access", "FAIL", *_split(problem, "Correct --rate-limit-storage (OCTAVO_RATE_LIMIT_STORAGE)."))
+        return
     if settings.api_key or settings.api_key_file:
         yield Finding("access", "ok", "with an API key only")
     elif is_public(settings):
@@ -307,8 +329,8 @@ def check_socket_folder() -> Finding:
 def check_files(config: EngineConfig, settings: ServerSettings) -> Finding:
     """There are file descriptors for as many connections as requests may run and wait."""
     limit = usable_files()
-    needed = config.most_seqs + settings.max_num_queued_reqs + _OWN_FILES
-    found = f"{limit} for {needed} needed (requests running and waiting, and {_OWN_FILES})"
+    needed = config.most_seqs + settings.max_num_queued_reqs + OWN_FILES
+    found = f"{limit} for {needed} needed (requests running and waiting, and {OWN_FILES})"
     if limit >= needed:
         return Finding("open files", "ok", found)
     return Finding("open files", "warn", found, f"ulimit -n {needed}, as root; or lower --max-num-queued-reqs.")

@@ -94,6 +94,8 @@ def describe_validation(problems: list[Any]) -> ApiError:
     location = list(first["loc"])
     if location[:1] and location[0] in ("body", "path", "query"):
         del location[0]  # where it stands; "query" may be a field, too
+    if not location and first["type"] == "limit":
+        return ApiError(400, f"The body {first['msg']}.", code="invalid_value")
     if not location:
         return ApiError(
             400, "The body must be a JSON object, sent with Content-Type: application/json.", code="invalid_body"

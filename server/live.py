@@ -69,7 +69,7 @@ class LiveFeed:
                 elif shown := self._frame:
                     yield shown.decode()
             if not task.cancelled():
-                task.result()  # what made it fail is for whoever watches
+                task.result()  # what made it fail is for the watcher
         finally:
             self.num_watchers -= 1
             if not self.num_watchers and self._task is not None:
@@ -108,8 +108,8 @@ class LiveFeed:
 
 
 def label(request_id: str) -> str:
-    """What a frame calls a request: the last 20 bits of its id's CRC-32. Whoever has the id knows the label, and nobody
-    who has the label can tell the id, which is random."""
+    """What a frame calls a request: the last 20 bits of its id's CRC-32. The id gives the label, and the
+    label does not give the id, which is random."""
     return f"{zlib.crc32(request_id.encode()) & 0xFFFFF:05x}"
 
 

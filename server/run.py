@@ -11,10 +11,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,13 +28,21 @@ from server import logs
 from server.answering.endpoints import served_endpoints
 from server.app import create_app
 from server.config.settings import DEMOS, ServerSettings
-from server.door.auth import read_api_keys
+from server.door.accepting import Acceptor
 from server.door.connection import LAST_WORDS, close_connections, drain_connections
 from server.door.drain import Drain
+from server.door.keys import KeyRing, read_api_keys
 from server.door.listening import Listener, check_certificate, is_public, raise_file_limit
-from server.door.protocol import http_protocol
+from server.door.protocol import HEAD_TIMEOUT, http_protocol
+from server.door.rates import check_storage
+from server.door.reload import KeyReload
 from server.door.root_path import RootPath
+from server.door.slots import FEW, Slot, Slots, count_slots
+from server.loop_watchdog import LoopWatchdog
+from server.memory import MemoryGuard, find_limit
+from server.tracing.start import start_tracing
 from server.watchdog import restart_when_stuck
+from server.workers.pool import shared_workers
 
 # What clients call a bundled model, and what the log says of it.
 DEMO_IDS = {DEMOS["chat"]: "octavo-demo", DEMOS["seq2seq"]: "octavo-demo-seq2seq"}
@@ -43,8 +52,9 @@ _DEMO_NOTES = {
 }
 KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they end it, not we
 
-# Times the liveness timeout: whoever watches /health/live from outside comes first.
+# Times the liveness timeout: a monitor of /health/live from outside comes first.
 _STUCK = 3
+_LOOK = 2.0  # seconds between two looks at a Unix socket's file
 
 logger = logging.getLogger("octavo.server")
 
@@ -63,6 +73,7 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
         StartupError: the address cannot be bound, or the certificate cannot be used.
         OctavoError: the model cannot be loaded, or the file with API keys cannot be read.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nothing has been read yet that could be read again
     log_format = _set_up_logging(settings)
     if log_format == "json":
         config = replace(config, show_progress=False)  # a progress bar is no log line
@@ -99,7 +110,7 @@ def _run(server: _Server, listener: Listener) -> int:
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(server.serve(sockets=[listener.socket]))
         status = _say_end(server)
-        # All is closed by now but what threads compute for nobody any more, such as a long text's tokens.
+        # All is closed by now but what threads still compute in vain, such as a long text's tokens.
         end = threading.Timer(LAST_WORDS, _end_at_once, [status, listener])
         end.daemon = True
         end.start()
@@ -109,7 +120,7 @@ def _run(server: _Server, listener: Listener) -> int:
 def _say_end(server: _Server) -> int:
     """The last lines of the log; returns the exit status."""
     logger.info("Stopped.")
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # Python gives its own handlers up while it exits; a late signal would make that look like a crash.
         signal.signal(signum, signal.SIG_IGN)
     if server.failure is not None:
@@ -127,17 +138,40 @@ def _end_at_once(status: int, listener: Listener) -> None:
 def _prepare(
     config: EngineConfig, settings: ServerSettings, version: str, listener: Listener, log_format: LogFormat
 ) -> _Server:
-    api_keys = read_api_keys(settings)
+    check_storage(settings.rate_limit_storage)
+    api_keys = KeyRing()
+    reload = KeyReload(settings, api_keys)
+    reload.listen()  # before the file is read, so that no change of it is missed
+    api_keys.replace(read_api_keys(settings))
+    tracing = start_tracing(settings, version)
     client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures), log_format)
     model_id = served_model_id(config.model, settings.served_model_name)
     _log_facts(client, tokenizer, model_id)
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        shared_workers().start()  # they are ready when the first conversation comes
     drain = Drain()
-    app = create_app(client, tokenizer, model_id, version=version, settings=settings, drain=drain, api_keys=api_keys)
+    memory = MemoryGuard(find_limit(settings.max_api_memory))
+    app = create_app(
+        client,
+        tokenizer,
+        model_id,
+        version=version,
+        settings=settings,
+        drain=drain,
+        api_keys=api_keys,
+        tracing=tracing,
+        memory=memory,
+    )
     page = "in a browser: a playground; " if settings.enable_playground else ""
     hints = "" if settings.uds else f" ({page}API documentation: {listener.url}/docs)"
     announce = f"Serving {model_id} on {listener.url}{hints}"
     stuck_after = _STUCK * settings.liveness_timeout
-    return _Server(client, drain, uvicorn_config(app, settings), listener, announce, stuck_after)
+    metrics = app.state.service.metrics
+    slots = Slots(settings.root_path, metrics.rejected, metrics.connection_dropped)
+    metrics.show_connections(lambda: slots.num_open)
+    return _Server(
+        client, drain, uvicorn_config(app, settings), listener, announce, stuck_after, reload, settings, slots
+    )
 
 
 def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
@@ -244,6 +278,9 @@ class _Server(uvicorn.Server):
         listener: Listener,
         announce: str,
         stuck_after: float,
+        reload: KeyReload,
+        settings: ServerSettings,
+        slots: Slots,
     ):
         super().__init__(config)
         self._client = client
@@ -251,24 +288,58 @@ class _Server(uvicorn.Server):
         self._listener = listener
         self._announce = announce
         self._stuck_after = stuck_after
+        self._reload = reload
+        self._watchdog = LoopWatchdog(settings.loop_timeout)
+        self._max_connections = settings.max_connections
+        self._slots = slots
         self._watches: list[asyncio.Task[None]] = []
         self.failure: str | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
         # What is here now stays: a full collection that looked through it would hold up every stream.
         gc.collect()
         gc.freeze()
+        self._watchdog.start()
         self._watches = [
             asyncio.create_task(self._stop_on_failure()),
             asyncio.create_task(restart_when_stuck(self._client, self._stuck_after)),
+            asyncio.create_task(self._reload.run()),
+            asyncio.create_task(self._tell_when_unreachable()),
         ]
-        if self.started:
-            logger.info(self._announce)
+        self._slots.sizes = count_slots(self._max_connections)
+        self._say_slots()
+        for listener in sockets or []:
+            acceptor = Acceptor(listener, self._slots, self._make_protocol, self.config.ssl, HEAD_TIMEOUT)
+            acceptor.start(self.config.backlog)
+            self.servers.append(cast("asyncio.base_events.Server", acceptor))
+        logger.info(self._announce)
+
+    def _make_protocol(self, slot: Slot) -> asyncio.Protocol:
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state, slot=slot)
+
+    def _say_slots(self) -> None:
+        sizes, wanted = self._slots.sizes, self._max_connections
+        limit = "The limit of open files (ulimit -n) leaves room for %d connections at a time"
+        if wanted is not None and wanted > sizes.fitting:
+            logger.warning(f"{limit}, not for max_connections (%d).", sizes.fitting, wanted)
+        elif wanted is None and sizes.fitting < FEW:
+            logger.warning(f"{limit}; beyond those, health and metrics alone are answered.", sizes.fitting)
 
     async def _stop_on_failure(self) -> None:
         self.failure = await self._client.wait_failed()
         self.should_exit = True
+
+    async def _tell_when_unreachable(self) -> None:
+        while self._listener.is_reachable():
+            await asyncio.sleep(_LOOK)
+        if not self.should_exit:
+            logger.error(
+                "%s has been removed or replaced: open connections are served, and no client can open another. "
+                "Restart the service.",
+                self._listener.url.removeprefix("unix:"),
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         limit = float(self.config.timeout_graceful_shutdown or 0)
@@ -287,6 +358,7 @@ class _Server(uvicorn.Server):
         await close_connections(self.server_state.connections, max(deadline - time.monotonic(), LAST_WORDS))
         self.config.timeout_graceful_shutdown = 1
         await super().shutdown(sockets)
+        self._watchdog.stop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

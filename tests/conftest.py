@@ -35,7 +35,20 @@ ROOMY: dict[str, Any] = {
 }
 
 
-def pytest_configure() -> None:
+class _FailureLines:
+    """Each failure has a line as soon as it is known, so that a run that is cut off tells what failed."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            message = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+            terminal.write_line(f"\n{report.nodeid} ({report.when}) after {report.duration:.0f} s: {message[:300]}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """An example of Hypothesis may take as long as a busy machine needs for it, and examples are the same each time, so
     that a failure is a change's; `--hypothesis-profile=explore` draws new ones. And Ctrl-C reaches the programs that
     tests start, even where a shell has started the tests in the background."""
@@ -47,6 +60,8 @@ def pytest_configure() -> None:
     settings.register_profile("explore", patient)
     settings.register_profile("patient", patient, derandomize=True)
     settings.load_profile("patient")
+    if not hasattr(config, "workerinput"):  # the process that reports, not one of xdist's
+        config.pluginmanager.register(_FailureLines(config))
 
 
 @pytest.fixture(scope="session")

@@ -110,6 +110,7 @@ class FakeClient(EngineClient):
         self.stuck_for = 0.0
         self.closed = False
         self.asked: dict[str, tuple[TokenInput, SamplingParams]] = {}
+        self.terms: dict[str, dict[str, Any]] = {}
         self.running: set[str] = set()
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.cut_short: list[str] = []
@@ -119,6 +120,7 @@ class FakeClient(EngineClient):
         if self.dead:
             raise EngineDeadError("dead")
         self.asked[request_id] = (input, params)
+        self.terms[request_id] = terms
         self.running.add(request_id)
         self.tasks[request_id] = asyncio.create_task(self._play(request_id, input, params, deliver))
 

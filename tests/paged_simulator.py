@@ -747,7 +747,7 @@ class Simulator:
 
 def make_request(request_id: str, prompt: Sequence[int], **decoding: object) -> Request:
     """A request; keywords of `Request` and of `Decoding` together."""
-    names = ("priority", "cache_salt", "deadline", "encoder_token_ids")
+    names = ("priority", "cache_salt", "deadline", "encoder_token_ids", "tenant")
     outer = {name: decoding.pop(name) for name in names if name in decoding}
     decoding.setdefault("max_tokens", 4)
     decoding.setdefault("temperature", 0.0)

@@ -19,6 +19,8 @@ sys.path.append(str(BENCHMARKS))
 
 from peers import cases, checkpoints, engines, goals, process, turns  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def series(figure: str, *values: float) -> turns.Series:
     return turns.Series(setting="defaults", figures={figure: list(values)}, waiting=[0.0], disturbance=[0.0])

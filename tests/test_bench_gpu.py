@@ -26,6 +26,8 @@ from gpu_parts import check, decode, floors, gaps, kernels, report, sampling, sh
 from gpu_parts.floors import LLAMA, QWEN, Rates  # noqa: E402
 from gpu_parts.gaps import Interval  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 H200 = Rates(bandwidth=4.3e12, products=790e12)
 
 

@@ -410,7 +410,7 @@ def test_freeing_twice_is_refused() -> None:
     table = pool.reserve(1)
     assert table is not None
     pool.free(table)
-    with pytest.raises(AssertionError, match="nobody holds it"):
+    with pytest.raises(AssertionError, match="not referenced"):
         pool.free(table)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from support.service import Service
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parent / "browser"
 KEY = "sk-browser"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

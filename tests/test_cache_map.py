@@ -30,6 +30,8 @@ from engine.scheduling.block_pool import CACHED, FREE, HELD, BlockPool
 from engine.scheduling.mapping import MAX_NAMED, draw_map
 from engine.scheduling.sequence import SequenceGroup, Status
 
+pytestmark = pytest.mark.slow
+
 Cell = tuple[int, int, int, int, frozenset[str], int]
 
 

@@ -29,6 +29,8 @@ from test_cli import ESCAPE, in_terminal, octavo
 from server.config.settings import DEMO_MODEL
 from server.talking.answers import Answer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def url(bundled: Callable[..., Service]) -> str:

@@ -49,7 +49,7 @@ def test_a_taken_id_is_refused_and_its_owner_goes_on(client: EngineClient) -> No
 
 
 @pytest.mark.parametrize(
-    "terms", [{"priority": "high"}, {"cache_salt": 5}, {"deadline": "soon"}, {"priority": True}], ids=str
+    "terms", [{"priority": "high"}, {"cache_salt": 5}, {"deadline": "soon"}, {"priority": True}, {"tenant": 1}], ids=str
 )
 def test_terms_of_the_wrong_type_are_refused(terms: dict[str, Any], client: EngineClient) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(terms))):

@@ -35,7 +35,7 @@ def tool(name: str) -> str:
     """A program that pip installed into this environment, or one on the PATH."""
     found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if found is None:
-        pytest.skip(f"{name} is not installed (it comes with the test extra)")
+        pytest.skip(f"{name} is not installed (what pip can install of these comes with the test extra)")
     return found
 
 
@@ -215,6 +215,22 @@ def test_the_service_is_confined() -> None:
     assert OCTAVO.get("network_mode") != "host"
 
 
+@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+def test_a_service_is_limited_and_started_again(name: str) -> None:
+    service = COMPOSE["services"][name]
+    assert service["restart"] == "unless-stopped"
+    assert service["mem_limit"]
+    assert 0 < service["pids_limit"] <= 4096
+    assert "deploy" not in service, "limits have one place"
+
+
+def test_the_limits_are_understood(tmp_path: Path) -> None:
+    service = compose_config(tmp_path)["octavo"]
+    assert (service["mem_limit"], service["memswap_limit"]) == ("8g", "8g")
+    compose = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    assert len(set(re.findall(r"\$\{OCTAVO_MEMORY_LIMIT[^}]*\}", compose))) == 1, "then swap would be allowed"
+
+
 def test_models_are_kept_and_those_of_the_host_are_not_written_to() -> None:
     assert "models:/models" in OCTAVO["volumes"]
     assert "models" in COMPOSE["volumes"]
@@ -250,6 +266,12 @@ def test_variables_that_are_passed_on_are_settings_and_hold_no_secret() -> None:
     assert "OCTAVO_API_KEY" in OCTAVO["environment"]
 
 
+def test_prometheus_asks_under_a_name_that_is_answered() -> None:
+    """Without a key the service answers to its machine's own name, and to no other that is no address."""
+    scraped = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())["scrape_configs"][0]["static_configs"]
+    assert [target.partition(":")[0] for item in scraped for target in item["targets"]] == [OCTAVO["hostname"]]
+
+
 # ---------------------------------------------------------------- deploy/
 
 
@@ -272,6 +294,32 @@ def test_slimming_keeps_what_runs(tmp_path: Path) -> None:
     subprocess.run(["sh", str(ROOT / "deploy/slim-venv.sh"), str(tmp_path)], check=True)
     left = {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
     assert left == kept
+
+
+UNIT = (ROOT / "deploy/systemd/octavo.service").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("wrong", "said"), [("", ""), ("TasksMaxx=1\n", "TasksMaxx")])
+def test_systemd_understands_the_unit(wrong: str, said: str, tmp_path: Path) -> None:
+    unit = tmp_path / "octavo.service"
+    there = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", UNIT, flags=re.MULTILINE)
+    unit.write_text(there.replace("[Service]\n", f"[Service]\n{wrong}"))
+    command = [tool("systemd-analyze"), "verify", str(unit)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    # It also reads the units of the machine, which are not ours.
+    found = [line for line in (ran.stdout + ran.stderr).splitlines() if "octavo.service" in line]
+    assert len(found) == bool(said), found
+    assert all(said in line for line in found)
+
+
+def test_the_unit_is_limited_and_started_again() -> None:
+    unit = dict(re.findall(r"^(\w+)=(.*)$", UNIT, re.MULTILINE))
+    assert unit["Restart"] == "on-failure"
+    assert unit["RestartPreventExitStatus"] == "2"
+    assert unit["OOMPolicy"] == "continue"
+    assert {"MemoryMax", "TasksMax", "LimitNOFILE"} <= unit.keys()
+    assert int(unit["TimeoutStopSec"]) >= ServerSettings().shutdown_timeout + 5
+    assert " serve " in unit["ExecStart"]
 
 
 @pytest.mark.parametrize("name", ["deploy/slim-venv.sh", "deploy/test-image.sh"])

@@ -257,7 +257,7 @@ def test_the_monitoring_services_are_closed(service: str) -> None:
     settings = COMPOSE["services"][service]
     assert settings["profiles"] == ["monitoring"]
     assert all(port.startswith("127.0.0.1:") for port in settings["ports"])
-    assert re.fullmatch(r"[\w/.-]+:v?\d+\.\d+\.\d+", settings["image"])
+    assert re.fullmatch(r"[\w/.-]+:v?\d+\.\d+\.\d+@sha256:[0-9a-f]{64}", settings["image"])
     assert settings["read_only"] is True
     assert settings["cap_drop"] == ["ALL"]
     assert settings["security_opt"] == ["no-new-privileges:true"]

@@ -34,6 +34,11 @@ FAMILIES = {
     ),
     "alibi": replace(FAMILY_SHAPES["bloom-odd-heads-untied"], vocab=VOCAB),
     "experts": replace(FAMILY_SHAPES["qwen3-moe"], vocab=VOCAB),
+    "factors by request": replace(
+        FAMILY_SHAPES["phi3-factors-by-request"],
+        vocab=VOCAB,
+        settings={**FAMILY_SHAPES["phi3-factors-by-request"].settings, "original_max_position_embeddings": 40},
+    ),
 }
 JOBS = [*MIXED, Job(prompt(90, 50), greedy(30)), Job(prompt(91, 1), sampled(5, 25))]
 SETTINGS: dict[str, Any] = {"block_size": 4, "max_model_len": 100}

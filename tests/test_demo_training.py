@@ -29,6 +29,8 @@ from demo.loop import Recipe, cross_entropy, train  # noqa: E402
 from demo.names import any_name, is_held_out, is_held_out_pair, name  # noqa: E402
 from demo.tokens import chat_tokenizer, encode, pack  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = 1500
 PLAIN = Recipe(
     steps=12, rows=2, length=32, warmup=3, smoothing=0.0, bfloat16=False, evaluations=6, checkpoint_seconds=0

@@ -17,7 +17,7 @@ from fake_client import hf_byte_tokenizer
 
 import engine
 from engine import EngineConfig, cpus, inspect_model, native
-from engine.execution.memory import available_memory
+from engine.cgroups import available_memory
 from server import doctor
 from server.cli import main
 from server.config.settings import DEMO_MODEL, ServerSettings

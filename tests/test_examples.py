@@ -20,6 +20,8 @@ from support.service import ROOT, Service, environment
 
 from server.config.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples"
 LANGCHAIN = Path(sys.prefix) / "clients" / "langchain"  # tools/setup.py puts it there
 TESTED = {

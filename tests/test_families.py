@@ -7,9 +7,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 import transformers
+from support.encoders import ENCODER_SHAPES
+from support.families import FAMILY_SHAPES
+from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 
 from engine.errors import UnsupportedModelError
 from engine.model import families
@@ -32,6 +37,36 @@ def load_tool() -> ModuleType:
 tool = load_tool()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SERVED = [family for family in families.FAMILIES if family.weights is not None]
+
+
+# ---------------------------------------------------------------- what is left unread
+
+# What no answer depends on, though it is there: a pooler that no head reads, and DeBERTa's vectors of distances where a
+# config has no terms that read them.
+UNREAD = {
+    "pooler": {"pooler.dense.weight", "pooler.dense.bias"},
+    "deberta-no-terms": {"encoder.rel_embeddings.weight", "encoder.LayerNorm.weight", "encoder.LayerNorm.bias"},
+    "deberta-not-relative-scaled": {"encoder.LayerNorm.weight", "encoder.LayerNorm.bias"},
+}
+
+
+@pytest.mark.parametrize("name", [*FAMILY_SHAPES, *ENCODER_SHAPES, *SEQ2SEQ_SHAPES])
+def test_no_tensor_that_the_reference_reads_is_ignored(name: str) -> None:
+    """Patterns of `WeightTable.ignored` are for what transformers does not load either: what it loads has a place, or
+    is another name of what has one."""
+    shape: Any = {**FAMILY_SHAPES, **ENCODER_SHAPES, **SEQ2SEQ_SHAPES}[name]
+    model_class = getattr(transformers, shape.architecture)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(vocab_size=shape.vocab, **({"pad_token_id": 0} | shape.settings)))
+    config = model.config
+    config.architectures = [shape.architecture]
+    table = families.weight_table(config, families.build_spec(config))
+    read = {source for entry in table.entries for source in entry.sources} | {table.head, *table.copies}
+    names = [n if n.startswith(table.prefix) else f"{table.prefix}{n}" for n in model.state_dict()]
+    ignored = {n.removeprefix(table.prefix) for n in names if n not in read and table.ignores(n)}
+    headless = isinstance(families.build_spec(config).head, Pool)
+    unread = UNREAD.get(name, UNREAD["pooler"] if headless or name == "bert-pretraining" else set())
+    assert ignored <= unread
 
 
 # ---------------------------------------------------------------- README's table

@@ -508,12 +508,18 @@ def test_what_old_t5_files_hold_besides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["marian", "pegasus"])
 def test_stored_sinusoids(name: str, tmp_path: Path) -> None:
-    positions = f"model.{'encoder'}.embed_positions.weight"
-    for folder, change in (
-        ("stored", lambda tensors: tensors | {positions: torch.ones(MAX_LEN, 32)}),
-        ("missing", lambda tensors: {k: v for k, v in tensors.items() if "embed_positions" not in k}),
-    ):
-        assert_same(*rewritten(name, tmp_path / folder, change))
+    """Each stack's are used as they are stored, and made by the formula where they are not."""
+    names = {stack: f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder")}
+    other = torch.randn(MAX_LEN, 32)
+    before, after = rewritten(name, tmp_path / "stored", lambda tensors: tensors | {names["encoder"]: other})
+    assert_same(before | {"encoder.embedding.positions": other}, after)
+    before, after = rewritten(
+        name, tmp_path / "missing", lambda tensors: {k: v for k, v in tensors.items() if k not in names.values()}
+    )
+    assert_same(before, after)
+    longer = {names["decoder"]: torch.zeros(MAX_LEN + 1, 32)}
+    with pytest.raises(ModelLoadError, match=rf"decoder\.embed_positions.*\[{MAX_LEN}, 32\].*\[{MAX_LEN + 1}, 32\]"):
+        rewritten(name, tmp_path / "longer", lambda tensors: tensors | longer)
 
 
 def test_a_bias_of_zeros_may_be_missing(tmp_path: Path) -> None:

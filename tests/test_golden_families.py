@@ -117,9 +117,9 @@ def test_hidden_states_equal_reference(subject: Subject) -> None:
         expected.append(hidden)
     model = load(reference.path, max_model_len=reference.shape.max_model_len)
     tables = scattered_tables(lengths)
-    for ours, theirs in zip(Pages(model, tables).step(prompts), expected, strict=True):
+    for ours, theirs in zip(Pages(model, tables, reach=lengths).step(prompts), expected, strict=True):
         close(ours, theirs)
-    pages = Pages(model, tables)
+    pages = Pages(model, tables, reach=lengths)
     parts: list[list[torch.Tensor]] = [[] for _ in prompts]
     for chunk in (5, 1, 11, max(lengths)):
         # Rows move on by different steps; one that is done stands by with nothing to do.

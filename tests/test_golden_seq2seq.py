@@ -7,12 +7,14 @@ The shapes are in `support/seq2seq_shapes`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.driving import finish, make_engine, watching
 from support.pages import BLOCK, Pages, close, load, scattered_tables
 from support.reference import MIN_MARGIN, skip_if_older
@@ -160,8 +162,30 @@ def test_hidden_states_equal_reference(subject: Subject) -> None:
         close(torch.cat(pieces), theirs)
 
 
+@pytest.mark.parametrize("name", ["marian", "pegasus"])
+def test_fixed_positions_that_a_checkpoint_stores(name: str, tmp_path: Path) -> None:
+    """Other ones than the formula's, in both stacks: they change answers, to what the reference says."""
+    plain = make_seq2seq_checkpoint(SHAPES[name], tmp_path)
+    file = tmp_path / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    other = {f"model.{stack}.embed_positions.weight": torch.randn(MAX_LEN, 32, generator=generator)
+             for stack in ("encoder", "decoder")}  # fmt: skip
+    save_file(load_file(file) | other, file, metadata={"format": "pt"})
+    changed = replace(plain, model=type(plain.model).from_pretrained(tmp_path, attn_implementation="eager").eval())
+    engine = make_engine(tmp_path, max_model_len=MAX_LEN, block_size=4, max_num_seqs=8, max_num_batched_tokens=512)
+    different = 0
+    for case in plain.cases():
+        expected = changed.greedy(case)
+        assert expected.margin > MIN_MARGIN
+        (output,) = outputs(engine, [(case, GREEDY)])
+        assert output.outputs[0].token_ids == expected.answers[0].tokens
+        different += expected.answers[0].tokens != plain.greedy(case).answers[0].tokens
+    assert different > 1
+    engine.close()
+
+
 def test_no_parameter_is_left_at_its_first_value(subject: Subject) -> None:
-    """A norm or bias of all ones or zeros would not show when it is left out; and sinusoids are not stored."""
+    """A norm or bias of all ones or zeros would not show when it is left out; and Marian's sinusoids are not stored."""
     model = subject.model.model
     tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n == "final_logits_bias"}
     assert ("final_logits_bias" in tensors) == ("T5" not in subject.model.shape.architecture)

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from support.gpu import check_compiled, compile_variants
 
+pytestmark = pytest.mark.slow
+
 # Bytes that a thread may keep on its stack. A few are spilled once, before a loop; more would be in it.
 STACK = 64
 # Of float32, whose products are three of tf32 each.

@@ -23,6 +23,8 @@ from engine.attention.formats import FP8
 from engine.attention.reference import TorchReference
 from engine.attention.triton import TritonAttention
 
+pytestmark = pytest.mark.slow
+
 
 class Served(TritonAttention):
     """On a CPU, too, by the interpreter, while torch computes everything but attention."""

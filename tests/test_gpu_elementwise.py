@@ -22,6 +22,8 @@ from engine.model.normalisation import Norm
 from engine.model.norms import RmsNorm
 from engine.model.place import Place
 
+pytestmark = pytest.mark.slow
+
 few = settings(max_examples=25, deadline=None, derandomize=True)
 counts = st.integers(1, 7)
 sizes = st.sampled_from([1, 3, 48, 64, 100, 193, 600, 1024, 1100])

@@ -33,6 +33,8 @@ from engine.gpu import experts, routing
 from engine.gpu.experts import Launch, choose_launch, trial_sizes
 from engine.gpu.routing import align, most_tiles, route
 
+pytestmark = pytest.mark.slow
+
 FORMATS = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 

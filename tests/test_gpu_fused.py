@@ -32,6 +32,8 @@ from engine.model.fused import FusedStack
 from engine.model.slots import find_slots
 from engine.model.transformer import Transformer
 
+pytestmark = pytest.mark.slow
+
 # Each placement, norm, layout of rotation, and way to attend once; the others are for whoever has an afternoon.
 SUBJECTS = [
     "llama-one-kv-bias",  # before sublayers
@@ -45,6 +47,7 @@ SUBJECTS = [
     "qwen3",
     "mixtral",
     "phi3-window-partial-rotary-tied",
+    "phi3-long-factors",  # two rows are turned as short sequences are
     "t5-gated",
     "bart",
 ]
@@ -72,7 +75,8 @@ def by_torch(model: Transformer) -> Iterator[None]:
 def hidden_states(model: Transformer, *, padding: int = 0, slots_known: bool = True) -> list[Tensor]:
     """Of prompts in two chunks, then of a token each; and last all keys and values that were written."""
     prompts = [random_prompt(VOCABULARY, seed, length) for seed, length in enumerate(LENGTHS)]
-    held = Pages(model, scattered_tables([length + 1 for length in LENGTHS]), more=8)
+    reach = [length + 1 for length in LENGTHS]
+    held = Pages(model, scattered_tables(reach), more=8, reach=reach)
     if model.encoder is not None:
         first = int(held.tables.max()) + 1
         inputs = [random_prompt(VOCABULARY, 9 + seed, 2 + seed) for seed in range(len(LENGTHS))]

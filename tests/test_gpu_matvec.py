@@ -21,6 +21,8 @@ from engine.gpu import activations, matvec
 from engine.gpu.norms import Norm
 from engine.model.activations import ACTIVATIONS
 
+pytestmark = pytest.mark.slow
+
 few = settings(max_examples=30, deadline=None, derandomize=True)
 widths = st.sampled_from([1, 2, 7, 31, 64, 130])
 sizes = st.sampled_from([1, 8, 40, 64, 129, 300, 700])

@@ -31,6 +31,8 @@ from engine.execution.one_row import FUSED, LIBRARY, OVERLAPPING
 from engine.execution.recording import CudaRecorder, Recorder, eager
 from engine.gpu import matvec
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 1}
 SETTINGS["max_num_batched_tokens"] = 4  # also what an engine tries when it starts
 TOKENS = 3

@@ -25,6 +25,8 @@ from engine.gpu.rotary import Angles, HeadNorms, turn_, turn_and_store
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
 
+pytestmark = pytest.mark.slow
+
 few = settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 BLOCK, BLOCKS, LENGTH = 4, 12, 40
 PAGE_FORMATS = [torch.float32, torch.float16, torch.bfloat16, torch.int8, FP8]

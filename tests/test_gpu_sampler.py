@@ -32,6 +32,8 @@ from engine.scheduling.plan import PromptLogprobRows, StepResult
 from tests.test_native_sampling import KINDS, by_rank, used
 from tests.test_sampler import FILTERS, batch_of, distribution, mixed_rows, warped
 
+pytestmark = pytest.mark.slow
+
 # Of what is rare with the sizes that serve, much: rows with more candidates than are collected, several splits.
 SMALL = Sizes(split=128, few=4, room=16, depth=2)
 MIXED = mixed_rows()

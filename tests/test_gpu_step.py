@@ -24,6 +24,8 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine.execution.recording import eager
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 4}
 
 
@@ -92,8 +94,9 @@ def test_memory_that_is_short_in_the_middle_of_a_step(checkpoint: Callable[[str]
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom-odd-heads-untied"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom-odd-heads-untied", "phi3-long-factors"])
 def test_families(name: str, tmp_path: Path) -> None:
+    """The last one turns a short sequence and a long one, each in its own way."""
     make_family_checkpoint(FAMILY_SHAPES[name], tmp_path)
     vocab = FAMILY_SHAPES[name].vocab
     check(tmp_path, [Job(random_prompt(vocab, 1, 9), greedy(4)), Job(random_prompt(vocab, 2, 4), greedy(4))])

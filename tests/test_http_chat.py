@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import os
+import resource
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -20,8 +23,11 @@ from test_http_api import error
 
 from engine import ChoiceDelta, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
 from engine.text import Tokenizer
+from server.answering.prompt import Room
 from server.answering.rendering import ChatRenderer
 from server.app import create_app
+from server.errors import ApiError
+from server.workers.pool import WorkerPool
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = ROOT.parent / "shared" / "data" / "chat_templates" / "models" / "templates"
@@ -56,7 +62,7 @@ class Api:
     def chat(self, **body: Any) -> httpx.Response:
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 return await http.post("/v1/chat/completions", json={"messages": HELLO, **body})
 
         return asyncio.run(asyncio.wait_for(call(), 20))
@@ -242,6 +248,9 @@ def test_the_default_length_is_what_is_left_of_the_context() -> None:
         ({}, {"default_max_new_tokens": 9}, None),
         ({}, {"default_max_length": 20}, None),
         ({}, {"default_max_length": 7}, 57),
+        ({}, {"first_context_len": 14}, 8),  # 14 tokens are computed, the last of the answer not
+        ({}, {"first_context_len": 13}, 57),  # more than half of it: a long text
+        ({"max_tokens": 30}, {"first_context_len": 14}, 30),
         ({"n": 3}, {}, 3 * 16 - 7),  # pages for each
         ({"n": 3}, {"full_requests": 3.1}, 57),  # a sliding window: each keeps few of them
         ({"n": 5}, {}, 2 * 16 - 7),  # ten pages of sixteen tokens for five answers
@@ -377,44 +386,105 @@ def test_the_engines_refusals_name_what_the_client_sent(param: str, fields: dict
 ENDLESS = "".join(f"{{% for {name} in range(99999) %}}" for name in "ijk") + "{% endfor %}" * 3
 
 
-def rendering_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "octavo-template"]
+ROOM = Room(64, "messages")
 
 
-def wait_for_the_threads() -> None:
+def workers_of(pool: WorkerPool) -> list[int]:
+    """The processes that the pool's forker has made, and that have not ended."""
+    assert pool._forker is not None
+    found = subprocess.run(["pgrep", "-P", str(pool._forker.pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
+async def until_workers_are(pool: WorkerPool, count: int) -> None:
     deadline = time.monotonic() + PATIENCE
-    while rendering_threads():
-        assert time.monotonic() < deadline, "the template still runs"
-        time.sleep(0.01)
+    while len(workers_of(pool)) != count:
+        assert time.monotonic() < deadline, f"{len(workers_of(pool))} workers, not {count}"
+        await asyncio.sleep(0.01)
 
 
-def test_a_runaway_template_is_stopped_and_blocks_nobody() -> None:
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+def test_a_runaway_template_is_stopped_and_holds_up_no_other(pool: WorkerPool) -> None:
     endless, simple = tokenizer_with(ENDLESS), tokenizer_with(SIMPLE)
 
     async def both() -> None:
-        renderer = ChatRenderer(time_limit=600)
-        runaway = asyncio.create_task(renderer.prompt(endless, HELLO))
+        renderer = ChatRenderer(time_limit=600, workers=pool)
+        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
+        runaway = asyncio.create_task(renderer.prompt(endless, HELLO, ROOM))
         await asyncio.sleep(0.1)
-        assert (await renderer.prompt(simple, HELLO)).text == "u:hi;a:"
+        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
         assert not runaway.done()
-        runaway.cancel()
+        await until_workers_are(pool, 2)
+        runaway.cancel()  # as a client that leaves does
         await asyncio.gather(runaway, return_exceptions=True)
-        with pytest.raises(Exception, match=r"more than 0\.2 seconds"):
-            await ChatRenderer(time_limit=0.2).prompt(endless, HELLO)
+        await until_workers_are(pool, 1)
+        with pytest.raises(ApiError, match=r"more than 0\.2 seconds"):
+            await ChatRenderer(time_limit=0.2, workers=pool).prompt(endless, HELLO, ROOM)
+        await until_workers_are(pool, 0)
+        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
 
     asyncio.run(both())
-    wait_for_the_threads()
 
 
-def test_a_client_that_leaves_stops_its_template() -> None:
-    async def leave() -> None:
-        task = asyncio.create_task(ChatRenderer().prompt(tokenizer_with(ENDLESS), HELLO))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+# One call into C, which no thread of the same process could be stopped in; and two ways to take gigabytes.
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{% set ns = namespace(a='x' * 2**20) %}{% for i in range(40) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+        "{% for i in range(60) %}{{ 'x' * 2**24 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_gigabytes_takes_them_elsewhere(template: str, pool: WorkerPool) -> None:
+    async def render() -> None:
+        renderer = ChatRenderer(workers=pool)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(ApiError) as caught:
+            await renderer.prompt(tokenizer_with(template), HELLO, ROOM)
+        assert caught.value.code == "chat_template_memory"
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 64 * 1024  # KiB
+        assert (await renderer.prompt(tokenizer_with(SIMPLE), HELLO, ROOM)).text == "u:hi;a:"
 
-    asyncio.run(leave())
-    wait_for_the_threads()
+    asyncio.run(render())
+
+
+def test_a_text_that_is_far_too_long_stays_in_the_worker(pool: WorkerPool) -> None:
+    tokenizer = tokenizer_with("{{ messages[0].content * 60000 }}")
+    with pytest.raises(ApiError, match=r"its 300000 characters are more than the 262144 that can make") as caught:
+        asyncio.run(ChatRenderer(workers=pool).prompt(tokenizer, [{"role": "user", "content": "hello"}], ROOM))
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_worker_that_was_killed_while_idle_is_not_missed(pool: WorkerPool) -> None:
+    async def kill() -> None:
+        renderer, simple = ChatRenderer(workers=pool), tokenizer_with(SIMPLE)
+        await renderer.prompt(simple, HELLO, ROOM)
+        (pid,) = workers_of(pool)
+        os.kill(pid, signal.SIGKILL)
+        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
+        assert pool._forker is not None
+        pool._forker.kill()
+        pool._forker.wait()
+        (pid,) = [worker._pid for worker in pool._idle]
+        os.kill(pid, signal.SIGKILL)
+        assert (await renderer.prompt(simple, HELLO, ROOM)).text == "u:hi;a:"
+
+    asyncio.run(kill())
+
+
+def test_workers_get_no_secrets(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", "sesame")
+    monkeypatch.setenv("HF_TOKEN", "hf_sesame")
+    asyncio.run(ChatRenderer(workers=pool).prompt(tokenizer_with(SIMPLE), HELLO, ROOM))
+    assert pool._forker is not None
+    for pid in (pool._forker.pid, *workers_of(pool)):
+        assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 CONVERSATION = [

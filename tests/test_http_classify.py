@@ -27,7 +27,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
 def close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """The same classes in the same order, with the same scores."""
     assert [item["label"] for item in found] == [item["label"] for item in expected]
-    assert [item["score"] for item in found] == pytest.approx([item["score"] for item in expected], rel=1e-4, abs=1e-6)
+    assert [item["score"] for item in found] == pytest.approx([item["score"] for item in expected], rel=1e-4, abs=1e-5)
 
 
 # ---------------------------------------------------------------- texts

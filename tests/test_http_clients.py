@@ -18,6 +18,8 @@ import openai
 import pytest
 from support.service import Service, environment
 
+pytestmark = pytest.mark.slow
+
 CHECKS = Path(__file__).resolve().parent / "clients"
 FOLDERS = Path(sys.prefix) / "clients"
 

@@ -60,7 +60,7 @@ class Api:
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 return await http.request(method, path, **options)
 
         return asyncio.run(asyncio.wait_for(call(), 20))

@@ -48,12 +48,14 @@ class Api:
         self.client.info = replace(self.client.info, max_num_seqs=200, **embeds)
         hf = hf_byte_tokenizer()
         hf.chat_template = "{{ messages[0].content }}"
-        self.app = create_app(self.client, Tokenizer(hf), "org/fake", settings=ServerSettings(**settings))
+        self.app = create_app(
+            self.client, Tokenizer(hf), "org/fake", settings=ServerSettings(**{"max_queue_time": 0} | settings)
+        )
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 return await http.request(method, path, **options)
 
         return asyncio.run(asyncio.wait_for(call(), 20))
@@ -203,9 +205,9 @@ def test_null_is_the_default_for_every_optional_field(path: str) -> None:
         (b'{"prompt": "a", "\xed\xa0\x80": 1}', "not valid UTF-8"),
         (b'{"prompt": "a", "\\ud800": 1}', "not valid JSON"),
         (b'{"prompt": "a", "x": "\\ude00\\ud83d"}', "not valid JSON"),
-        (b'{"prompt": "a", "temperature": 1e999}', "temperature must be finite"),
-        (b'{"prompt": "a", "logit_bias": {"5": -1e999}}', "logit_bias must be finite"),
-        (b'{"prompt": "a", "x": -Infinity}', "-Infinity is not a JSON number"),
+        (b'{"prompt": "a", "temperature": 1e999}', "cannot be read: Number out of range."),
+        (b'{"prompt": "a", "logit_bias": {"5": -1e999}}', "out of range"),
+        (b'{"prompt": "a", "x": -Infinity}', "not valid JSON"),
         (b'{"prompt": "a",}', "not valid JSON"),
         (b'{"prompt": "a"} {}', "not valid JSON"),
         (b'{"prompt": "a\n"}', "not valid JSON"),
@@ -457,3 +459,65 @@ def test_the_documentation_needs_no_other_site() -> None:
     for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"):
         assert f"/docs/static/{name}" in page
         assert api.request("GET", f"/docs/static/{name}").status_code == 200
+
+
+# ---------------------------------------------------------------- what a body and an answer may hold
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"stop_token_ids": [""] * 200_000}, "The body holds 2000"),
+        ({"stop_token_ids": [""] * 100_000}, "stop_token_ids may hold at most 1024 token ids, got 100000."),
+        ({"stop_token_ids": [""] * 1000}, "stop_token_ids: Input should be a valid integer; got ''."),
+        ({"stop": [1] * 100_000}, "stop may hold at most 16 strings, got 100000."),
+        ({"logit_bias": {str(number): "x" for number in range(5000)}}, "logit_bias may hold at most 1024 token ids"),
+        ({"bad_words_ids": [["x"] * 9] * 3000}, "bad_words_ids may hold at most 1024 token ids in all, got 27000."),
+        ({"prompt": [[1]] * 40_000}, "The body holds 40002 arrays and objects, and at most 32768"),
+        ({"x": {str(number): 1 for number in range(66_000)}}, "fields of objects, and at most 65536"),
+        ({str(number): 1 for number in range(2000)}, "The body may have at most 1024 fields, got 2001."),
+        ({"prompt": [1] * 2_200_000}, "The body holds 2200000 elements, and at most 2097152"),
+        ({"src_lang": "x" * 1000}, "src_lang: String should have at most 256 characters"),
+    ],
+)
+def test_a_body_is_bounded_by_what_it_holds(fields: dict[str, Any], said: str) -> None:
+    assert said in error(Api().post(COMPLETIONS, **fields))["message"]
+
+
+def test_a_conversation_has_so_many_messages() -> None:
+    assert Api().post(CHAT, messages=HELLO * 8192, max_tokens=1).status_code == 200
+    assert "at most 8192 messages, got 8193" in error(Api().post(CHAT, messages=HELLO * 8193))["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"n": 128, "max_tokens": 60, "logprobs": 20}, "logprobs"),
+        (COMPLETIONS, {"prompt": ["a"] * 64, "n": 2, "max_tokens": 60, "logprobs": 20}, "logprobs"),
+        (COMPLETIONS, {"prompt": ["a" * 60] * 200, "prompt_logprobs": 20, "max_tokens": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": ["a"] * 200, "n": 128, "max_tokens": 60}, "max_tokens"),
+        (CHAT, {"n": 128, "max_tokens": 60, "logprobs": True, "top_logprobs": 20}, "logprobs"),
+    ],
+)
+def test_an_answer_is_bounded_by_what_it_holds(path: str, fields: dict[str, Any], param: str) -> None:
+    problem = error(Api(max_num_queued_reqs=1000, max_answer_size="4MiB").post(path, **fields))
+    assert (problem["param"], problem["code"]) == (param, "answer_too_large")
+    assert "the limit is 4194304 (max_answer_size)" in problem["message"]
+    assert Api(max_answer_size="8GiB", max_num_queued_reqs=1000).post(path, **fields).status_code == 200
+
+
+def test_a_chat_without_max_tokens_ends_where_its_answer_is_full() -> None:
+    api = Api(max_answer_size=50_000)
+    assert api.post(CHAT, logprobs=True, top_logprobs=4).status_code == 200
+    ((_, params),) = api.client.asked.values()
+    assert params.max_tokens == 50_000 // (64 + 5 * 400)
+
+
+def test_a_stream_is_bounded_by_what_waits_to_be_read() -> None:
+    fields = {"n": 8, "max_tokens": 60, "logprobs": 5, "stream": True}
+    slow = Api(max_answer_size=9000).post(COMPLETIONS, **fields).text  # all tokens come at once here
+    assert "The stream is read too slowly: " in slow
+    assert "data: [DONE]" not in slow
+    assert "data: [DONE]" in Api(max_answer_size="1MiB").post(COMPLETIONS, **fields).text
+    refused = error(Api(max_answer_size=9000).post(COMPLETIONS, prompt="a" * 9, echo=True, **fields))
+    assert refused["param"] == "prompt_logprobs"

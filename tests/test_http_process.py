@@ -22,6 +22,8 @@ from fake_client import EOS, VOCAB_SIZE, hf_byte_tokenizer
 from support.service import PATIENCE, ROOT, Service, environment, stopped
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.slow
+
 # Minutes of work, of which no test waits for the end.
 LONG = {"max_tokens": 60_000, "ignore_eos": True}
 

@@ -22,6 +22,8 @@ from server.door.limits import BodyLimitMiddleware
 from server.door.protocol import BoundedHttpProtocol
 from server.door.request_id import RequestIdMiddleware
 
+pytestmark = pytest.mark.slow
+
 KEY = "sk-0123456789-secret"
 SECRET = "the patient's name is Rumpelstiltskin"
 HOST = b"Host: a\r\n"

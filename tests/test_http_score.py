@@ -245,9 +245,9 @@ def test_too_long_pairs_are_refused_with_the_limit_or_cut(cross: PoolingApi) -> 
 
 
 def test_unknown_fields_and_models(cross: PoolingApi) -> None:
-    answer = cross.post("/v1/score", text_1="a", text_2="b", user="me", priority=3, colour="red", model=None)
+    answer = cross.post("/v1/score", text_1="a", text_2="b", user="me", shade=3, colour="red", model=None)
     assert answer.status_code == 200
-    assert answer.headers["x-octavo-ignored-fields"] == "colour, priority"
+    assert answer.headers["x-octavo-ignored-fields"] == "colour, shade"
     error = cross.refused("/v1/score", 404, text_1="a", text_2="b", model="other")
     assert error["code"] == "model_not_found"
 

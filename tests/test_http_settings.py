@@ -39,10 +39,15 @@ SERVICE = {
     "host": "::1", "port": 81, "uds": "/run/o.sock", "root_path": "/llm", "forwarded_allow_ips": "10.0.0.0/8,127.0.0.1",
     "ssl_keyfile": "key.pem", "ssl_certfile": "cert.pem", "ssl_keyfile_password": "pass", "served_model_name": "mine",
     "log_level": "debug", "log_format": "json", "log_prompts": True, "shutdown_timeout": 7, "max_engine_failures": 9,
+    "loop_timeout": 4.5, "max_api_memory": "3GiB", "max_connections": 14,
     "liveness_timeout": 1.5, "api_key": ("one", "two"), "api_key_file": "keys", "public_metrics": True,
-    "max_body_size": "1MiB", "max_header_size": "8KiB", "max_num_queued_reqs": 11, "max_num_queued_tokens": 12,
-    "stream_keepalive": 2.5, "stream_stall_timeout": 3.5, "max_n": 13,
+    "key_requests_per_minute": 60, "key_max_concurrency": 4, "rate_limit_storage": "redis://:pass@host/0",
+    "allowed_hosts": ("a.example", "*.b"), "allowed_origins": ("https://c", "null"),
+    "max_body_size": "1MiB", "max_answer_size": "2MiB", "max_header_size": "8KiB", "max_num_queued_reqs": 11,
+    "max_num_queued_tokens": 12, "stream_keepalive": 2.5, "stream_stall_timeout": 3.5, "max_n": 13,
+    "max_queue_time": 4.5, "prefix_cache_scope": "global",
     "enable_playground": False, "enable_cache_map": False,
+    "otlp_traces_endpoint": "http://localhost:4318/v1/traces",
 }  # fmt: skip
 VALUES: dict[str, Any] = ENGINE | SERVICE
 
@@ -359,6 +364,7 @@ def test_config_shows_values_and_where_they_come_from(
     monkeypatch.setenv("OCTAVO_MAX_LENGTH", "3")
     arguments = ["config", "some/model", "--config", path, "--port", "81", "--no-show-progress"]
     arguments += ["--ssl-certfile", "c", "--ssl-keyfile-password", "secret-4"]
+    arguments += ["--rate-limit-storage", "redis://:secret-5@host/0"]
 
     assert main(arguments) == 0
     table = capsys.readouterr()

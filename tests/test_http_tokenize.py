@@ -30,7 +30,7 @@ def call(path: str, *, tokenizer: bool = True, template: str | None = TEMPLATE, 
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return await (http.post(path, json=body) if body else http.get(path))
 
     return asyncio.run(asyncio.wait_for(send(), 20))
@@ -121,3 +121,34 @@ def test_the_bundled_model(bundled: Callable[..., Service]) -> None:
         chat = http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1}).json()
         assert chat["usage"]["prompt_tokens"] == made["count"]
         assert http.get("/version").json() == {"version": version()}
+
+
+# ---------------------------------------------------------------- how much at once
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/tokenize", {"prompt": "a" * 65536}, "it has 65537 tokens, and the limit is 65536"),
+        ("/tokenize", {"prompt": "a" * 200_000}, "the first 131072 of its 200000 characters have 131074 tokens"),
+        ("/tokenize", {"prompt": "a" * 1_500_000}, "the first 131072 of its 1500000 characters"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 65536}]}, "it has 65538 tokens"),
+        ("/detokenize", {"tokens": [97] * 65537}, "it has 65537 tokens, and the limit is 65536"),
+    ],
+)
+def test_what_is_too_long_for_one_request_is_400(path: str, body: dict[str, Any], said: str) -> None:
+    problem = error(call(path, **body))
+    assert said in problem["message"]
+    assert "Send it in parts" in problem["message"]
+    assert (problem["param"], problem["code"]) == (next(iter(body)), "context_length_exceeded")
+
+
+def test_the_longest_is_taken() -> None:
+    assert call("/tokenize", prompt="a" * 65535).json()["count"] == 65536
+    assert len(call("/detokenize", tokens=[97] * 65536).json()["prompt"]) == 65536
+
+
+def test_a_longer_body_than_one_text_needs_is_413() -> None:
+    for path, body in (("/tokenize", {"prompt": "a" * 2**21}), ("/detokenize", {"tokens": [97] * 2**20})):
+        problem = error(call(path, **body), 413)
+        assert f"the limit is {2**21} (of {path}, by what the model can read)" in problem["message"]

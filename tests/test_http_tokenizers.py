@@ -60,7 +60,7 @@ class Api:
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 return await http.post(path, json=body)
 
         answer = asyncio.run(call())

@@ -164,7 +164,15 @@ class RecordingModel:
         self.rows: list[int] = []
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, caches: Any, slots: Tensor, metadata: Any, min_rows: int, cross: Any
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Any,
+        slots: Tensor,
+        metadata: Any,
+        min_rows: int,
+        cross: Any,
+        turns: Any,
     ) -> Tensor:
         assert len(token_ids) == len(positions) >= len(slots) == sum(metadata.query_lens)
         assert len(token_ids) >= min_rows

@@ -26,6 +26,8 @@ from engine.execution.one_row import FUSED
 from engine.execution.recording import CudaRecorder
 from engine.execution.transfers import Download, Uploads
 
+pytestmark = pytest.mark.slow
+
 CUDA = torch.device("cuda:1")
 SETTINGS: dict[str, Any] = {"max_model_len": 48, "num_gpu_blocks_override": 12, "max_num_seqs": 2, "block_size": 16}
 

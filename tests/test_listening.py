@@ -29,6 +29,8 @@ from server.config.settings import ServerSettings
 from server.door.listening import Listener, StartupError, bind, bind_path, check_certificate, is_public, url
 from server.door.root_path import RootPath
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 PASSWORD = "open sesame"
 
@@ -153,11 +155,14 @@ def test_the_file_of_a_living_service_is_not(listening: bool, folder: Path) -> N
 
 def test_a_socket_that_another_service_has_replaced_stays(folder: Path) -> None:
     path = folder / "o.sock"
-    with Listener(ServerSettings(uds=str(path))):
+    with Listener(ServerSettings(uds=str(path))) as listener:
+        assert listener.is_reachable()
         path.unlink()
+        assert not listener.is_reachable()
         (folder / "keeps-the-inode").touch()
         with bind_path(path):
             pass
+        assert not listener.is_reachable()
     assert path.exists()
 
 
@@ -224,7 +229,7 @@ def test_a_prefix_whether_the_proxy_takes_it_off_or_not(asked: str) -> None:
 
     async def get(path: str) -> httpx.Response:
         transport = httpx.ASGITransport(RootPath(app, "/llm"))
-        async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return await http.get(path)
 
     page = asyncio.run(get(asked))

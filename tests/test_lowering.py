@@ -76,7 +76,8 @@ def same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def hidden_states(model: Transformer, padding: int) -> list[Tensor]:
     """Of prompts in two chunks, then of a token each; and last all keys and values that were written."""
     prompts = [random_prompt(VOCABULARY, seed, length) for seed, length in enumerate(LENGTHS)]
-    pages = Pages(model, scattered_tables([length + 1 for length in LENGTHS]), more=64)
+    reach = [length + 1 for length in LENGTHS]
+    pages = Pages(model, scattered_tables(reach), more=64, reach=reach)
     if model.encoder is not None:
         first = int(pages.tables.max()) + 1
         inputs = [random_prompt(VOCABULARY, 9 + seed, 3 + 2 * seed) for seed in range(len(LENGTHS))]

@@ -87,11 +87,12 @@ def added(input: Any, params: Any, **terms: Any) -> Add:
     ids=["everything", "nothing", "one stop", "beams", "pooling", "all of pooling"],
 )
 def test_parameters(params: SamplingParams | PoolingParams) -> None:
-    command = added([1, 2, 3], params, priority=-3, cache_salt="salt", deadline=12.5)
+    command = added([1, 2, 3], params, priority=-3, cache_salt="salt", deadline=12.5, tenant="t")
     assert command.params == params
     assert type(command.params) is type(params)
     assert command.input == TokenInput([1, 2, 3])
     assert (command.request_id, command.priority, command.cache_salt, command.deadline) == ("id", -3, "salt", 12.5)
+    assert command.tenant == "t"
 
 
 @pytest.mark.parametrize("full", [EVERYTHING, POOLING], ids=lambda full: type(full).__name__)
@@ -138,6 +139,7 @@ def test_abort(choice: int | None) -> None:
         ([1], {"priority": "high"}, "priority"),
         ([1], {"cache_salt": 5}, "cache_salt"),
         ([1], {"deadline": "soon"}, "deadline"),
+        ([1], {"tenant": 7}, "tenant"),
     ],
 )
 def test_what_is_malformed_is_refused_by_name(ids: Any, terms: dict[str, Any], param: str) -> None:
@@ -188,7 +190,7 @@ def test_news() -> None:
         RequestDelta(request_id="late", choices=[], finished=True, error="deadline"),
     ]
     failed = {"refused": Failed.of(InvalidRequestError("no", param="prompt", code="too_long"))}
-    stats = EngineStats(**{field.name: i for i, field in enumerate(dataclasses.fields(EngineStats))})  # type: ignore[arg-type]
+    stats = EngineStats(**{f.name: type(f.default)(i) for i, f in enumerate(dataclasses.fields(EngineStats))})  # type: ignore
     news = decode_news(encode(News(deltas, failed, stats, 12)))
     assert news == News(deltas, failed, stats, 12)
     assert (news.deltas[1].scheduled_time, news.deltas[1].first_token_time) == (0.125, 1e9 + 0.1)

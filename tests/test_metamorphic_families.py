@@ -31,6 +31,12 @@ SHAPES = {
     "experts": replace(
         FAMILY_SHAPES["qwen3-moe"], vocab=VOCAB, settings={**FAMILY_SHAPES["qwen3-moe"].settings, "num_experts": 7}
     ),
+    # Half of the jobs reach further than the original length.
+    "factors by request": replace(
+        FAMILY_SHAPES["phi3-factors-by-request"],
+        vocab=VOCAB,
+        settings={**FAMILY_SHAPES["phi3-factors-by-request"].settings, "original_max_position_embeddings": 40},
+    ),
 }
 MAX_LEN = 100
 # Kinds of decoding that share steps, one of each.

@@ -21,6 +21,7 @@ from support.service import PATIENCE
 from engine import EngineConfig
 from engine.client import ProcessEngineClient, RestartPolicy
 from server.app import create_app
+from server.config.settings import ServerSettings
 
 PAGES = 30
 PROMPT = list(range(20, 60))  # three pages, the third half full
@@ -33,9 +34,10 @@ class Api:
 
     def __init__(self, client: ProcessEngineClient):
         self.client = client
-        self.app = create_app(client, None, "tiny")
+        settings = ServerSettings(max_queue_time=0)  # while the gate is closed, all wait
+        self.app = create_app(client, None, "tiny", settings=settings)
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app), base_url="http://octavo", timeout=PATIENCE
+            transport=httpx.ASGITransport(self.app), base_url="http://localhost", timeout=PATIENCE
         )
 
     async def complete(self, **body: Any) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def client(checkpoint: Callable[[str], Checkpoint], gate: Gate) -> Iterator[Proc
 
 
 @pytest.fixture
-def run(client: ProcessEngineClient) -> Callable[..., None]:
+def run(client: ProcessEngineClient, gate: Gate) -> Iterator[Callable[..., None]]:
     """Runs a scenario over an app of its own."""
 
     def go(scenario: Callable[[Api], Awaitable[None]]) -> None:
@@ -92,7 +94,8 @@ def run(client: ProcessEngineClient) -> Callable[..., None]:
 
         asyncio.run(live())
 
-    return go
+    yield go
+    gate.open()  # a test that failed leaves nothing closed for the others
 
 
 def test_one_after_the_other(run: Callable[..., None], gate: Gate) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -16,10 +17,13 @@ import pytest
 import torch
 
 from engine import native
+from engine.folders import cache_folder, make_spare
 from engine.native import build as building
 from engine.native import loading
 from engine.native.build import BuildError, build, file_name, find_compiler, instruction_sets, supported_sets
 from engine.native.norms import rms_norm
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = find_compiler()
@@ -147,7 +151,7 @@ def test_only_torchs_threads_are_in_the_process() -> None:
     if not Path("/proc/self/maps").exists():
         pytest.skip("the system does not tell what is mapped")
     assert native.available()
-    out, errors = start(loading._cache().parents[1], MAPPED).communicate(timeout=100)  # type: ignore[union-attr]
+    out, errors = start(cache_folder("native").parents[1], MAPPED).communicate(timeout=100)
     assert out.split() == ["1", "0"], errors
 
 
@@ -157,7 +161,7 @@ def test_nothing_but_c_is_linked() -> None:
         pytest.skip("readelf is not installed")
     assert COMPILER is not None
     native.load("portable")
-    path = loading._cache() / file_name("portable", COMPILER)  # type: ignore[operator]
+    path = cache_folder("native") / file_name("portable", COMPILER)
     dynamic = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"NEEDED.*\[(\w+)", dynamic)) <= {"libc", "libm"}
 
@@ -205,11 +209,92 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, monkey
     folder = tmp_path / "octavo" / "native"
     folder.mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert loading._cache() == folder
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"octavo-{os.geteuid()}").write_text("")  # nor is there another place
+    assert loading._cache() == (folder, "")
     folder.chmod(0o777)
-    assert loading._cache() is None
+    cache, problem = loading._cache()
+    assert cache is None
+    assert "other users can write to" in problem
     assert native.load("portable").isa == "portable"
     assert not libraries(tmp_path)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("why", ["no folder can be made", "read-only"])
+def test_where_the_cache_cannot_be_written_to_another_place_is_found_and_named(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A home that is there for no one, as a service's user may have, must not mean that each start compiles."""
+    if why == "read-only":
+        real = os.access
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+        monkeypatch.setattr(os, "access", lambda path, mode: "home" not in str(path) and real(path, mode))
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path)
+    with caplog.at_level(logging.INFO, "octavo.native"):
+        assert native.load("portable").isa == "portable"
+    spare = tmp_path / f"octavo-{os.geteuid()}" / "native"
+    (made,) = libraries(tmp_path)
+    assert made.parent == spare
+    assert spare.parent.stat().st_mode & 0o077 == 0
+    warning, compiling = (record.getMessage() for record in caplog.records)
+    assert "home" in warning
+    assert str(spare) in warning
+    assert "XDG_CACHE_HOME" in warning
+    assert compiling.startswith("compiling kernels for portable;")
+    caplog.clear()
+    before = made.stat().st_ino
+    with caplog.at_level(logging.INFO, "octavo.native"):
+        assert native.load("portable").isa == "portable"
+    assert (caplog.records, made.stat().st_ino) == ([], before), "the second start compiles nothing"
+
+
+@needs_compiler
+@pytest.mark.usefixtures("quick")
+def test_a_library_in_a_cache_that_cannot_be_written_to_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path)
+    native.load("portable")
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "octavo" / "native" and real(path, mode))
+    with caplog.at_level(logging.INFO, "octavo.native"):
+        native.load("portable")
+    assert not caplog.records
+    assert len(libraries(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("what", ["a link", "someone else's", "others can read", "no sticky bit", "a file"])
+def test_another_place_is_this_users_alone(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder in which everyone may make files."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    place.chmod(0o777 if what == "no sticky bit" else 0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    folder, uid = place / f"octavo-{os.geteuid()}", os.geteuid()
+    match what:
+        case "a link":
+            (tmp_path / "mine").mkdir(mode=0o700)
+            folder.symlink_to(tmp_path / "mine")
+        case "someone else's":
+            folder.mkdir(mode=0o700)
+            monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+            folder.rename(place / f"octavo-{uid + 1}")
+        case "others can read":
+            folder.mkdir()
+            folder.chmod(0o750)
+        case "a file":
+            folder.write_text("")
+    with pytest.raises(OSError, match=r"octavo-\d+|sticky"):
+        make_spare("native")
+    assert not list(tmp_path.rglob("native"))
 
 
 @needs_compiler
@@ -217,7 +302,7 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, monkey
 def test_old_libraries_are_removed_when_a_new_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(loading, "PREBUILT", tmp_path)
-    folder = loading._cache()
+    folder, _ = loading._cache()
     assert folder is not None
     kept, old, killed = folder / "octavo-kept.so", folder / "octavo-old.so", folder / ".building-killed"
     killed.mkdir()

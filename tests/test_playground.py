@@ -33,7 +33,7 @@ class Site:
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def call() -> httpx.Response:
             app = uvicorn_config(self.app, self.settings).app
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://octavo") as http:  # type: ignore[arg-type]
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:  # type: ignore[arg-type]
                 return await http.request(method, path, **options)
 
         return asyncio.run(asyncio.wait_for(call(), 20))

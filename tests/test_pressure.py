@@ -20,6 +20,8 @@ from test_http_process import LONG as WITHOUT_END
 from test_http_process import checkpoint as tiny  # noqa: F401
 from test_http_process import complete
 
+pytestmark = pytest.mark.slow
+
 LONG = {**WITHOUT_END, "temperature": 0}  # a stream of megabytes
 STALL = 8.0  # seconds; whoever reads is not held up for so long
 HELD = 'octavo_kv_pages{state="held"}'
@@ -63,7 +65,7 @@ def start(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
 def service(start: Callable[..., Service]) -> Iterator[Service]:
     """One for all tests that leave it as it was; stopped while idle, with a connection kept."""
     flags = f"--max-num-seqs 4 --max-num-queued-reqs 4 --stream-keepalive 0.1 --stream-stall-timeout {STALL}"
-    one = start(*flags.split(), "--shutdown-timeout", str(2 * PATIENCE))
+    one = start(*flags.split(), "--max-queue-time", "0", "--shutdown-timeout", str(2 * PATIENCE))
     yield one
     with httpx.Client(base_url=one.url, timeout=PATIENCE) as kept:
         assert kept.get("/health").status_code == 200
@@ -86,8 +88,8 @@ class RawClient:
         self.socket.settimeout(PATIENCE)
         self.socket.connect((where.hostname, where.port))
         content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-        self.socket.sendall(head.encode() + b"\r\n\r\n" + content)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+        self.socket.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
 
     def read(self, count: int = 65536) -> bytes:
         return self.socket.recv(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +29,9 @@ from test_http_process import checkpoint as tiny  # noqa: F401
 from engine import EngineConfig, EngineDeadError, ModelLoadError, OctavoError, RequestDelta, SamplingParams, launch
 from engine.client import EngineClient, RestartPolicy, start_engine
 from engine.engine import Engine
+from engine.messages import Start
+
+pytestmark = pytest.mark.slow
 
 # Ids are sent as they come, and texts are empty without a tokenizer.
 STREAM = {"prompt": [97], "stream": True, "return_token_ids": True, **LONG}
@@ -86,11 +91,11 @@ def start(tiny: Path, sockets: Path, tmp_path: Path) -> Iterator[Callable[..., S
     """Starts services; whatever a test does, none survives it."""
     started: list[Service] = []
 
-    def begin(*arguments: str) -> Service:
+    def begin(*arguments: str, under: Sequence[str] = ()) -> Service:
         log = tmp_path / f"log-{len(started)}"
         # Without a tokenizer, whose library takes long to load.
         common = ("--max-num-batched-tokens", "64", "--skip-tokenizer-init")
-        started.append(Service(str(tiny), *common, *arguments, log=log))
+        started.append(Service(str(tiny), *common, *arguments, log=log, under=under))
         return started[-1]
 
     yield begin
@@ -254,7 +259,7 @@ def test_the_engine_leaves_signals_to_the_service(start: Callable[..., Service])
     service = start("--shutdown-timeout", "300")
     service.wait_ready()
     engine = service.engine()
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(engine, signum)
     body = STREAM | {"max_tokens": 300}
     with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
@@ -372,6 +377,48 @@ def test_one_event_loop_after_the_other(checkpoint: Callable[[str], Checkpoint],
     assert children(os.getpid()) == []
 
 
+def test_news_take_half_of_the_loops_time_at_most(checkpoint: Callable[[str], Checkpoint], sockets: Path) -> None:
+    """What the tokens of one request cost here is what those of hundreds may cost: others have their turn between."""
+    times: list[tuple[float, float]] = []
+    tokens: list[int] = []
+
+    async def scenario() -> None:
+        client = start_engine(config(checkpoint), QUICK)
+        ended = asyncio.Event()
+
+        def deliver(item: RequestDelta | OctavoError) -> None:
+            assert isinstance(item, RequestDelta)
+            began = time.monotonic()
+            busy = time.thread_time() + 0.02
+            while time.thread_time() < busy:
+                pass
+            times.append((began, time.monotonic()))
+            tokens.extend(token for choice in item.choices for token in choice.token_ids)
+            if item.finished:
+                ended.set()
+
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        client.submit("one", [1, 2, 3], params, deliver)
+        await asyncio.wait_for(ended.wait(), PATIENCE)
+        alone = [
+            token for delta in await ask(client, "two", 100) for choice in delta.choices for token in choice.token_ids
+        ]
+        assert tokens == alone
+        await client.close()
+
+    asyncio.run(scenario())
+    # Those that were handed out together have no time between them.
+    bursts: list[list[float]] = []
+    for began, ended in times:
+        if bursts and began - bursts[-1][1] < 0.01:
+            bursts[-1][1] = ended
+        else:
+            bursts.append([began, ended])
+    assert len(bursts) > 1
+    for one, following in itertools.pairwise(bursts):
+        assert following[0] - one[1] >= 0.95 * 0.02
+
+
 def test_closing_while_the_engine_restarts(checkpoint: Callable[[str], Checkpoint], sockets: Path) -> None:
     async def scenario() -> None:
         client = start_engine(config(checkpoint), QUICK)
@@ -454,3 +501,49 @@ def test_waiting_threads_spin_for_a_moment_only(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert launch._environment(EngineConfig(model="m")).get("GOMP_SPINCOUNT") == expected
+
+
+# What a shell or a unit may have set, and what of it the engine is to find.
+SECRETS = {
+    "OCTAVO_API_KEY": "sk-1", "OCTAVO_SSL_KEYFILE_PASSWORD": "sk-2", "OCTAVO_HF_TOKEN": "sk-3", "OCTAVO_CONFIG": "sk-4",
+    "OCTAVO_RATE_LIMIT_STORAGE": "sk-5", "OPENAI_API_KEY": "sk-6", "AWS_SECRET_ACCESS_KEY": "sk-7",
+    "Db_Password": "sk-8",
+}  # fmt: skip
+HUB = {"HF_TOKEN": "hub-1", "HUGGING_FACE_HUB_TOKEN": "hub-2"}
+PLAIN = {"OCTAVO_NATIVE": "off", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": "/srv/hub", "MONKEY": "plain"}
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_an_engine_gets_no_secrets_that_it_does_not_need(
+    local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in its environment, as the system shows it to this user's other processes, nor with its settings; the
+    hub's tokens only where the model comes from the hub."""
+    for name, value in (SECRETS | HUB | PLAIN).items():
+        monkeypatch.setenv(name, value)
+    sent: list[Start] = []  # and never told, so that the engine waits
+    monkeypatch.setattr(launch, "send_framed", lambda line, message: sent.append(message))
+    config = EngineConfig(model=str(tmp_path) if local else "some/model", hf_token="hub-3")
+    engine = launch.EngineProcess(config, tmp_path, 0)
+    environ = Path(f"/proc/{engine.pid}/environ")
+    try:
+        wait_for(environ.read_bytes, "the process did not begin")
+        found = environ.read_bytes().decode()
+    finally:
+        engine.stop()
+    variables = dict(line.split("=", 1) for line in found.split("\0") if line)
+    assert "sk-" not in found
+    assert variables.items() >= PLAIN.items()
+    assert {name for name in HUB if name in variables} == (set() if local else HUB.keys())
+    assert [start.config.hf_token for start in sent] == [None if local else "hub-3"]
+
+
+def test_a_sockets_folder_is_kept_while_it_is_there(sockets: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = launch.make_folder()
+    assert launch.kept_folder(folder) == folder
+    assert caplog.records == []
+    folder.rmdir()
+    new = launch.kept_folder(folder)
+    assert new.is_dir()
+    assert new != folder
+    new.rmdir()

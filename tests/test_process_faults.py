@@ -19,6 +19,8 @@ from test_http_process import LONG
 from test_http_process import checkpoint as tiny  # noqa: F401
 from test_process import loading, prefilling, sockets, start, status, wait_back  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 POISON = 126  # a prompt that begins with it breaks the step that computes it
 HELLO = list(b"Hello")
 LATE = 400  # so does this position in any sequence

@@ -157,7 +157,7 @@ def test_two_requests_at_once_keep_their_ids() -> None:
 
     async def ask(name: str) -> None:
         transport = httpx.ASGITransport(api.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             body = {"prompt": name * 3, "stream": name == "b"}
             await http.post("/v1/completions", json=body, headers={"X-Request-ID": name})
 

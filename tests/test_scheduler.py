@@ -178,6 +178,56 @@ class TestOrder:
             assert running(sim) == {"old"}
             assert sim.scheduler.stats.num_preemptions == 0
 
+    def test_tenants_in_turn_each_ones_requests_by_priority(self) -> None:
+        with simulator(max_num_seqs=1, budget=8) as sim:
+            for name, priority in (("a0", 0), ("a1", 0), ("a2", 5), ("a3", -9)):
+                sim.add(make_request(name, prompt(3), max_tokens=1, tenant="a", priority=priority))
+            for name, tenant in (("b0", "b"), ("n0", None), ("b1", "b")):
+                sim.add(make_request(name, prompt(3), max_tokens=1, tenant=tenant))
+            order = [delta.request_id for _ in range(7) for delta in sim.step()]
+        assert order == ["a3", "b0", "n0", "a0", "b1", "a1", "a2"]
+
+    def test_a_tenant_with_one_request_waits_for_one_of_each_other(self) -> None:
+        with simulator(max_num_seqs=1, budget=8) as sim:
+            for number in range(30):
+                sim.add(make_request(f"a{number}", prompt(3), max_tokens=1, tenant="a"))
+            sim.step()
+            sim.add(make_request("b", prompt(3), max_tokens=1, tenant="b"))
+            order = [delta.request_id for _ in range(2) for delta in sim.step()]
+        assert "b" in order
+
+    def test_a_tenants_priority_takes_nothing_from_what_runs(self) -> None:
+        """It would starve others. Nor does it decide who gives way when pages are short."""
+        with simulator(num_pages=6, block_size=2, max_num_seqs=2, caching=False) as sim:
+            sim.add(make_request("old", prompt(3), max_tokens=6, tenant="a", priority=5))
+            sim.add(make_request("new", prompt(3), max_tokens=6, tenant="b", priority=-5))
+            sim.add(make_request("urgent", prompt(3), max_tokens=6, tenant="b", priority=-9))
+            sim.step()
+            assert running(sim) == {"old", "urgent"}
+            while sim.scheduler.stats.num_preemptions == 0:
+                sim.step()
+            assert running(sim) == {"old"}
+            sim.drain()
+            sim.compare()
+
+    def test_whether_rows_or_pages_are_missing_is_told(self) -> None:
+        with simulator(max_num_seqs=2, budget=8) as sim:
+            sim.add(make_request("long", prompt(20), max_tokens=9))
+            sim.step()
+            sim.add(make_request("next", prompt(3), max_tokens=9))
+            sim.step()
+            snapshot = sim.scheduler.snapshot()
+            assert (snapshot.num_waiting, snapshot.lacks_room) == (1, False), (
+                "the step was full, which is another matter"
+            )
+            sim.step()
+            sim.add(make_request("last", prompt(3), max_tokens=1))
+            sim.step()
+            assert sim.scheduler.snapshot().lacks_room
+            sim.abort("last")
+            assert not sim.scheduler.snapshot().lacks_room
+            sim.drain()
+
     def test_a_group_gives_way_whole(self) -> None:
         with simulator(num_pages=12, block_size=2, caching=False) as sim:
             sim.add(make_request("beams", prompt(4), max_tokens=6, num_beams=3, priority=1))

@@ -16,6 +16,8 @@ from support.ahead import AheadSimulator
 from engine.errors import InvalidRequestError
 from engine.request import Request
 
+pytestmark = pytest.mark.slow
+
 MODEL = FakeModel()
 EOS, STOP = 0, 1
 # Prompts are cut from these, so that they share beginnings.
@@ -76,6 +78,7 @@ def requests(draw: st.DrawFn) -> Request:
         cache_salt=draw(st.sampled_from([None, None, "a"])),
         deadline=draw(st.sampled_from([None, None, None, None, 3.0, 10.0])),
         encoder_token_ids=draw(st.sampled_from([(), (), (), *INPUTS])),
+        tenant=draw(st.sampled_from([None, None, "a", "b", "c"])),
         **how,
     )
 
@@ -191,7 +194,9 @@ TestSchedulerMachine.settings = settings(
 TestAheadMachine.settings = settings(TestSchedulerMachine.settings, max_examples=40)
 
 
-def random_request(rng: random.Random, name: str, longest: int, encoder_input: tuple[int, ...] = ()) -> Request:
+def random_request(
+    rng: random.Random, name: str, longest: int, encoder_input: tuple[int, ...] = (), tenant: str | None = None
+) -> Request:
     """Like `requests`, for runs longer than hypothesis makes them."""
     kind = rng.choice(["greedy", "sample", "beam"])
     how: dict[str, object] = {}
@@ -216,6 +221,7 @@ def random_request(rng: random.Random, name: str, longest: int, encoder_input: t
         priority=rng.choice([0, 0, 0, 0, -1, 1]),
         cache_salt=rng.choice([None, None, "a", "b"]),
         encoder_token_ids=encoder_input,
+        tenant=tenant,
         **how,
     )
 
@@ -246,7 +252,8 @@ def run_crowds(
                 longest = 20 if windows == [None] else 40
                 if number == 0 or chooser.random() < 0.5:
                     encoder_input = chooser.choice(inputs)
-                request = random_request(rng, f"r{number}", longest, encoder_input)
+                tenant = chooser.choice([None, "a", "b"]) if seed % 2 else None
+                request = random_request(rng, f"r{number}", longest, encoder_input, tenant)
                 if may_fit(request, sim):
                     sim.add(request)
                 for _ in range(rng.choice([0, 0, 1, 2, 8])):

@@ -21,6 +21,8 @@ from support.text_encoders import MAX_LENGTH, TEXTS, TextEncoder, make_text_enco
 
 from server.cli import main
 
+pytestmark = pytest.mark.slow
+
 MODEL = "headless"
 
 

@@ -284,14 +284,19 @@ class TestCommandLine:
     def test_a_wrong_call_changes_nothing_and_ends_with_2(self, arguments: tuple[str, ...]) -> None:
         assert self.run(*arguments).returncode == 2
 
-    def test_docs_runs_the_tool_that_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("command", "tool"), [("docs", "families_table.py"), ("lock", "lock.py"), ("release", "release.py")]
+    )
+    def test_a_command_runs_the_tool_that_is_there(
+        self, monkeypatch: pytest.MonkeyPatch, command: str, tool: str
+    ) -> None:
         done: list[object] = []
         monkeypatch.setattr(setup, "set_up", done.append)
         monkeypatch.setattr(setup, "become", done.append)
         monkeypatch.setattr(setup.signal, "signal", lambda *arguments: None)
-        assert setup.main(["docs"]) == 0
-        assert done == ["docs", [str(setup.program("python")), str(TOOLS / "families_table.py")]]
-        assert (TOOLS / "families_table.py").is_file()
+        assert setup.main([command]) == 0
+        assert done == [command, [str(setup.program("python")), str(TOOLS / tool)]]
+        assert (TOOLS / tool).is_file()
 
     def test_an_old_python_is_told_what_to_do(self) -> None:
         assert setup.version_problem((3, 11)) == ""

@@ -21,6 +21,8 @@ from engine import ConfigError, ModelLoadError
 from engine.execution import kv_cache, loading
 from engine.model import weight_files
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

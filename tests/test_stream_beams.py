@@ -120,7 +120,7 @@ def ask(path: str, **body: Any) -> httpx.Response:
     app = create_app(FakeClient(search), Tokenizer(chatty), "m")
 
     async def call() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://octavo") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             return await http.post(path, json={"num_beams": 2, "stream_beams": True, **body})
 
     return asyncio.run(asyncio.wait_for(call(), 20))

@@ -37,7 +37,7 @@ class Api:
         self.drain = Drain()
         hf = hf_byte_tokenizer()
         hf.chat_template = template
-        made = ServerSettings(**settings)
+        made = ServerSettings(**{"max_queue_time": 0} | settings)
         self.app = create_app(self.client, Tokenizer(hf), "fake", settings=made, drain=self.drain)
 
     @property
@@ -384,7 +384,7 @@ def test_what_the_engine_aborts_is_counted_by_its_reason() -> None:
         api = Api(script)
         call = api.call()
         await call.wait_end()
-        assert json.loads(call.text)["choices"][0]["finish_reason"] == "abort"
+        assert call.status == 504
         assert api.counts("octavo_requests_aborted_total") == {"deadline": 1}
         api.check_empty()
 
@@ -597,7 +597,7 @@ def test_while_it_drains_only_those_who_watch_are_answered() -> None:
         await running.wait_sent(2)
         api.drain.begin()
         transport = httpx.ASGITransport(api.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             for method, path in [
                 ("POST", COMPLETIONS), ("POST", "/tokenize"), ("GET", "/v1/models"), ("GET", "/nowhere"),
                 ("GET", "/health"), ("GET", "/health/ready"),

@@ -40,6 +40,31 @@ def test_each_lane_in_turn() -> None:
     assert turns.num_waiting == 0
 
 
+def test_each_tenant_in_turn_and_of_its_lanes_each() -> None:
+    turns, log = Turns(step_inputs=1, step_tokens=100), []
+    for name, tenant in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y"), ("e", None)):
+        lane = Queue(name, [1] * 3, turns, log)
+        lane.tenant = tenant
+        turns.join(lane)
+    assert log == ["a0", "a1"]
+    while turns.num_waiting:
+        turns.ended(1)
+    assert log[2:11] == ["a2", "d0", "e0", "b0", "d1", "e1", "c0", "d2", "e2"]
+    assert log[11:] == ["b1", "c1", "b2", "c2"]
+    assert not turns._lanes
+
+
+def test_a_lane_that_leaves_takes_its_tenant_along() -> None:
+    turns, log = Turns(step_inputs=1, step_tokens=100), []
+    lanes = [Queue(name, [1] * 9, turns, log) for name in "ab"]
+    for lane in lanes:
+        lane.tenant = "x"
+        turns.join(lane)
+    for lane in lanes:
+        turns.leave(lane)
+    assert not turns._lanes
+
+
 @pytest.mark.parametrize(
     ("inputs", "tokens", "size", "begun"),
     [(4, 1000, 10, 8), (100, 100, 10, 20), (100, 100, 90, 3), (100, 100, 5000, 2), (1, 1, 1, 2)],
@@ -79,7 +104,7 @@ def test_it_follows_what_steps_hold() -> None:
     turns.stepped(2, num_waiting=0)
     assert in_the_engine() == 4
     turns.stepped(2, num_waiting=0)
-    turns.leave(turns._lanes[0])
+    turns.leave(turns._lanes[None][0])
     before = turns._max_tokens
     for waiting in (0, 9):
         turns.stepped(1000, waiting)

@@ -2,12 +2,15 @@
 """Sets Octavo up in .venv and runs it, with the standard library alone: a fresh machine needs only Python.
 
     python3 tools/setup.py serve [ARGS]     set up, then run `octavo serve ARGS`
-    python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`; without ARGS all tests, on several cores
+    python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`; without ARGS all but the slow tests
+    python3 tools/setup.py test-all         set up, then run all tests; ten failures end it
     python3 tools/setup.py test-real        set up with a real model (84 MB), then run the tests that need it
     python3 tools/setup.py test-examples    set up, then run every example against a started server
     python3 tools/setup.py test-browser     set up, then try the playground in a browser (needs Node.js and Chromium)
     python3 tools/setup.py lint             set up, then run ruff and mypy
     python3 tools/setup.py docs             set up, then write README's table of families
+    python3 tools/setup.py lock             set up, then write requirements/*.lock
+    python3 tools/setup.py release          set up, then make what is published, in dist/
     python3 tools/setup.py install          set up for all of these
 
 It is safe to run again at any moment: a stamp, written last, says what was completed, and a virtual environment
@@ -58,11 +61,12 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "octavo-setup.json"
 CLIENTS = Path("tests") / "clients"  # other clients' versions, which the tests run beside those of the constraints
-# A file's tests stay together: they share what is costly to make.
+# On several cores; a file's tests stay together: they share what is costly to make.
 ALL_TESTS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 # What `pytest` is told where no ARGS are given.
 TESTS: dict[str, tuple[str, ...]] = {
-    "test": ALL_TESTS,
+    "test": (*ALL_TESTS, "-m", "not slow"),
+    "test-all": (*ALL_TESTS, "--maxfail", "10"),
     "test-real": ("tests/test_real_embeddings.py",),
     "test-examples": ("tests/test_examples.py",),
     "test-browser": ("tests/test_browser.py",),
@@ -72,11 +76,14 @@ WINDOWS = os.name == "nt"
 EXTRAS: dict[str, frozenset[str]] = {
     "serve": frozenset(),
     "test": frozenset({"test"}),
+    "test-all": frozenset({"test"}),
     "test-real": frozenset({"test", "real-model"}),
     "test-examples": frozenset({"test"}),
     "test-browser": frozenset({"test"}),
     "lint": frozenset({"lint"}),
     "docs": frozenset(),
+    "lock": frozenset({"release"}),
+    "release": frozenset({"release"}),
     "install": frozenset({"test", "lint"}),
 }
 
@@ -292,7 +299,7 @@ def set_up(command: str) -> None:
         step = decide(stamp, damage=damage, key=key, root=str(ROOT), wanted=wanted)
         if step == "ready" and program("octavo").exists():
             return
-        if command not in ("lint", "docs"):
+        if command not in ("lint", "docs", "lock", "release"):
             beside.enter_context(compiling(ROOT))
         if step == "build":
             say(f"1/3 making {VENV}" + (f" anew: {damage or 'the checkout has moved'}" if VENV.exists() else ""))
@@ -341,7 +348,7 @@ def main(arguments: Sequence[str]) -> int:
     if command not in EXTRAS:
         say(f"unknown command {command!r}; known: {', '.join(EXTRAS)} (see --help)")
         return 2
-    if extra and command in ("lint", "docs", "install"):
+    if extra and command in ("lint", "docs", "install", "lock"):
         say(f"{command} takes no arguments, got {' '.join(extra)}")
         return 2
     signal.signal(signal.SIGTERM, stop_on_sigterm)
@@ -354,6 +361,8 @@ def main(arguments: Sequence[str]) -> int:
         if command in TESTS:
             os.chdir(ROOT)
             become([str(program("python")), "-m", "pytest", *(extra or TESTS[command])])
+        if command in ("lock", "release"):
+            become([str(program("python")), str(ROOT / "tools" / f"{command}.py"), *extra])
         if command == "docs":
             become([str(program("python")), str(ROOT / "tools" / "families_table.py")])
         return lint() if command == "lint" else 0

@@ -240,12 +240,13 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)))
         # The engine's own way to its weights leads through files; here nothing stands behind the config.
-        load, check = loading.load_model, loading.check_weights_fit
-        loading.load_model, loading.check_weights_fit = made, lambda *_: None  # type: ignore[assignment]
+        names = ("load_model", "check_weights_fit", "check_parameters")
+        before = {name: getattr(loading, name) for name in names}
+        vars(loading).update(dict.fromkeys(names, lambda *_: None) | {"load_model": made})
         try:
             engine = Engine(EngineConfig(model=folder, **chosen))
         finally:
-            loading.load_model, loading.check_weights_fit = load, check
+            vars(loading).update(before)
     try:
         yield engine
     finally:

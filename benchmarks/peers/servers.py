@@ -152,6 +152,7 @@ def make(name: str, files: Files, installs: Mapping[str, Install], threads: int,
         environment = {
             "OCTAVO_DTYPE": format,
             "OCTAVO_MAX_NUM_SEQS": str(crowd),
+            "OCTAVO_MAX_QUEUE_TIME": "0",
             "OCTAVO_ENABLE_PREFIX_CACHING": "false",
             "OCTAVO_KV_CACHE_MEMORY": "1GiB",
             "OCTAVO_SHOW_PROGRESS": "false",

@@ -219,7 +219,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def made_for(cls, device: torch.device) -> bool:
-        """Whether a device is of a kind that this backend was made for; if not, nobody needs to hear why it cannot."""
+        """Whether a device is of a kind that this backend was made for; if not, the log need not say why it cannot."""
         return True
 
     @classmethod

@@ -52,7 +52,7 @@ def movable(pages: Tensor) -> Tensor:
 def convert(vectors: Tensor, dtype: torch.dtype) -> Tensor:
     """Vectors in another floating-point format; what that cannot hold becomes NaN.
 
-    An infinite key may give a weight of exactly 0, and then nobody would notice; NaN reaches the output, and
+    An infinite key may give a weight of exactly 0, and then nothing would show it; NaN reaches the output, and
     ends the request.
     """
     if vectors.dtype == dtype:

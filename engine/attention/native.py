@@ -73,7 +73,7 @@ class NativeAttention(AttentionBackend):
     weights of a query are rounded to that format before they meet the values, and are summed as they were rounded;
     everywhere else products are in float32.
 
-    A query's result is the same to the bit whoever else is in the batch, however its prompt was chunked, a single
+    A query's result is the same to the bit whatever else is in the batch, however its prompt was chunked, a single
     query at a time included, and however many threads share the work. Another instruction set may give other bits.
 
     Positions that no query of a row sees are never read, so NaN or inf left in a page by another sequence cannot

@@ -37,7 +37,7 @@ class TorchReference(AttentionBackend):
     float32 for every dtype; keys and values are gathered by slot, dequantised where pages are int8 or fp8, and never
     expanded over grouped queries.
 
-    A query's result is the same to the bit whoever else is in the batch and however its prompt was
+    A query's result is the same to the bit whatever else is in the batch and however its prompt was
     chunked, on a CPU (cuBLAS makes no such promise). The one exception: a row with a single query is a tile
     of its own, as are the few queries of a short row without positions. That gives the bits of a larger tile where
     the CPU's matrix product sums whole fours of rows alike (MKL with AVX-512 does), and may differ from them in the

@@ -4,7 +4,7 @@ A tile is up to `width` consecutive queries of one row: 1 for rows that decode, 
 multiples of 32 of the absolute position. Each tile walks the chunks of 128 keys, cut at multiples of
 128 of the absolute position, that its queries see; where all of those lie below position 32 or 64, its one
 chunk ends there. These cuts depend on positions alone, so a query meets the same keys in the same order
-whoever else is in the batch and however its prompt was chunked.
+whatever else is in the batch and however its prompt was chunked.
 
 Where queries have no position among the keys (encoders, cross-attention), short rows have tiles of 4, 8 or 16:
 the beams of a request, which read the same pages, are one row of a few queries.

@@ -100,7 +100,7 @@ class TritonAttention(AttentionBackend):
     its 24 bits and should be several times as fast as its own. int8 and fp8 are widened, exactly, before the products;
     a key's scale is multiplied with its scores, a value's with its weights.
 
-    A query's result is the same to the bit whoever else is in the batch. It is also the same however its prompt was
+    A query's result is the same to the bit whatever else is in the batch. It is also the same however its prompt was
     chunked, as long as a chunk has more than a few queries: a decoded token and the same token as part of a prompt may
     differ in the last bits.
 

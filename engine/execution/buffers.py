@@ -20,7 +20,7 @@ class Buffer:
 
     A step that decodes is short on a CPU: what runs once in a step is not in its caches and costs ten times what it
     costs in a loop, tensor operations most of all. So a CPU's memory is written by numpy, and the tensor over it is
-    kept as long as its shape stays. A GPU's is written through pinned memory: nobody waits for what it computes.
+    kept as long as its shape stays. A GPU's is written through pinned memory: no copy waits for what it computes.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device):

@@ -7,39 +7,71 @@ from it are quantised instead (for attention itself, as in arXiv:2410.02367).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.attention.base import AttentionMetadata
 from engine.execution.kv_cache import KVCache
 from engine.model.layers import CrossPages
+from engine.model.rotary import RotaryTable
 from engine.model.transformer import Transformer
 
 _ROWS = 32
 _TOKENS = 8
+_LENGTH = 2048  # of contexts, where a model does not say what it was made for
 
 
 @torch.inference_mode()
-def mean_keys(model: Transformer) -> list[Tensor]:
+def mean_keys(model: Transformer, context_length: int | None = None) -> list[Tensor]:
     """[kv_heads, head_dim] float32 of each layer: the mean key over short rows of random tokens.
 
     The rows begin anywhere in the context, so that features which rotate have no mean: one that holds for a part
-    of the positions only would be harmful at the others. Tokens and positions depend on nothing but the model's
-    vocabulary and max_model_len: neither a restart nor what was served before changes an answer.
+    of the positions only would be harmful at the others. Tokens and positions depend on nothing but the checkpoint:
+    neither a restart, nor max_model_len, nor what was served before changes an answer.
+
+    Args:
+        context_length: tokens of context that the model was made for; None if that is not known.
     """
-    count = min(_TOKENS, model.max_model_len)
-    device, random = model.device, torch.Generator().manual_seed(0)
+    spec, device, random = model.spec, model.device, torch.Generator().manual_seed(0)
+    # Where long contexts are turned otherwise, short ones count: the long ones are stretched to turn as far.
+    length = min((context_length or _LENGTH, spec.max_positions or 2**31, *spec.rotary_limits))
+    count = min(_TOKENS, length, model.max_model_len)
     ids = torch.randint(model.vocab_size, (_ROWS * count,), generator=random)
-    starts = torch.randint(model.max_model_len - count + 1, (_ROWS, 1), generator=random)
+    starts = torch.randint(length - count + 1, (_ROWS, 1), generator=random)
+    positions = (starts + torch.arange(count)).view(-1)
     cache = KVCache(model.kv_shapes(), _ROWS, count, model.dtype, device)  # a page for each row
-    model(
-        ids.to(device),
-        (starts + torch.arange(count)).view(-1).to(device),
-        cache.paged(torch.arange(1, _ROWS + 1, dtype=torch.int32, device=device).unsqueeze(1)),
-        torch.arange(count, (_ROWS + 1) * count, device=device),
-        AttentionMetadata.build([count] * _ROWS, [count] * _ROWS, device),
-        cross=None if model.encoder is None else CrossPages.empty([count] * _ROWS, device),
-    )
+    with _turning(model, length, positions):
+        model(
+            ids.to(device),
+            positions.to(device),
+            cache.paged(torch.arange(1, _ROWS + 1, dtype=torch.int32, device=device).unsqueeze(1)),
+            torch.arange(count, (_ROWS + 1) * count, device=device),
+            AttentionMetadata.build([count] * _ROWS, [count] * _ROWS, device),
+            cross=None if model.encoder is None else CrossPages.empty([count] * _ROWS, device),
+            turns=torch.arange(_ROWS * count, device=device),
+        )
     means = [keys[1:].float().mean((0, 1)) for keys, *_ in cache.layers]
     # Where random tokens lead to numbers that are not finite, keys are quantised as they are.
     return [mean.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for mean in means]
+
+
+@contextmanager
+def _turning(model: Transformer, length: int, positions: Tensor) -> Iterator[None]:
+    """While this lasts, the decoder runs module by module, and the rows of its rotary tables are of these positions:
+    they may lie beyond max_model_len, where its own tables end."""
+    stack = model.decoder
+    assert stack is not None
+    kept = stack.rotary_tables, stack.lowered, stack.fused
+    stack.rotary_tables, stack.lowered, stack.fused = nn.ModuleList(), None, None
+    for table in kept[0]:
+        assert isinstance(table, RotaryTable)
+        own = RotaryTable(table.part, table.cos.shape[1], 0, model.device)
+        own.extend(length, positions)
+        stack.rotary_tables.append(own)
+    try:
+        yield
+    finally:
+        stack.rotary_tables, stack.lowered, stack.fused = kept

@@ -150,8 +150,9 @@ class DecodeGraphs:
         def step() -> None:
             known = self._sampled[inputs.sources.clamp_min(0)]
             tokens = torch.where(inputs.sources >= 0, known, inputs.tokens)
+            turns = inputs.positions + inputs.shifts if self._model.rotary_shifts else None
             # Slots are worked out on the device, from tables and positions.
-            hidden = self._model(tokens, inputs.positions, caches, None, metadata, self._min_rows, cross)
+            hidden = self._model(tokens, inputs.positions, caches, None, metadata, self._min_rows, cross, turns)
             self.hidden[:size].copy_(hidden)
             inputs.advance()
             # What backends work out once in a step is part of the graph, and nothing to keep: lengths change.

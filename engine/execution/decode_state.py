@@ -22,8 +22,9 @@ from engine.scheduling.plan import Int32, StepPlan
 # Most differences that are uploaded at a time.
 _FEW = 4096
 # The numbers of a row: its token where the host knows it; else the sampled row that its token is in, -1 for none; its
-# position; how many tokens its context has; how far both go on in a step, 0 for padding; its encoder input's length.
-_TOKEN, _SOURCE, _POSITION, _CONTEXT, _ADVANCE, _MEMORY = range(6)
+# position; how many tokens its context has; how far both go on in a step, 0 for padding; its encoder input's length;
+# how many rows after its position its angles are.
+_TOKEN, _SOURCE, _POSITION, _CONTEXT, _ADVANCE, _MEMORY, _SHIFT = range(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class DecodeInputs:
         positions, contexts: [N] int32.
         moving: [N] int32, 1 for rows that go on, 0 for padding.
         tables: [N, max blocks] int32.
+        shifts: [N] int32 how many rows after their positions angles are in rotary tables.
         memory_lens: [N] int32 tokens of encoder inputs.
         memories: [N, max encoder blocks] int32 their pages.
     """
@@ -46,6 +48,7 @@ class DecodeInputs:
     contexts: Tensor
     moving: Tensor
     tables: Tensor
+    shifts: Tensor
     memory_lens: Tensor
     memories: Tensor
 
@@ -88,7 +91,7 @@ class DecodeState:
 
     def __init__(self, max_rows: int, max_blocks: int, max_memory_blocks: int, device: torch.device):
         self.max_rows = max_rows
-        self._fixed, self._tables = _Mirrored(6, max_rows), _Mirrored(max_rows, max_blocks)
+        self._fixed, self._tables = _Mirrored(7, max_rows), _Mirrored(max_rows, max_blocks)
         self._memories = _Mirrored(max_rows, max_memory_blocks)
         parts = (self._fixed, self._tables, self._memories)
         for before, part in pairwise(parts):
@@ -126,6 +129,7 @@ class DecodeState:
             contexts=fixed[_CONTEXT, :rows],
             moving=fixed[_ADVANCE, :rows],
             tables=tables[:rows],
+            shifts=fixed[_SHIFT, :rows],
             memory_lens=fixed[_MEMORY, :rows],
             memories=memories[:rows],
         )
@@ -140,12 +144,13 @@ class DecodeState:
             fixed[_SOURCE, :count] = plan.sources
         fixed[_POSITION, :count], fixed[_CONTEXT, :count] = plan.positions, plan.context_lens
         fixed[_ADVANCE, :count], fixed[_MEMORY, :count] = 1, 0 if plan.cross is None else plan.cross.lens
+        fixed[_SHIFT, :count] = 0 if plan.shifts is None else plan.shifts
         rows = slice(0, max(count, self._num_rows))
         padding = slice(count, rows.stop)
         fixed[:, padding], fixed[_SOURCE, padding], fixed[_CONTEXT, padding] = 0, -1, 1
         found = [
             self._lay(self._tables, plan.block_tables, rows),
-            self._fixed.differences(slice(0, 6), rows.stop),
+            self._fixed.differences(slice(0, 7), rows.stop),
         ]
         if plan.cross is not None or self._memories.used:
             found.append(self._lay(self._memories, None if plan.cross is None else plan.cross.tables, rows))

@@ -72,7 +72,7 @@ class SamplingGraphs:
         assert given is not None
         if sent is not None and sent.counters is not None and sent.temperature is batch.temperature:
             counted = self._expected is not None and np.array_equal(given.positions, self._expected)
-            if given is sent.counters or counted:  # where no row draws, nobody counts
+            if given is sent.counters or counted:  # where no row draws, nothing counts
                 return sent.counters
         self._sent, self._expected = batch, None
         return given

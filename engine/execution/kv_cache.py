@@ -13,9 +13,9 @@ from torch import Tensor
 from engine import native
 from engine.attention.base import Paged
 from engine.attention.formats import LARGEST, SCALE, format_named, movable, vector_bytes
+from engine.cgroups import available_memory
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError
-from engine.execution.memory import available_memory
 from engine.gpu import serves, upload
 from engine.native import memory
 from engine.native.copies import PageCopier

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from engine.cgroups import available_memory
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
-from engine.execution.memory import available_memory, device_memory, gib, is_out_of_memory
+from engine.execution.memory import device_memory, gib, is_out_of_memory
+from engine.model.families import context_length
+from engine.model.positions import Rotary
 from engine.model.quantisation import Quantization, size_of
 from engine.model.spec import ModelSpec
 from engine.model.weight_files import weight_files
@@ -60,6 +63,23 @@ def check_weights_fit(
             f"The weights of {path} take {size} bytes as {quantization or dtype}, but {free} bytes of memory are free. "
             "Use a smaller model, a 16-bit --dtype, --quantization int4, or a machine (a container's limit) with more "
             "memory."
+        )
+
+
+def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
+    """Refuse a context whose tables of positions exceed the free memory; they are made on the CPU.
+
+    Raises:
+        ModelLoadError: names --max-model-len.
+    """
+    parts = [block.attention for stack in (spec.encoder, spec.decoder) if stack for block in stack.blocks]
+    # Cosines, sines and angles of all features, in float32, or a bias for each head.
+    widest = max((3 * part.head_dim if isinstance(part.position, Rotary) else part.heads for part in parts), default=0)
+    size, free = max_model_len * widest * 4, available_memory()
+    if size > free:
+        raise ModelLoadError(
+            f"The tables of {max_model_len} positions take {size} bytes, but {free} bytes of memory are free. Set a "
+            "lower --max-model-len."
         )
 
 
@@ -111,7 +131,7 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, ow
     Raises:
         ConfigError: neither is known.
     """
-    trained = spec.context_length or getattr(hf_config, "max_position_embeddings", None) or spec.max_positions
+    trained = context_length(hf_config, spec)
     if config.max_model_len is None:
         known = [int(length) for length in (trained, None if spec.decoder and spec.encoder else own) if length]
         if not known:

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
 from typing import Protocol
 
 import torch
-
-from engine.cgroups import MOUNT, OWN_GROUPS, own_groups, text_of
-
-_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
 
 _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "cublas_status_alloc_failed")
 
@@ -26,32 +16,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
 
 
-def available_memory(cgroups: Path = MOUNT, listing: Path = OWN_GROUPS) -> int:
-    """Bytes this process can still take on the host, the limits of its control groups included.
-
-    Args:
-        cgroups: where the control groups are mounted.
-        listing: the file that says which of them this process belongs to.
-    """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text_of(Path("/proc/meminfo")), re.MULTILINE)
-    if found:
-        free = int(found[1]) * 1024
-    left = [
-        size for version, group in own_groups("memory", cgroups, listing) for size in _left(group, *_FILES[version])
-    ]
-    return max(0, min([free, *left]))
-
-
-def _left(group: Path, limit_file: str, usage_file: str, cache: str) -> list[int]:
-    limit, used = text_of(group / limit_file).strip(), text_of(group / usage_file).strip()
-    if not limit.isdigit() or not used.isdigit():  # "max", or no such group
-        return []
-    # Cached files count as used, and give way when memory is needed.
-    files = re.search(rf"^{cache} (\d+)$", text_of(group / "memory.stat"), re.MULTILINE)
-    return [int(limit) - int(used) + (int(files[1]) if files else 0)]
-
-
 class DeviceMemory(Protocol):
     """What a GPU and torch say of its memory, in bytes."""
 
@@ -59,7 +23,7 @@ class DeviceMemory(Protocol):
         """All there is."""
 
     def free(self) -> int:
-        """What nobody has, neither this process nor another one."""
+        """What is free: no process has it."""
 
     def allocated(self) -> int:
         """What this process's tensors take."""

@@ -1,7 +1,7 @@
 """How one row decodes on a GPU: with the library's products, as many rows do, or with kernels that take along what lies
 around a product (`engine.model.fused_row`), each of which may begin while the one before it ends.
 
-Which is faster depends on the GPU and on the model's shapes, and nobody has to guess: all are recorded at start and
+Which is faster depends on the GPU and on the model's shapes, so nothing is guessed: all are recorded at start and
 timed, and one is kept. A way whose results are others than those of the library's products is not.
 """
 

@@ -32,7 +32,7 @@ _UNBOUNDED = 2**31
 
 
 class Isolate(Protocol):
-    """Fails whoever is at fault that the oldest step cannot be computed, and finishes it for the others."""
+    """Fails the requests for which the oldest step cannot be computed, and finishes it for the others."""
 
     def __call__(self, runner: ModelRunner, error: Exception, *, retry: bool) -> list[RequestDelta]: ...
 
@@ -107,7 +107,7 @@ class SmallerSteps:
                 return isolate(runner, broken, retry=False)
         while parts:
             part = flights.again()
-            if part is None:  # nobody waits for it any more
+            if part is None:  # no request waits for it any more
                 self._scheduler.skip()
                 parts -= 1
             elif not self.holds(part) and flights.split():

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class _Logits:
     """Logits [N, vocabulary] of hidden states [N, hidden], computed at an invariant row count.
 
-    Not a method of the runner: whoever keeps it would keep the runner alive, which keeps whoever that is.
+    Not a method of the runner: its holder would keep the runner alive, which keeps the holder.
     """
 
     def __init__(self, model: Transformer, min_rows: int):
@@ -79,6 +79,7 @@ class ModelRunner:
         self._tables = Buffer(1024, torch.int32, device)
         self._cross_tables = Buffer(1024, torch.int32, device)
         self._types = Buffer(size, torch.int64, device)
+        self._turns = Buffer(size, torch.int64, device)
         self._sources = Buffer(size, torch.int64, device)
         # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.
         self._sampled = Buffer(-(-size // 8) * 8, torch.int32, device)
@@ -198,6 +199,7 @@ class ModelRunner:
             tokens=plan.num_tokens,
             min_rows=self.min_rows,
             types=None if plan.token_types is None else self._types.fill(plan.token_types, padded),
+            turns=self._turned(plan, padded),
         )
 
     def _encode(self, batch: EncoderBatch) -> None:
@@ -253,8 +255,14 @@ class ModelRunner:
             metadata,
             self.min_rows,
             self._cross(plan, metadata.query_lens),
+            self._turned(plan, padded),
         )
         return hidden
+
+    def _turned(self, plan: StepPlan, padded: int) -> Tensor | None:
+        """[padded] rows of rotary tables; None where they are the positions."""
+        turns = plan.turns
+        return None if turns is None else self._turns.fill(turns, padded)
 
 
 def _placed(plan: StepPlan, unplaced: int) -> Int32:

@@ -2,7 +2,7 @@
 
 Captured are the walk, the choice and the report: four kernels whose grids come from the number of rows alone. What
 rows want lies in memory that stays where it is: a graph that was captured for as many rows serves greedy rows, rows
-that draw and rows that nobody has. Random numbers are made of counters on the device, which a replay counts up, so
+that draw and rows that are unused. Random numbers are made of counters on the device, which a replay counts up, so
 that a steady step sends nothing at all; or they are sent, 8 bytes a row.
 
 Not captured, but computed by `DeviceSampler`: beams, reports of most probable tokens and ranks, several draws a row,
@@ -43,7 +43,7 @@ class CapturedSampler:
         sizes: how kernels cut their work; tests take small ones.
 
     Attributes:
-        tokens: [rows] int32 what was sampled last, at an address that never changes; 0 in nobody's rows.
+        tokens: [rows] int32 what was sampled last, at an address that never changes; 0 in unused rows.
         logprobs: [rows] float32 under the model's own distribution, NaN for a row that failed.
         positions: [rows] int32 the output position of the next draw; counted up by each launch if `counted`.
     """
@@ -86,12 +86,12 @@ class CapturedSampler:
         choices: Int32 | None = None,
         positions: Int32 | None = None,
     ) -> bool:
-        """Tell the device what the next launches sample, in one copy that nobody waits for.
+        """Tell the device what the next launches sample, in one asynchronous copy.
 
         Nothing is sent where all arrays are those of the last call: the device's positions go on from where they are.
 
         Args:
-            batch: S rows; those behind are nobody's.
+            batch: S rows; those behind are unused.
             seeds, choices, positions: [S] int64, int32, int32, what numbers are made of if they are `counted`;
                 `positions` those of the next draw.
 

@@ -34,7 +34,7 @@ class Uploads:
         self.sent = 0
 
     def put(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-        """Arrays on the device, in their shapes. All that are new travel in one copy that nobody waits for.
+        """Arrays on the device, in their shapes. All that are new travel in one asynchronous copy.
 
         `sent` counts its bytes.
         """

@@ -118,7 +118,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 def upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
     """An array on a device; on a CPU the tensor shares its memory.
 
-    A GPU reads it from pinned memory when it comes to that, and nobody waits: a copy from other memory would, until
+    A GPU reads it from pinned memory when it comes to that, and nothing waits: a copy from other memory would, until
     all steps before are computed. torch keeps such memory for the next upload, once it has been read.
     """
     tensor = torch.from_numpy(values)

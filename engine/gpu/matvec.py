@@ -12,8 +12,8 @@ for three to six programs then, by what the compiler reports. The row of numbers
 norms it again, which is cheaper than a kernel, and in return gets many rows (`tiling`).
 
 Where the GPU can (`can_overlap`), a product may begin while the kernel before it ends: its programs take the places
-that others have left, ask for weights, which nobody writes, and wait for that kernel before they read or write anything
-else. As each of them waits, nothing that a kernel further back did is missing either.
+that others have left, ask for weights, which are never written, and wait for that kernel before they read or write
+anything else. As each of them waits, nothing that a kernel further back did is missing either.
 
 The order of a sum depends on the matrix's shape alone; nothing is added atomically. Numbers are rounded where the
 modules round theirs: after the norm, the product with its bias, the activation, the gate, and each sum.
@@ -87,7 +87,7 @@ def _power(number: int) -> int:
 
 @triton.jit
 def _weights(source, mask):
-    """A tile of weights, which nobody reads again in this step."""
+    """A tile of weights, which is not read again in this step."""
     return tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
 
 

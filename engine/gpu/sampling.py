@@ -47,7 +47,7 @@ class Parameters:
     Attributes:
         temperature, top_p, min_p: [S] float32; temperature 0 is greedy.
         top_k: [S] int32; 0 keeps all.
-        num_draws: [S] int32; 0 for rows of which the likeliest token alone is wanted, less for nobody's rows.
+        num_draws: [S] int32; 0 for rows of which the likeliest token alone is wanted, less for unused rows.
         uniforms: [S, D] float64, one for each draw; None if they are made on the device.
         seeds, choices, positions: [S] int64, int32, int32: what they are made of then (`engine.gpu.philox`), the
             choice being that of the first draw.

@@ -114,7 +114,7 @@ def choose(
 
     Args:
         place: [S] rows of `tokens` and `chosen` that are written.
-        temperature, top_k, top_p, min_p, num_draws: [S], as in `SamplingBatch`; less than 0 draws: nobody's row.
+        temperature, top_k, top_p, min_p, num_draws: [S], as in `SamplingBatch`; less than 0 draws: an unused row.
         uniforms: [S, width] float64; seeds, choices, positions: [S], read instead if COUNTED.
         row_peak, row_log_sum: [S] float32, written: the largest logit, and the log of the sum of exp(logit - peak),
             NaN for a row that has NaN or inf, or nothing but -inf.

@@ -64,7 +64,7 @@ def summarize(
     Args:
         logits: [S, vocabulary], rows `stride` apart.
         temperature, num_draws: [S]; weights are made for rows that draw with a temperature. Less than 0 draws: the
-            row is nobody's.
+            row is unused.
         split_peak, split_floor: [S, num_splits] float32, the largest logit and the least that is not -inf.
         split_place: [S, num_splits] int32, the first token that has the peak.
         split_sum: [S, num_splits] float32, sum of exp(logit - peak); NaN where a logit is NaN or inf.

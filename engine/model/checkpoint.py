@@ -19,6 +19,8 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig
 
 from engine.errors import ModelLoadError, NotDownloadedError, UnsupportedModelError
+from engine.model import families
+from engine.model.config_values import check_values, read_values
 
 # Everything a model needs, and no weights in other formats.
 _PATTERNS = (
@@ -149,9 +151,12 @@ def read_config(path: Path) -> Any:
     """The transformers config of a checkpoint folder; code in the checkpoint is never run.
 
     Raises:
-        ModelLoadError: there is no readable config.
+        ModelLoadError: there is no readable config, or it holds a number that no model has.
         UnsupportedModelError: unknown model type, or quantised weights.
     """
+    file = path / "config.json"
+    values = read_values(file)
+    check_values(file, values, known=families.is_known(values))
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds, all of them about this file
@@ -160,7 +165,7 @@ def read_config(path: Path) -> Any:
                 f"{path} brings its own model code (auto_map in config.json), which is never run. "
                 "Use a checkpoint whose architecture transformers itself knows."
             ) from error
-        raise ModelLoadError(f"{path / 'config.json'} cannot be read: {_first_paragraph(error)}") from error
+        raise ModelLoadError(f"{file} cannot be read: {_first_paragraph(error)}") from error
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None

@@ -10,19 +10,16 @@ from engine.model import spec
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
-from engine.model.positions import Learned, Sinusoidal
-from engine.model.sinusoidal import SinusoidalTable
 
 
 class TokenEmbedding(nn.Module):
     """Token ids [T], positions [T] and segments [T] (None: all of the first) to vectors [T, hidden].
 
     Args:
-        length: positions are below this.
         shared: a token table that another module owns.
     """
 
-    def __init__(self, part: spec.Tokens, length: int, place: Place, shared: nn.Parameter | None = None):
+    def __init__(self, part: spec.Tokens, place: Place, shared: nn.Parameter | None = None):
         super().__init__()
         hidden = part.projection or part.width
         added = part.width if part.projects_sum else hidden
@@ -32,12 +29,9 @@ class TokenEmbedding(nn.Module):
         self.types = None if not part.token_types else place.parameter(part.token_types, added)
         self.positions = None
         self.offset = 0
-        if isinstance(part.positions, Learned):
+        if part.positions is not None:
             self.positions = place.parameter(part.positions.size, added)
             self.offset = part.positions.offset
-        self.waves = None
-        if isinstance(part.positions, Sinusoidal):
-            self.waves = SinusoidalTable(part.positions, added, length, place)
         self.norm = build_norm(part.norm, hidden, place)
         self.expansion = None if part.expansion is None else Linear(hidden, part.expansion, True, place)
         # Rounded to the weights' format, as the checkpoint was trained.
@@ -51,8 +45,6 @@ class TokenEmbedding(nn.Module):
             x = self.projection(x)
         if self.positions is not None:
             x = x + F.embedding(positions + self.offset if self.offset else positions, self.positions)
-        if self.waves is not None:
-            x = x + self.waves(positions)
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.projection is not None and self.projects_sum:

@@ -94,7 +94,7 @@ class FusedStack:
     def forward(
         self,
         x: Tensor,
-        positions: Tensor,
+        turns: Tensor,
         metadata: AttentionMetadata,
         caches: Sequence[Paged],
         slots: Tensor | None,
@@ -104,16 +104,17 @@ class FusedStack:
         min_rows: int,
     ) -> Tensor:
         """Hidden states [Tp, features] of embedded tokens x [Tp, hidden], which are overwritten; the other arguments
-        are those of `Transformer.forward`, T being `tokens`.
+        are those of `Transformer.forward`, T being `tokens`. Without slots, turns
+        are positions, too.
 
-        Positions outside the angles give NaN; slots outside the pages, or in block 0, are not written.
+        Rows outside the angles give NaN; slots outside the pages, or in block 0, are not written.
         """
         one_each = len(metadata.query_lens) == tokens and max(metadata.query_lens, default=1) == 1
         if slots is None and not one_each:
-            slots = find_slots(caches[0], metadata, positions, tokens)
+            slots = find_slots(caches[0], metadata, turns, tokens)
         step = Step(tokens, metadata, rotations={}, biases={}, slots=slots, cross=cross, min_rows=min_rows)
         x = x.contiguous()
-        run = Run(x, positions.contiguous(), caches, step, x)
+        run = Run(x, turns.contiguous(), caches, step, x)
         for operation in self._row_operations if self.by_row and x.shape[0] == 1 else self._operations:
             operation(run)
         out: Tensor = run.input if self._projection is None else self._projection(run.input)

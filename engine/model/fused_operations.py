@@ -20,14 +20,14 @@ class Run:
 
     Attributes:
         stream: [Tp, hidden] the residual stream, which lacks what is pending.
-        positions: [Tp].
+        turns: [Tp] the rows of rotary tables; positions, too, where slots are None.
         step: what the layers share; its slots are None where each row has one token, whose slot is worked out with it.
         input: of the next inner operation.
         pending: results of inner operations that are not in the stream yet, two at most.
     """
 
     stream: Tensor
-    positions: Tensor
+    turns: Tensor
     caches: Sequence[Paged]
     step: Step
     input: Tensor
@@ -116,7 +116,7 @@ class Attend:
             values,
             cache,
             angles=self.angles,
-            positions=run.positions,
+            positions=run.turns,
             slots=run.step.slots,
             norms=self.norms,
             clip=clip,

@@ -110,7 +110,7 @@ def rotate_and_store(
     """Turn heads where they lie and store keys and values in pages; False where torch is to do it, nothing being done.
 
     Args:
-        turning: [T, heads + kv_heads, head_dim], queries first; nobody else may need what it holds.
+        turning: [T, heads + kv_heads, head_dim], queries first; it is overwritten.
         angles: cosines and sines of the tokens, for `part`.
         cache: None for keys that are read where they lie: they are turned there, too.
         slots: where the first tokens go.

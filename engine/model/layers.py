@@ -1,7 +1,7 @@
 """The layers that the parts of `engine.model.spec` become (positions: `rotary`, `bias`; experts: `experts`).
 
 T stands for tokens laid end to end, without a batch dimension. Parameters are allocated and not
-initialised: whoever builds a module fills them (`engine.model.weights`).
+initialised: the builder of a module fills them (`engine.model.weights`).
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class LoweredStack:
     def forward(
         self,
         x: Tensor,
-        positions: Tensor,
+        turns: Tensor,
         metadata: AttentionMetadata,
         caches: Sequence[Paged],
         slots: Tensor,
@@ -129,9 +129,9 @@ class LoweredStack:
         are those of `Transformer.forward`.
 
         Raises:
-            IndexError: a row's pages or a token's slot lie outside the cache, or its position outside the angles.
+            IndexError: a row's pages or a token's slot lie outside the cache, or its angles outside the tables.
         """
-        x, positions = x.contiguous(), positions.long().contiguous()
+        x, turns = x.contiguous(), turns.long().contiguous()
         for number, cache in enumerate(caches):
             if self._bound[number] is not cache.keys:
                 self._bound[number] = cache.keys
@@ -154,7 +154,7 @@ class LoweredStack:
             given.append((self._result, out))
         else:
             out = x
-        self.program.run(given, stored=len(slots), positions=positions, slots=slots, calls=calls)
+        self.program.run(given, stored=len(slots), positions=turns, slots=slots, calls=calls)
         return out
 
     # ---- layers

@@ -26,6 +26,9 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
                     missing.append("Disentangled attention without vectors of distances")
                 if stack.shared_bias is not None and block.attention.position is not None:
                     missing.append(f"a shared bias beside {type(block.attention.position).__name__}")
+    if model.encoder is not None and model.decoder is not None and model.rotary_limits:
+        # An encoder's inputs have lengths of their own, which no plan tells.
+        missing.append("rotary factors that depend on length beside cross-attention")
     if model.decoder is not None:
         missing.extend(_unsupported_decoder(model.decoder, has_encoder=model.encoder is not None))
     return list(dict.fromkeys(missing))

@@ -23,7 +23,10 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Sinusoidal:
-    """Fixed sine and cosine vectors (arXiv:1706.03762, 3.5) of `size` positions."""
+    """Fixed sine and cosine vectors (arXiv:1706.03762, 3.5), read as `Learned` ones are.
+
+    A checkpoint that stores its table is used as it is stored; one without means the vectors of the formula.
+    """
 
     size: int
     offset: int = 0
@@ -116,8 +119,7 @@ class Rotary:
         theta: base of the geometric row of frequencies.
         interleaved: pairs are neighbouring features; otherwise feature i pairs with i + dim / 2.
         scaling: how the frequencies are stretched for long contexts. Whatever of it depends on the length of a
-            sequence is fixed by the longest one that the model is loaded for: otherwise no two lengths could
-            share a prefix.
+            sequence is chosen once for a request, by the length that it can reach: see `limit`.
         in_float32: queries and keys are rotated in float32 and rounded afterwards, not in their own format.
     """
 
@@ -126,6 +128,12 @@ class Rotary:
     interleaved: bool = False
     scaling: Scaling | None = None
     in_float32: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of a sequence that is turned as in pretraining, where longer ones are turned otherwise; None
+        where length does not matter."""
+        return self.scaling.original_length if isinstance(self.scaling, DynamicScaling | LongScaling) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 An entry is a safetensors file, named by a hash of all that decides its numbers: the checkpoint's files, what each
 matrix is filled with, the format that it was read in, and who quantised it. It is written beside its place and renamed
-into it, so that nobody sees half of one, and two processes may write the same. Its checksums are verified before it is
-used.
+into it, so that no reader sees half of one, and two processes may write the same. Its checksums are verified before it
+is used.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Cache:
         return Writer(self)
 
     def tidy(self) -> None:
-        """Remove entries that nobody has used for long, whose checkpoint has changed or is gone, and what processes
+        """Remove entries that were not used for long, whose checkpoint has changed or is gone, and what processes
         that were killed have left."""
         now = time.time()
         for path in kept_files(self.folder):
@@ -323,7 +323,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _identities(files: Sequence[Path]) -> list[list[Any]]:
-    """What changes when a file does. Times of change, which nobody can set, tell copies of equal size and age apart."""
+    """What changes when a file does. Change times, which no program can set, tell copies of equal size apart."""
     found = []
     for file in files:
         path = file.resolve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ def rotary_frequencies(part: Rotary, length: int) -> Tensor:
     bit gives an angle that differs by 0.01.
 
     Args:
-        length: the longest sequence, in tokens: scalings that depend on length are fixed for it.
+        length: what a sequence can reach, in tokens: scalings that depend on length are fixed for it.
     """
     theta, dim = part.theta, part.dim
     if isinstance(part.scaling, DynamicScaling):
@@ -73,34 +74,44 @@ def attention_factor(part: Rotary) -> float:
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of all positions in [0, length), float32.
+    """Cosines and sines of positions, float32, a row each.
 
-    `cos` [length, head_dim] is 1 for features that do not rotate; `sin` is [length, dim / 2].
+    `cos` [rows, head_dim] is 1 for features that do not rotate; `sin` is [rows, dim / 2].
+
+    Args:
+        length: the first rows are of all positions in [0, length), in sequences that can reach that length.
+        limits: after them, for each of these, come those of [0, limit), in sequences that do not exceed it.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, part: Rotary, head_dim: int, length: int, device: torch.device):
+    def __init__(self, part: Rotary, head_dim: int, length: int, device: torch.device, limits: Sequence[int] = ()):
         super().__init__()
-        self.in_float32 = part.in_float32
-        frequencies = rotary_frequencies(part, length)
-        angles = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * frequencies
-        factor = attention_factor(part)
+        self.part, self.in_float32 = part, part.in_float32
+        self.register_buffer("cos", torch.empty(0, head_dim, device=device), persistent=False)
+        self.register_buffer("sin", torch.empty(0, part.dim // 2, device=device), persistent=False)
+        for reach in (length, *limits):
+            self.extend(reach, torch.arange(reach, device="cpu"))
+
+    def extend(self, length: int, positions: Tensor) -> None:
+        """Append rows of these positions [n], in sequences that can reach a length."""
+        part, factor = self.part, attention_factor(self.part)
+        angles = positions.float()[:, None] * rotary_frequencies(part, length)
         cos = angles.cos() * factor
         turned = cos.repeat_interleave(2, dim=1) if part.interleaved else torch.cat((cos, cos), dim=1)
-        still = torch.ones(length, head_dim - part.dim, device="cpu")
-        self.register_buffer("cos", torch.cat((turned, still), dim=1).to(device), persistent=False)
-        self.register_buffer("sin", (angles.sin() * factor).to(device), persistent=False)
+        still = torch.ones(len(angles), self.cos.shape[1] - part.dim, device="cpu")
+        self.cos = torch.cat((self.cos, torch.cat((turned, still), dim=1).to(self.cos.device)))
+        self.sin = torch.cat((self.sin, (angles.sin() * factor).to(self.sin.device)))
 
     def whole(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos [length, head_dim], sin [length, dim / 2]), in the format that heads of `dtype` are rotated in."""
+        """(cos [rows, head_dim], sin [rows, dim / 2]), in the format that heads of `dtype` are rotated in."""
         dtype = torch.float32 if self.in_float32 else dtype
         return self.cos.to(dtype), self.sin.to(dtype)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) of positions [T], in the format that rotation happens in."""
-        cos, sin = F.embedding(positions, self.cos), F.embedding(positions, self.sin)
+    def forward(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) in these rows [T], in the format that rotation happens in."""
+        cos, sin = F.embedding(rows, self.cos), F.embedding(rows, self.sin)
         dtype = torch.float32 if self.in_float32 else dtype
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 

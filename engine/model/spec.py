@@ -12,7 +12,7 @@ from typing import Literal
 
 from engine.attention.base import Window
 from engine.model.normalisation import Norm
-from engine.model.positions import AttentionPosition, Disentangled, DistanceVectors, Positions, RelativeBuckets
+from engine.model.positions import AttentionPosition, Disentangled, DistanceVectors, Positions, RelativeBuckets, Rotary
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
 
@@ -359,6 +359,13 @@ class ModelSpec:
     def encoder_vocab_size(self) -> int:
         """Rows of the encoder's token table, 0 where there is none."""
         return self.encoder.embedding.vocab_size if self.encoder and isinstance(self.encoder.embedding, Tokens) else 0
+
+    @property
+    def rotary_limits(self) -> tuple[int, ...]:
+        """Lengths, ascending, up to which sequences are turned otherwise than beyond (`Rotary.limit`)."""
+        stacks = [stack for stack in (self.encoder, self.decoder) if stack is not None]
+        parts = [block.attention.position for stack in stacks for block in stack.blocks]
+        return tuple(sorted({part.limit for part in parts if isinstance(part, Rotary) and part.limit is not None}))
 
     @property
     def max_positions(self) -> int | None:

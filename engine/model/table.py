@@ -156,14 +156,23 @@ class Entry:
         transform: how they lie in the parameter.
         shard_axis: axis of the parameter (of each part, if joined) that tensor parallelism would divide;
             None to repeat it everywhere.
-        default: value of all elements where the checkpoint has none of the sources; None if it must have them.
+        default: value of all elements where the checkpoint has none of the sources, or what fills the parameter then;
+            None if it must have them.
     """
 
     target: str
     sources: tuple[str, ...]
     transform: Transform = Same()
     shard_axis: int | None = None
-    default: float | None = None
+    default: float | Callable[[Tensor], None] | None = None
+
+    def fill_by_default(self, parameter: Tensor) -> None:
+        """Fill a parameter none of whose sources is stored, and which has a default."""
+        assert self.default is not None
+        if callable(self.default):
+            self.default(parameter)
+        else:
+            parameter.fill_(self.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +183,8 @@ class WeightTable:
         entries: one per parameter; several for the same one are the forms that it may be stored in, the usual one
             first.
         prefix: of the sources that a checkpoint of the headless model stores without it.
-        ignored: patterns of whole names that a checkpoint may hold and that are not needed.
+        ignored: patterns of whole names that a checkpoint may hold and that no answer depends on, by the reference as
+            well: buffers that it makes itself, heads of other tasks.
         renamed: (pattern, replacement) of names that older checkpoints have, applied before all else.
         head: name under which an output matrix may be stored although it is tied to the embedding.
         expects_head: that it is stored with values of its own is nothing to warn of.

@@ -6,9 +6,8 @@ asks before it reads any weight.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -17,158 +16,14 @@ from engine import gpu
 from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
-from engine.model.bias import BiasTable, BucketTable
-from engine.model.blocks import build_block
-from engine.model.distances import DistanceTable
-from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import build_head
-from engine.model.layers import CrossAttention, CrossPages, Linear, Step
-from engine.model.lowering import LoweredStack, NotLowered
+from engine.model.layers import CrossAttention, CrossPages, Linear
 from engine.model.missing import unsupported
-from engine.model.norms import build_norm
 from engine.model.place import Place
-from engine.model.positions import Learned, Rotary, RoundedSlopes, Slopes
+from engine.model.positions import Learned
 from engine.model.quantisation import Quantization
-from engine.model.rotary import RotaryTable
-from engine.model.slots import find_slots
-
-if TYPE_CHECKING:
-    from engine.model.fused import FusedStack
-
-logger = logging.getLogger("octavo.model")
-
-
-class TransformerStack(nn.Module):
-    """Embedding, blocks, final norm, projection: a decoder over a paged cache, or an encoder without one.
-
-    Args:
-        length: positions are below this.
-        memory_size: features of the encoder's hidden states, for a decoder that attends to them.
-        tokens: a token table that another stack owns.
-    """
-
-    def __init__(
-        self,
-        stack: spec.Stack,
-        backend: AttentionBackend,
-        length: int,
-        place: Place,
-        *,
-        memory_size: int = 0,
-        tokens: nn.Parameter | None = None,
-    ):
-        super().__init__()
-        assert isinstance(stack.embedding, spec.Tokens)  # `unsupported` refused anything else
-        self.embedding = TokenEmbedding(stack.embedding, length, place, shared=tokens)
-        self.blocks = nn.ModuleList(
-            build_block(block, stack.hidden_size, memory_size, backend, place) for block in stack.blocks
-        )
-        self.final_norm = build_norm(stack.final_norm, stack.hidden_size, place)
-        self.projection = None
-        if stack.projection is not None:
-            self.projection = Linear(stack.hidden_size, stack.projection, False, place)
-        # Layers with the same position part share one table, looked up once per step.
-        heads = {b.attention.position: b.attention.head_dim for b in stack.blocks}
-        self.rotary_parts = [part for part in heads if isinstance(part, Rotary)]
-        self.rotary_tables = nn.ModuleList(
-            RotaryTable(part, heads[part], length, place.device) for part in self.rotary_parts
-        )
-        self.bias_parts = [part for part in heads if isinstance(part, Slopes | RoundedSlopes)]
-        self.bias_tables = nn.ModuleList(BiasTable(part, length, place.device) for part in self.bias_parts)
-        self.shared_bias = None
-        if stack.shared_bias is not None:
-            self.shared_bias = BucketTable(stack.shared_bias, stack.blocks[0].attention.heads, place)
-        self.distances = None
-        if stack.distances is not None:
-            self.distances = DistanceTable(stack.distances, stack.hidden_size, length, place)
-        self.hidden_size = stack.hidden_size
-        self.lowered: LoweredStack | None = None
-        self.fused: FusedStack | None = None
-
-    def fuse(self) -> None:
-        """Let few kernels compute the layers on a GPU from now on, if there are such for all of them
-        (`engine.model.fused`). Weights have been filled, and stay as they are."""
-        from engine.model.fused import FusedStack, NotFused
-
-        rotary = zip(self.rotary_parts, cast("Iterable[RotaryTable]", self.rotary_tables), strict=True)
-        biases = zip(self.bias_parts, self.bias_tables, strict=True)
-        try:
-            self.fused = FusedStack(
-                self.blocks,
-                self.final_norm,
-                self.projection,
-                dtype=self.embedding.tokens.dtype,
-                angles={part: (table.cos, table.sin) for part, table in rotary},
-                biases={part: table() for part, table in biases},
-                shared_bias=None if self.shared_bias is None else self.shared_bias(),
-            )
-        except NotFused as reason:
-            logger.debug("layers run part by part: %s", reason)
-
-    def lower(self) -> None:
-        """Let the library compute all layers in one call from now on, if it can (`engine.model.lowering`). Weights
-        have been laid out, and stay as they are."""
-        dtype = self.embedding.tokens.dtype
-        rotary = zip(self.rotary_parts, self.rotary_tables, strict=True)
-        biases = zip(self.bias_parts, self.bias_tables, strict=True)
-        try:
-            self.lowered = LoweredStack(
-                self.blocks,
-                self.final_norm,
-                self.projection,
-                hidden_size=self.hidden_size,
-                dtype=dtype,
-                angles={part: cast(RotaryTable, table).whole(dtype) for part, table in rotary},
-                biases={part: table() for part, table in biases},
-                shared_bias=None if self.shared_bias is None else self.shared_bias(),
-            )
-        except NotLowered as reason:
-            logger.debug("layers run part by part: %s", reason)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        tokens: int,
-        min_rows: int,
-        caches: Sequence[Paged] | None = None,
-        slots: Tensor | None = None,
-        cross: CrossPages | None = None,
-        types: Tensor | None = None,
-    ) -> Tensor:
-        x: Tensor = self.embedding(token_ids, positions, types)
-        if self.lowered is not None and caches is not None:
-            if slots is None:
-                slots = find_slots(caches[0], metadata, positions, tokens)
-            return self.lowered.forward(x, positions, metadata, caches, slots, cross)
-        if self.fused is not None and caches is not None:
-            return self.fused.forward(x, positions, metadata, caches, slots, cross, tokens=tokens, min_rows=min_rows)
-        if caches is not None and slots is None:
-            slots = find_slots(caches[0], metadata, positions, tokens)
-        rotary = zip(self.rotary_parts, self.rotary_tables, strict=True)
-        biases = zip(self.bias_parts, self.bias_tables, strict=True)
-        step = Step(
-            tokens,
-            metadata,
-            rotations={part: table(positions, x.dtype) for part, table in rotary},
-            biases={part: table() for part, table in biases},
-            shared_bias=None if self.shared_bias is None else self.shared_bias(),
-            distances=self.distances,
-            slots=slots,
-            cross=cross,
-            min_rows=min_rows,
-        )
-        kept: Sequence[Paged | None] = [None] * len(self.blocks) if caches is None else caches
-        for block, cache in zip(self.blocks, kept, strict=True):
-            x = block(x, cache, step)
-        if self.final_norm is not None:
-            x = self.final_norm(x)
-        if self.projection is not None:
-            x = self.projection(x)
-        return x
+from engine.model.stack import TransformerStack
 
 
 class Transformer(nn.Module):
@@ -180,9 +35,13 @@ class Transformer(nn.Module):
         max_model_len: positions that will be asked for are below this.
         device, dtype: of the parameters; the CPU and float32 by default. Parameters are uninitialised.
 
+    Attributes:
+        rotary_shifts: (limit, shift) pairs, limits ascending: a sequence that reaches no more tokens than a limit reads
+            rotary tables as many rows further on; those that exceed all, at their positions.
+
     Raises:
         UnsupportedModelError: a part is not implemented.
-        ConfigError: max_model_len exceeds a learned position table.
+        ConfigError: max_model_len exceeds a table of positions.
     """
 
     def __init__(
@@ -199,20 +58,25 @@ class Transformer(nn.Module):
             raise UnsupportedModelError(f"This model needs parts that are not implemented: {', '.join(missing)}.")
         if model.max_positions is not None and max_model_len > model.max_positions:
             raise ConfigError(
-                f"max_model_len is {max_model_len}, but the checkpoint has learned positions for "
+                f"max_model_len is {max_model_len}, but the checkpoint has positions for "
                 f"{model.max_positions} tokens only. Lower --max-model-len."
             )
         place = Place(torch.device(device), dtype)
         self.spec = model
         self.max_model_len = max_model_len
+        limits = [limit for limit in model.rotary_limits if limit < max_model_len]
+        starts = accumulate(limits, initial=max_model_len)
+        self.rotary_shifts = tuple(zip(limits, starts, strict=False))
         memory_size = 0 if model.encoder is None else model.encoder.output_size
         self.decoder = None
         if model.decoder is not None:
-            self.decoder = TransformerStack(model.decoder, backend, max_model_len, place, memory_size=memory_size)
+            self.decoder = TransformerStack(
+                model.decoder, backend, max_model_len, place, limits=limits, memory_size=memory_size
+            )
         self.encoder = None
         if model.encoder is not None:
             shared = None if self.decoder is None or not model.shared_tokens else self.decoder.embedding.tokens
-            self.encoder = TransformerStack(model.encoder, backend, max_model_len, place, tokens=shared)
+            self.encoder = TransformerStack(model.encoder, backend, max_model_len, place, limits=limits, tokens=shared)
         blocks = () if self.decoder is None else self.decoder.blocks
         readers = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in blocks)
         self.readers = [next(found, None) for found in readers]  # one per layer, None where it attends to itself alone
@@ -331,6 +195,7 @@ class Transformer(nn.Module):
         tokens: int,
         min_rows: int = 1,
         types: Tensor | None = None,
+        turns: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [Tp, hidden] of whole inputs, of a model without a decoder.
 
@@ -338,9 +203,12 @@ class Transformer(nn.Module):
             token_ids, positions: [Tp], those past T = tokens being padding.
             metadata: the inputs that the T tokens form, as contexts of their own length.
             types: [Tp] the segment of each token; None: all are of the first.
+            turns: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.
         """
         assert self.encoder is not None
-        hidden: Tensor = self.encoder(token_ids, positions, metadata, tokens=tokens, min_rows=min_rows, types=types)
+        hidden: Tensor = self.encoder(
+            token_ids, positions, metadata, tokens=tokens, min_rows=min_rows, types=types, turns=turns
+        )
         return hidden
 
     def forward(
@@ -352,6 +220,7 @@ class Transformer(nn.Module):
         metadata: AttentionMetadata,
         min_rows: int = 1,
         cross: CrossPages | None = None,
+        turns: Tensor | None = None,
     ) -> Tensor:
         """Hidden states of the decoder after its final norm, [Tp, hidden], of Tp tokens laid end to end.
 
@@ -366,6 +235,7 @@ class Transformer(nn.Module):
             metadata: the R rows that the T tokens form.
             min_rows: fewest rows of a matrix product; Tp is no less.
             cross: where each row finds what `encode` stored of its encoder input.
+            turns: [Tp] the rows of rotary tables (`rotary_shifts`), where they are not the positions.
         """
         assert self.decoder is not None
         hidden: Tensor = self.decoder(
@@ -377,6 +247,7 @@ class Transformer(nn.Module):
             caches=caches,
             slots=slots,
             cross=cross,
+            turns=turns,
         )
         return hidden
 

@@ -160,7 +160,7 @@ def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dic
     for entry in table.chosen(checkpoint.names):
         parameter = parameters.pop(entry.target).data
         if entry.default is not None and not any(name in checkpoint.names for name in entry.sources):
-            parameter.fill_(entry.default)
+            entry.fill_by_default(parameter)
             continue
         shapes = entry.transform.shapes(parameter.shape)
         for place, (name, shape) in enumerate(zip(entry.sources, shapes, strict=True)):

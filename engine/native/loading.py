@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.folders import cache_folder, make_private
-from engine.native.build import PREBUILT, BuildError, build, file_name, find_compiler, supported_sets
+from engine.folders import cache_folder, make_private, make_spare
+from engine.native.build import PREBUILT, BuildError, Compiler, build, file_name, find_compiler, supported_sets
 
 if sys.platform != "win32":
     import fcntl
@@ -189,21 +189,38 @@ def load(isa: str) -> Library:
     if compiler is None:
         raise BuildError(_NO_COMPILER)
     name = file_name(isa, compiler)
-    folder = _cache()
-    if folder is None:
+    cache, problem = _cache()
+    if cache is not None and (not problem or (cache / name).is_file()):
+        return _kept(isa, compiler, cache / name)
+    try:
+        spare = make_spare("native")
+    except OSError as error:
+        _say_compiling(isa, problem, f"compiled again at every start ({error})")
         with tempfile.TemporaryDirectory(prefix="octavo-native-") as private:
             build(isa, compiler, Path(private) / name)
             return Library(isa, Path(private) / name)
-    target = folder / name
+    return _kept(isa, compiler, spare / name, problem)
+
+
+def _kept(isa: str, compiler: Compiler, target: Path, problem: str = "") -> Library:
+    """The library at a place where it is kept, made if it is not there; `problem` says why it is no better place."""
     if not target.is_file():
-        with _alone(folder / f"{isa}.lock"):
-            if not target.is_file():  # nobody else has made it meanwhile
-                logger.info("compiling kernels for %s, once for this machine", isa)
+        with _alone(target.parent / f"{isa}.lock"):
+            if not target.is_file():  # no other process has made it meanwhile
+                _say_compiling(isa, problem, f"kept in {target.parent}, as long as that is not cleared")
                 build(isa, compiler, target)
-                _tidy(folder)
+                _tidy(target.parent)
     with contextlib.suppress(OSError):
         os.utime(target)
     return Library(isa, target)
+
+
+def _say_compiling(isa: str, problem: str, instead: str) -> None:
+    if problem:
+        message = "compiled kernels cannot be kept where they belong: %s. They are %s. Set XDG_CACHE_HOME to a folder "
+        logger.warning(message + "that only this user can write to.", problem, instead)
+    how_often = "" if problem else ", once for this machine"
+    logger.info("compiling kernels for %s%s; on few cores this takes a minute or two", isa, how_often)
 
 
 def _tidy(folder: Path) -> None:
@@ -217,14 +234,15 @@ def _tidy(folder: Path) -> None:
                     shutil.rmtree(path)
 
 
-def _cache() -> Path | None:
-    """The folder that libraries are kept in; None if there is none that only this user can write to."""
+def _cache() -> tuple[Path | None, str]:
+    """The folder that libraries are kept in, None if other users could write to all of them; and why this user
+    cannot write to it either, if so."""
     try:
         folder = cache_folder("native")
         make_private(folder)
-    except (OSError, RuntimeError):
-        return None
-    return folder if os.access(folder, os.W_OK) else None
+    except (OSError, RuntimeError) as error:
+        return None, str(error)
+    return folder, "" if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
 
 
 @contextlib.contextmanager

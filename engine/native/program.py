@@ -169,7 +169,7 @@ class Program:
         return Rows(len(self._widths) - 1, 0, width, width)
 
     def give(self, rows: Rows) -> None:
-        """Whoever runs the program hands the memory of this buffer in."""
+        """The memory of this buffer is an argument of the program."""
         self._given.add(rows.buffer)
 
     def norm(

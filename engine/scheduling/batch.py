@@ -32,7 +32,7 @@ _UNKNOWN = np.zeros(1, dtype=np.int32)  # in the place of a token
 
 @dataclass(slots=True)
 class Row:
-    """A sequence's part in a step: `count` tokens from `start` on; sampled if that is all it has. Nobody changes it.
+    """A sequence's part in a step: `count` tokens from `start` on; sampled if that is all it has. Immutable.
 
     Attributes:
         num_releases: the sequence's, when this was planned.
@@ -134,6 +134,7 @@ def build_plan(
         whole=whole,
         token_types=None if decoding else _token_types(rows),
         sources=_sources(rows, query_start, pending) if pending else None,
+        shifts=_int32([group.shift for group in groups]) if any(group.shift for group in groups) else None,
     )
     if last is not None:
         last.groups = groups if decoding else []

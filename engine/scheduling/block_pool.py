@@ -2,7 +2,7 @@
 
 A page is in exactly one of three states:
     held    some block table (or a pending copy) refers to it
-    cached  nobody refers to it, but its hash is known, so a later prompt may take it up again
+    cached  nothing refers to it, but its hash is known, so a later prompt may take it up again
     free    neither
 `free + held + cached == total` after every operation. Page 0 is no page of the pool: in tables it stands where a
 page is not needed any more, and it pads them.
@@ -28,7 +28,7 @@ FREE, CACHED, HELD = 0, 1, 2
 class PageHasher:
     """Chained 128-bit keyed hashes of full pages (BLAKE2b, RFC 7693).
 
-    The key is random per process, so nobody outside can make two prefixes collide; the root covers
+    The key is random per process, so no client can make two prefixes collide; the root covers
     everything besides the tokens that changes K and V (a tenant's salt).
     """
 
@@ -67,7 +67,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Pages nobody holds whose content may be taken up again."""
+        """Unreferenced pages whose content may be taken up again."""
         return len(self._cached)
 
     @property
@@ -112,7 +112,7 @@ class BlockPool:
         refs = self._refs
         for page in filter(None, reversed(table)):
             if refs[page] <= 0:
-                raise AssertionError(f"page {page} is freed but nobody holds it")
+                raise AssertionError(f"page {page} is freed but not referenced")
             refs[page] -= 1
             if not refs[page]:
                 self._release_if_unused(page)
@@ -143,7 +143,7 @@ class BlockPool:
         self._hash_of[page] = page_hash
 
     def forget(self, hashes: Iterable[PageHash]) -> None:
-        """Let nobody find these contents any more; pages that nobody holds are free at once."""
+        """Make these contents unfindable; unreferenced pages are free at once."""
         for page in [self._page_of[page_hash] for page_hash in hashes if page_hash in self._page_of]:
             self._forget(page)
             if page in self._cached:
@@ -179,7 +179,7 @@ class BlockPool:
         return list(pages)
 
     def count_cached(self, pages: Iterable[int]) -> int:
-        """How many of these pages nobody holds, so that adopting them uses up available ones."""
+        """How many of these pages are unreferenced, so that adopting them uses up available ones."""
         return sum(1 for page in pages if page in self._cached)
 
     def snapshot(self) -> NDArray[np.uint8]:

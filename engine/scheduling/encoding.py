@@ -1,7 +1,7 @@
 """What the scheduler knows of an encoder input: its tokens, and the pages that its K and V lie in.
 
 An input is encoded once, whole, by the step that first runs its request, and its K and V for all layers of the
-decoder lie in pages of the same pool. Nobody writes them again: all beams and answers read them, and requests with
+decoder lie in pages of the same pool. They are never written again: all beams and answers read them, and requests with
 an equal input share them. Their hashes cover the whole input, so they are found all or not at all.
 """
 

@@ -2,8 +2,8 @@
 
 A step in flight has its rows, its page copies and its encoder runs. It can be planned once more as one plan per request
 or as a whole, with what is known by then, if the device failed on it: that computes the same positions again, and
-copies the same pages. So the sources of copies keep their content until the step is over (`BlockPool.pin`), whoever
-gives them up meanwhile. Everything else that a row reads is held by its sequence.
+copies the same pages. So the sources of copies keep their content until the step is over (`BlockPool.pin`), also
+if they are given up meanwhile. Everything else that a row reads is held by its sequence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Flight:
         return [row for row in self.rows if not row.is_void]
 
     def memories(self, groups: set[SequenceGroup]) -> list[Memory]:
-        """Encoder inputs of these requests; what nobody else of them waits for is left out."""
+        """Encoder inputs of these requests; what none of them waits for is left out."""
         for encoding in self.encodings:
             encoding.groups = [group for group in encoding.groups if group in groups]
         self.encodings = [encoding for encoding in self.encodings if encoding.groups]
@@ -89,7 +89,7 @@ class Flights:
         return flight
 
     def leave(self, group: SequenceGroup) -> None:
-        """A request has ended or gives way: nothing will be computed for it again."""
+        """A request has ended or is preempted: nothing will be computed for it again."""
         for flight in self._queue:
             self._drop_copies(flight, group)
 
@@ -126,7 +126,7 @@ class Flights:
         return build_plan(flight.rows, [], self._size)
 
     def again(self) -> StepPlan | None:
-        """The whole oldest step once more, with all that is known by now; None if nobody waits for it."""
+        """The whole oldest step once more, with all that is known by now; None if no request waits for it."""
         flight = self.oldest
         flight.rows = flight.live()
         if not flight.rows:
@@ -142,7 +142,7 @@ class Flights:
         """Make two steps of the oldest one, each answered by itself, the second after the first; False if there is
         nothing to divide. Requests are divided where half of the tokens are; one alone has half of its tokens in each.
 
-        The copies are left to the first one, but whoever splits makes them all before: the requests of the first may
+        The copies are left to the first one, but they are all made before a split: the requests of the first may
         fail. An encoder input that requests of both have is encoded in both, for the same reason.
         """
         flight = self.oldest

@@ -17,6 +17,8 @@ class SchedulerConfig:
         enable_prefix_caching: later requests may find the pages of earlier ones.
         window: keys that any layer sees at most, the query's own included; None if some layer sees all.
         whole_inputs: every request is one input, read whole by one step, that leaves nothing in pages.
+        rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach no more tokens than a limit are
+            turned otherwise than longer ones, and find their angles as many rows after their positions.
     """
 
     max_num_seqs: int
@@ -25,6 +27,17 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     window: int | None = None
     whole_inputs: bool = False
+    rotary_shifts: tuple[tuple[int, int], ...] = ()
+
+    def rotary_shift(self, reach: int) -> int:
+        """How many rows after its position a token's angles are, in a sequence that can reach so many tokens."""
+        return next((shift for limit, shift in self.rotary_shifts if reach <= limit), 0)
+
+    def crossed_limit(self, request: Request) -> int | None:
+        """The first length beyond which sequences are turned otherwise, and which this request's prompt is within and
+        its answer may pass; None if there is none."""
+        prompt, reach = len(request.prompt_token_ids), request.reach
+        return next((limit for limit, _ in self.rotary_shifts if prompt <= limit < reach), None)
 
     @property
     def seen_pages(self) -> int | None:

@@ -17,7 +17,7 @@ from engine.scheduling.step import Step
 class Memories:
     """The scheduler's bookkeeping of what encoders leave; does nothing for requests without an encoder input.
 
-    A request that gives way gives up these pages too, but they stay findable like those of a prefix: the encoder
+    A preempted request gives up these pages too, but they stay findable like those of a prefix: the encoder
     runs again only if they were evicted. Without prefix caching only the request itself finds them.
     """
 
@@ -51,7 +51,7 @@ class Memories:
         return len(group.memory.hashes) if known is None else self._pool.count_cached(known)
 
     def take(self, step: Step, group: SequenceGroup) -> None:
-        """Give an admitted request its pages; the encoder runs where nobody has them."""
+        """Give an admitted request its pages; the encoder runs where they are not cached."""
         memory = group.memory
         if memory is None:
             return

@@ -175,6 +175,8 @@ class StepPlan:
         pooling: the rows whose hidden states are wanted, in the order of the rows.
         whole: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
         token_types: [T] segments, for models that tell them apart; None where all tokens are of the first.
+        shifts: [R] how many rows after its position the angles of each of a row's tokens are in rotary tables; None:
+            positions are the rows of all.
     """
 
     token_ids: Int32
@@ -192,6 +194,14 @@ class StepPlan:
     whole: bool = False
     token_types: Int32 | None = None
     sources: Int32 | None = None
+    shifts: Int32 | None = None
+
+    @property
+    def turns(self) -> Int32 | None:
+        """[T] the rows of rotary tables; None where they are the positions."""
+        if self.shifts is None:
+            return None
+        return self.positions + np.repeat(self.shifts, np.diff(self.query_start))
 
     @property
     def num_tokens(self) -> int:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.scheduling.sequence import SequenceGroup, Status
 
+_SPARE = 16  # finished groups that a line may hold, besides as many as wait
+
 
 class WaitingQueue:
-    """Groups that wait to be admitted, in the order of service."""
+    """Groups that wait to be admitted: tenants in turn, the groups of each by priority and arrival.
+
+    A tenant keeps its turn until its first group is admitted. One that begins to wait comes last, so that each other
+    tenant passes it over once at most. The turn of a group that was admitted and preempted is given back. Tenants
+    without a waiting group leave no trace.
+
+    Attributes:
+        lacks_room: rows or pages were missing for the first in line when it was last looked at.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], SequenceGroup]] = []  # may hold finished groups
+        self.lacks_room = False
+        self._lines: OrderedDict[str | None, _Line] = OrderedDict()  # by tenant, in the order of their turns
         self._count = 0
 
     def __len__(self) -> int:
@@ -21,23 +34,60 @@ class WaitingQueue:
     def push(self, group: SequenceGroup) -> None:
         """A group waits from now on."""
         group.status = Status.WAITING
-        heapq.heappush(self._heap, (group.key, group))
+        line = self._lines.setdefault(group.request.tenant, _Line())
+        heapq.heappush(line.heap, (group.request.priority, group.arrival, group))
+        line.num_waiting += 1
         self._count += 1
 
+    def push_back(self, group: SequenceGroup) -> None:
+        """A group that was admitted waits again: it is its tenant's turn."""
+        self.push(group)
+        self._lines.move_to_end(group.request.tenant, last=False)
+        self.lacks_room = True
+
     def first(self) -> SequenceGroup | None:
-        """Who is admitted next."""
-        while self._heap and self._heap[0][1].status is Status.FINISHED:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        """What is admitted next."""
+        line = next(iter(self._lines.values()), None)
+        return None if line is None else line.first()
 
-    def pop(self) -> None:
-        """The first one is admitted."""
-        heapq.heappop(self._heap)
-        self._count -= 1
+    def pop(self, group: SequenceGroup) -> None:
+        """A group is admitted, its tenant's first."""
+        tenant = group.request.tenant
+        if self._lines[tenant].first() is not group:
+            raise AssertionError("a group is admitted before its tenant's first")
+        heapq.heappop(self._lines[tenant].heap)
+        self._lines.move_to_end(tenant)
+        self.leave(group)
 
-    def leave(self) -> None:
-        """One that waits is finished: `first` will pass it over."""
+    def leave(self, group: SequenceGroup) -> None:
+        """One that waits is finished, or admitted."""
+        line = self._lines[group.request.tenant]
+        line.num_waiting -= 1
         self._count -= 1
+        self.lacks_room = self.lacks_room and self._count > 0
+        if not line.num_waiting:
+            del self._lines[group.request.tenant]
+        elif len(line.heap) > 2 * line.num_waiting + _SPARE:
+            line.heap = [entry for entry in line.heap if entry[2].status is Status.WAITING and entry[2] is not group]
+            heapq.heapify(line.heap)
+
+
+@dataclass(slots=True)
+class _Line:
+    """One tenant's waiting groups, `num_waiting` of them.
+
+    Attributes:
+        heap: priority, arrival and group; may hold finished groups, in bounded number.
+    """
+
+    heap: list[tuple[int, int, SequenceGroup]] = field(default_factory=list)
+    num_waiting: int = 0
+
+    def first(self) -> SequenceGroup:
+        """The next to be admitted."""
+        while self.heap[0][2].status is Status.FINISHED:
+            heapq.heappop(self.heap)
+        return self.heap[0][2]
 
 
 class Deadlines:

@@ -1,8 +1,8 @@
-"""Who runs in a step, with which tokens, on which pages; and what a step's answer means.
+"""Which requests run in a step, with which tokens, on which pages; and what a step's answer means.
 
-There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and every
-step lets it catch up by as many as the step's budget allows. The shape is that of vLLM's v1
-scheduler; that groups of sequences (beams, n answers) run, wait and give way whole is our own.
+There is no prefill phase and no decode phase: a sequence has tokens and computed tokens, and every step lets it catch
+up by as many as the step's budget allows. The shape is that of vLLM's v1 scheduler; that groups of sequences (beams, n
+answers) run, wait and are preempted whole is our own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._arrivals = 0
         self.flights = Flights(pool, config.block_size)
-        self._drains = False  # somebody has to give way for the next step: none is planned ahead until that is done
+        self._drains = False  # the next step needs a preemption: none is planned ahead until that is done
         self._last = LastStep()
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
@@ -70,8 +70,9 @@ class Scheduler:
         """Queue a request that `check_fits` accepts."""
         self.check_fits(request)
         memory = self._memories.of(request, self._arrivals)
-        root = self._hasher.root(request.cache_salt) if memory is None else memory.key
-        group = SequenceGroup(request, self._arrivals, root, memory, whole=self.config.whole_inputs)
+        shift = self.config.rotary_shift(request.reach)
+        root = self._tables.root(request, memory, shift)
+        group = SequenceGroup(request, self._arrivals, root, memory, whole=self.config.whole_inputs, shift=shift)
         self._arrivals += 1
         self._groups[request.request_id] = group
         self._deadlines.add(group)
@@ -125,7 +126,7 @@ class Scheduler:
         """Plan the step after the one in flight, whose answer is not known; None if nothing can run before it is.
 
         What a group samples in flight is `StepPlan.sources` here. Groups wait whose step depends on more of that
-        answer than its place (`SequenceGroup.may_run_ahead`). Nobody gives way: where that is needed, no step is
+        answer than its place (`SequenceGroup.may_run_ahead`). Nothing is preempted: where that is needed, no step is
         planned ahead until `schedule()` has seen to it.
         """
         if len(self.flights) != 1:
@@ -140,7 +141,7 @@ class Scheduler:
         chunked = []
         for group in list(self._running):
             if group.status is not Status.RUNNING or (ahead and not group.may_run_ahead()):
-                continue  # gave way to an older group, or must know an answer first
+                continue  # preempted for an older group, or must know an answer first
             work = group.work()
             if sum([count for _, count in work]) == len(work):
                 self._plan_group(step, group, work)
@@ -215,7 +216,7 @@ class Scheduler:
         return self.take_outbox(deltas)
 
     def skip(self) -> bool:
-        """Forget the oldest step if nobody waits for its answer; whether that is so."""
+        """Forget the oldest step if no request waits for its answer; whether that is so."""
         if not self.flights or self.flights.oldest.live():
             return False
         self.flights.end()
@@ -236,6 +237,7 @@ class Scheduler:
                 self._plan_group(step, group, group.work())
         if not (step.preempted or self._drains):
             self._admit(step)
+            self._waiting.lacks_room = (head := self._waiting.first()) is not None and not self._can_admit(step, head)
 
     def _plan_group(self, step: Step, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> None:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""
@@ -278,14 +280,14 @@ class Scheduler:
         return True
 
     def _has_room(self, rows: list[Row]) -> bool:
-        """Nobody has to give way for these rows of a running group, and nobody older waits for pages."""
+        """These rows of a running group fit without a preemption, and no older group waits for pages."""
         needed = sum([self._tables.missing(row.sequence, row.start + row.count)[0] for row in rows])
         short = needed > 0 and (self._drains or needed > self.pool.num_available)
         self._drains |= short
         return not short
 
     def _admit(self, step: Step) -> None:
-        """Take waiting groups in, in order, as long as rows, budget and pages last."""
+        """Take waiting groups in, in turn, as long as rows, budget and pages last."""
         while step.is_open and (group := self._waiting.first()) is not None:
             if not self._memories.may_start(step, group) or (group.whole and not step.can_read(group)):
                 return
@@ -293,7 +295,7 @@ class Scheduler:
                 return  # after that it is found
             while not self._can_admit(step, group):
                 lowest = self._running[-1] if self._running else None
-                if lowest is None or lowest.request.priority <= group.request.priority:
+                if lowest is None or lowest.key[0] <= group.key[0]:
                     return
                 if step.ahead:
                     self._drains = True
@@ -312,7 +314,7 @@ class Scheduler:
         return needed <= self.pool.num_available
 
     def _start(self, group: SequenceGroup) -> None:
-        self._waiting.pop()
+        self._waiting.pop(group)
         sequence = group.sequences[0]
         if not group.whole:
             self._tables.adopt(group)
@@ -338,7 +340,7 @@ class Scheduler:
         self._memories.release(group)
         group.pooled = None
         group.fork_point = group.common_prefix() if len(group.sequences) > 1 else None
-        self._waiting.push(group)
+        self._waiting.push_back(group)
 
     # ---------------------------------------------------------------- bookkeeping
 
@@ -366,7 +368,7 @@ class Scheduler:
             self._running.remove(group)
             self._give_up(group)
         elif group.status is Status.WAITING:
-            self._waiting.leave()
+            self._waiting.leave(group)
         self._memories.finish(group)
         group.status = Status.FINISHED
         group.sequences = []
@@ -384,7 +386,7 @@ class Scheduler:
         stats, pool = self.stats, self.pool
         stats.num_running, stats.num_waiting = len(self._running), len(self._waiting)
         stats.pages_free, stats.pages_held, stats.pages_cached = pool.num_free, pool.num_held, pool.num_cached
-        stats.peak_pages_held = pool.peak_held
+        stats.peak_pages_held, stats.lacks_room = pool.peak_held, self._waiting.lacks_room
         return stats
 
     def check_integrity(self) -> None:

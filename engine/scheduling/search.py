@@ -23,7 +23,7 @@ _FLOAT32 = np.finfo(np.float32)
 
 @dataclass(slots=True)  # a frozen one takes three times as long to make
 class Continuation:
-    """Sequence number `parent` of the group goes on with `token`. Nobody changes it.
+    """Sequence number `parent` of the group goes on with `token`. Immutable by convention.
 
     Attributes:
         parent: index among the sequences given.
@@ -90,7 +90,7 @@ class Ending:
 
 @dataclass(slots=True)
 class BeamStep:
-    """What a step of beam search decided. Nobody changes it.
+    """What a step of beam search decided. Immutable by convention.
 
     Attributes:
         live: beams that go on, best first; empty when done.

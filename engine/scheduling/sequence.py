@@ -94,10 +94,10 @@ class Sequence:
         num_prompt: tokens of the prompt.
         num_computed: tokens whose K and V are in the pages.
         num_in_flight: tokens after those that steps compute whose answers are not applied yet.
-        num_pending: tokens that those steps sample: they follow `tokens`, and nobody knows them yet.
+        num_pending: tokens that those steps sample: they follow `tokens`, and are not known yet.
         num_releases: how often it gave its pages up; rows that were planned before are for nothing.
         table: pages, in order; 0 for those that are out of every layer's window.
-        num_writable: tokens up to which its pages may be written: they are there, and nobody else's. 0 where that is
+        num_writable: tokens up to which its pages may be written: they are there, and referenced once. 0 where that is
             to be found out.
         source: the page that is to be copied to the one that it writes next, before it does; 0 for none.
         hashes: of the full pages at the beginning, as far as they were needed.
@@ -207,6 +207,7 @@ class SequenceGroup:
         admitted: it has run before.
         scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
         whole: its input is read whole, and leaves nothing in pages.
+        shift: how many rows after its position a token's angles are in rotary tables; the same for its whole life.
         token_types: the segment of each token of its prompt; empty where all are of the first.
         pooled: what its pooling has so far, where the input is computed in parts.
         parameters: its row of the sampler's parameters.
@@ -217,7 +218,14 @@ class SequenceGroup:
     """
 
     def __init__(
-        self, request: Request, arrival: int, root: PageHash, memory: Memory | None = None, *, whole: bool = False
+        self,
+        request: Request,
+        arrival: int,
+        root: PageHash,
+        memory: Memory | None = None,
+        *,
+        whole: bool = False,
+        shift: int = 0,
     ):
         decoding = request.decoding
         self.request = request
@@ -225,6 +233,7 @@ class SequenceGroup:
         self.root = root
         self.memory = memory
         self.whole = whole
+        self.shift = shift
         self.pooled: Float64 | None = None
         self.token_types: Int32 = np.array(request.token_type_ids, dtype=np.int32)
         source = request.encoder_token_ids or request.prompt_token_ids
@@ -292,8 +301,9 @@ class SequenceGroup:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Order of service: lower priority number first, then arrival."""
-        return (self.request.priority, self.arrival)
+        """Order of service of what runs: lower priority number first, then arrival. A tenant's priorities are its own
+        affair: against others its requests have arrival alone."""
+        return (0 if self.request.tenant is not None else self.request.priority, self.arrival)
 
     @property
     def rows(self) -> int:

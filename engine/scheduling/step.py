@@ -40,7 +40,7 @@ class Step:
         left: work (see `StepLimit`) that may still be planned; counted since prompts have their turn.
         num_prompts: groups planned since prompts have their turn; None before.
         encodings: runs of the encoder, by the key of their input.
-        ahead: another step is in flight: nobody gives way for this one.
+        ahead: another step is in flight: nothing is preempted for this one.
     """
 
     budget: int

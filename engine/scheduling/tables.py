@@ -1,14 +1,18 @@
 """Pages of sequences' own tokens: how many a group needs, and which of them it finds, shares, publishes and gives up.
 
-Room for a step's tokens is made by the `Scheduler`, which knows who has to give way for it.
+Room for a step's tokens is made by the `Scheduler`, which knows what has to be preempted for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
+from engine.request import Request
 from engine.scheduling.batch import Row
-from engine.scheduling.block_pool import BlockPool, PageHasher
+from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
+from engine.scheduling.encoding import Memory
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, pages_needed
 
@@ -20,6 +24,12 @@ class Tables:
         self._pool = pool
         self._hasher = hasher
         self._config = config
+
+    def root(self, request: Request, memory: Memory | None, shift: int) -> PageHash:
+        """Hash before the first page of a request's sequences: what changes K and V besides their tokens."""
+        root = self._hasher.root(request.cache_salt) if memory is None else memory.key
+        # No token is negative: this is no page's hash.
+        return self._hasher.extend(root, np.array([-2, shift], dtype=np.int32)) if shift else root
 
     def pages_needed(self, group: SequenceGroup) -> int:
         """Available pages that a waiting group uses up until it samples."""

@@ -18,16 +18,19 @@ from pydantic_core import to_json
 
 from engine import InvalidRequestError
 from server.admission import Ticket, estimate_tokens
-from server.answering.generation import Generation
+from server.answering.generation import Generation, Update
 from server.answering.observation import RequestRecord
 from server.answering.pieces import Choice, Piece, PieceMaker, PlainText, Shape, keep_best
 from server.answering.prompt import Prompt, Room, check_length, check_token_ids, encode_fitting
+from server.answering.size import AnswerSize
 from server.answering.streaming import COMMENT, ClientGoneError, EventStream, KeepAlive, Wanted, sse
+from server.answering.terms import Terms, read_terms
 from server.api.fields import ignored_header
 from server.api.schemas import GenerationBody, Usage
 from server.context import Service
 from server.errors import ApiError
 
+_SMALL_ANSWER = 1024 * 1024  # bytes of memory; a larger one is put together in a thread
 # Stands for the text of an event; no field has it by chance.
 _MARK = uuid.uuid4().hex
 # What an event says beside its pieces: the usage, the beams.
@@ -85,6 +88,7 @@ class Run(ABC, Generic[Piece, Choice]):
     """One request being answered. A subclass says what the prompts are and how the answer looks."""
 
     id_prefix: ClassVar[str]
+    bytes_per_logprob: ClassVar[int]  # of memory, from the engine's news to the answer's JSON
 
     service: Service
     body: GenerationBody
@@ -93,7 +97,9 @@ class Run(ABC, Generic[Piece, Choice]):
     request_id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     record: RequestRecord = field(init=False)
+    terms: Terms = field(init=False)
     _ticket: Ticket | None = None
+    _size: int = 0  # bytes of memory that the answer may take
     _around: dict[int, tuple[str, str]] = field(default_factory=dict)  # of a choice's plain text in an event
 
     def __post_init__(self) -> None:
@@ -130,16 +136,17 @@ class Run(ABC, Generic[Piece, Choice]):
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it."""
         headers = ignored_header(self.body.ignored_fields())
+        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
         self.record = self._record(request.url.path)
-        request.state.recorded = True
+        self.record.belongs_to(request)
         wanted = Wanted(self.service.drain, self._interrupted)
         if self.body.stream:
             return EventStream(self.record.streamed(self._events()), wanted, headers)
         try:
-            answer = await wanted.run(request.scope, request.receive, self.record.whole(self._answer()))
+            content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer()))
         except ClientGoneError:
-            return Response(status_code=499)  # nobody will read it
-        return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json", headers=headers)
+            return Response(status_code=499)  # nothing reads it any more
+        return Response(content, media_type="application/json", headers=headers)
 
     def _record(self, path: str) -> RequestRecord:
         return RequestRecord(
@@ -152,16 +159,21 @@ class Run(ABC, Generic[Piece, Choice]):
             log_prompts=self.service.settings.log_prompts,
         )
 
-    async def _answer(self) -> BaseModel:
+    async def _answer(self) -> str:
         with self._admitted() as ticket:
             prompts = await self._prompts(ticket)
             maker = self.maker(prompts)
             with self._public_names(), self._generation(prompts, ticket) as generation:
                 updates = await generation.whole()
                 await generation.settled()
+        if self._size < _SMALL_ANSWER:
+            return self._body(maker, updates, len(prompts))
+        return await asyncio.to_thread(self._body, maker, updates, len(prompts))
+
+    def _body(self, maker: PieceMaker[Piece], updates: Sequence[Update], num_prompts: int) -> str:
         pieces: list[Piece] = []
         width = self.shape.params.n
-        scores = [float("-inf")] * (width * len(prompts))
+        scores = [float("-inf")] * (width * num_prompts)
         for update in updates:
             pieces += maker.pieces(update)
             for choice in update.choices:
@@ -170,7 +182,7 @@ class Run(ABC, Generic[Piece, Choice]):
         choices = self.join(pieces)
         if width > self.shape.n:
             choices = keep_best(choices, scores, width, self.shape.n)
-        return self.whole(choices, maker.usage())
+        return self.whole(choices, maker.usage()).model_dump_json(exclude_unset=True)
 
     async def _events(self) -> AsyncGenerator[str, None]:
         """The answer as events, one choice each; first an empty item, once the engine has accepted it."""
@@ -219,7 +231,7 @@ class Run(ABC, Generic[Piece, Choice]):
     @contextmanager
     def _admitted(self) -> Iterator[Ticket]:
         """The request's slots; whatever ends it, they are released, and what is the server's fault counts."""
-        with self.service.admit(*self.size()) as ticket:
+        with self.service.admit(*self.size(), self.terms) as ticket:
             self._ticket = ticket
             try:
                 yield ticket
@@ -245,10 +257,13 @@ class Run(ABC, Generic[Piece, Choice]):
         info = self.service.client.info
         longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # of what is longer the engine will say so
         ticket.measure([min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts])
+        self._size = AnswerSize(self.shape, self.bytes_per_logprob, info).check(
+            prompts, self.service.settings, stream=bool(self.body.stream)
+        )
         return prompts
 
     def _generation(self, prompts: list[Prompt], ticket: Ticket) -> Generation:
-        return Generation(self.service, self.request_id, prompts, self.shape.params, self.record, ticket)
+        return Generation(self.service, self.request_id, prompts, self.shape.params, self.terms, self.record, ticket)
 
     @contextmanager
     def _public_names(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from engine import Logprob, TokenLogprobs
@@ -45,10 +45,10 @@ def _read_message(item: Any, where: str) -> dict[str, str]:
     role = item.get("role")
     if role not in ROLES:
         _fail(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}.")
-    for field in _UNSUPPORTED:
-        if item.get(field):
-            reason = f"{where}.{field} is not supported; leave it out."
-            _fail(f"{where}.{field}", reason, code="unsupported_parameter")
+    for unsupported in _UNSUPPORTED:
+        if item.get(unsupported):
+            reason = f"{where}.{unsupported} is not supported; leave it out."
+            _fail(f"{where}.{unsupported}", reason, code="unsupported_parameter")
     message: dict[str, str] = {"role": role, "content": _read_content(item.get("content"), f"{where}.content")}
     name = item.get("name")
     if name is not None:
@@ -87,6 +87,8 @@ def _fail(param: str, message: str, code: str = "invalid_value") -> NoReturn:
 class ChatPieces(PieceMaker[ChatPiece]):
     """A piece with the role opens each choice; text follows."""
 
+    _bytes: dict[int, list[int] | None] = field(default_factory=dict)  # of tokens that were told
+
     def make(self, update: Update, choice: ChoiceText, index: int, first: bool) -> list[ChatPiece]:
         """The choice's piece, unless it says nothing, and the opening before the first."""
         made = []
@@ -97,7 +99,7 @@ class ChatPieces(PieceMaker[ChatPiece]):
         logprobs = None
         if self.shape.logprobs is not None and choice.logprobs:
             content = [self._describe(*pair) for pair in zip(choice.token_ids, choice.logprobs, strict=True)]
-            logprobs = ChatLogprobs(content=content, refusal=None)
+            logprobs = ChatLogprobs.model_construct(content=content, refusal=None)  # no copy, no validation
         shows_ids = self.shape.return_token_ids and choice.token_ids
         if choice.text or choice.finish_reason or logprobs or shows_ids:
             delta = ChatDelta(content=choice.text)
@@ -117,14 +119,14 @@ class ChatPieces(PieceMaker[ChatPiece]):
         chosen = self._candidate(token, entry[token])
         ranked = sorted(entry.items(), key=lambda pair: -pair[1].logprob)
         top = [pair for pair in ranked if pair[1].rank is not None and pair[1].rank <= (self.shape.logprobs or 0)]
-        return ChatTokenLogprob(**chosen.model_dump(), top_logprobs=[self._candidate(*pair) for pair in top])
+        return ChatTokenLogprob(**chosen, top_logprobs=[self._candidate(*pair) for pair in top])
 
     def _candidate(self, token: int, item: Logprob) -> TopLogprob:
-        found = None if self.tokenizer is None else self.tokenizer.token_bytes(token)
+        if token not in self._bytes:
+            found = None if self.tokenizer is None else self.tokenizer.token_bytes(token)
+            self._bytes[token] = None if found is None else list(found)
         return TopLogprob(
-            token=self.token_text(token),
-            logprob=max(item.logprob, LOWEST_LOGPROB),
-            bytes=None if found is None else list(found),
+            token=self.token_text(token), logprob=max(item.logprob, LOWEST_LOGPROB), bytes=self._bytes[token]
         )
 
 
@@ -143,7 +145,7 @@ def _join_one(pieces: Sequence[ChatPiece], *, logprobs: bool) -> ChatChoice:
     whole = ChatChoice(
         index=first.index,
         message=ChatMessage(role="assistant", content=text, refusal=None),
-        logprobs=ChatLogprobs(content=tokens, refusal=None) if logprobs else None,
+        logprobs=ChatLogprobs.model_construct(content=tokens, refusal=None) if logprobs else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         **first.model_dump(include={"prompt_token_ids", "prompt_logprobs"}, exclude_unset=True),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 
 from engine import EngineInfo, TokenInput
 from engine.pooled import token_input
 from engine.text import Encoding, Tokenizer
 from server.admission import estimate_tokens
-from server.answering.prompt import LIKELY_CHARACTERS, check_token_ids
+from server.answering.prompt import check_token_ids, count_beyond
 from server.context import Service
 from server.errors import ApiError
 
@@ -172,19 +173,18 @@ class _Reader:
         return found
 
     def _beginning(self, text: str, place: int | None) -> str:
-        """As much of a text as decides what its tokens are; the whole may take minutes.
-
-        A beginning with more than twice as many tokens as are kept has all of those: how a token is cut depends on
-        its neighbours only.
-        """
+        """As much of a text as decides what its tokens are; the whole may take minutes."""
         wanted = self._truncate or self._longest
-        size = LIKELY_CHARACTERS * wanted
-        while size < len(text) and (self._truncate is None or self._tokenizer.truncation_side == "right"):
-            count = len(self._tokenizer.encode(text[:size], add_special_tokens=False))
-            if count > 2 * wanted:
-                if self._truncate is not None:
-                    return text[:size]
-                length = f"more than {count} tokens in the first {size} of its {len(text)} characters"
-                raise too_long(self._param, self._name, place, length, self._longest)
-            size *= 4
-        return text
+        encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
+        left = self._truncate is not None and self._tokenizer.truncation_side == "left"
+        beyond = count_beyond(encode, text, wanted, left=left)
+        if beyond is None:
+            return text
+        size, count = beyond
+        if count <= 2 * wanted:
+            length = f"{len(text)} characters, more than the {size} that can make {wanted} tokens"
+            raise too_long(self._param, self._name, place, length, self._longest)
+        if self._truncate is not None:
+            return text[-size:] if left else text[:size]
+        length = f"more than {count} tokens in the first {size} of its {len(text)} characters"
+        raise too_long(self._param, self._name, place, length, self._longest)

@@ -16,13 +16,20 @@ from engine import (
     RequestFailedError,
     SamplingParams,
     TokenLogprobs,
+    parse_bytes,
 )
 from engine.text import ChoiceText, OutputProcessor
 from server.admission import Ticket
 from server.answering.observation import RequestRecord
 from server.answering.prompt import Prompt
+from server.answering.terms import DeadlineError, Terms
 from server.context import Service
+from server.errors import ApiError
 from server.metrics.times import PromptTimes
+
+# Of memory, about.
+BYTES_PER_TOKEN = 64  # its id, its text
+BYTES_PER_LOGPROB = 320
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +56,18 @@ class Generation:
 
     A context: entering submits the prompts, leaving aborts what still runs. What a step brings is
     turned into text, counted and acted upon (a stop string ends its choice) at the moment it comes,
-    whether anybody reads or not. News that nobody has read yet are merged, so they take no more memory
+    whether the client reads or not. Unread news are merged, so they take no more memory
     than the answer itself.
 
     Args:
         request_id: prefix of the engine's request ids, one per prompt.
+        terms: of all prompts.
         record: is told what happens.
         ticket: its slots are released as the prompts end.
 
     Raises:
         InvalidRequestError: a prompt was refused; the others are aborted.
+        DeadlineError: the time was over before the first token of any prompt.
         RequestFailedError, EngineDeadError: from the engine.
     """
 
@@ -68,12 +77,14 @@ class Generation:
         request_id: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        terms: Terms,
         record: RequestRecord,
         ticket: Ticket,
     ):
         self._client = service.client
         self._metrics = service.metrics
         self._params = params
+        self._terms = terms.keywords()
         self._record = record
         self._ticket = ticket
         self._runs = [
@@ -82,7 +93,7 @@ class Generation:
                 request_id=f"{request_id}-{index}",
                 prompt=prompt,
                 times=record.prompt(prompt, params.n),
-                processor=OutputProcessor(service.tokenizer, prompt.continued, params),
+                processor=OutputProcessor(service.tokenizer, prompt.continued, params, keep_logprobs=not record.stream),
                 unfinished=set(range(params.n)),
             )
             for index, prompt in enumerate(prompts)
@@ -93,13 +104,17 @@ class Generation:
         self._problem: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._cut_short = False
+        values = 0 if params.logprobs is None else 1 + params.logprobs
+        self._bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LOGPROB * values
+        self._most_unread = parse_bytes(service.settings.max_answer_size, "max_answer_size") if record.stream else None
+        self._unread = 0  # bytes that news take which the stream has not sent
 
     def __enter__(self) -> Self:
         try:
             for run in self._runs:
                 self._metrics.watch(run.request_id, run.times)
                 deliver = functools.partial(self._deliver, run)
-                self._client.submit(run.request_id, run.prompt.source, self._params, deliver)
+                self._client.submit(run.request_id, run.prompt.source, self._params, deliver, **self._terms)
                 run.submitted = True
         except BaseException:
             self._close()
@@ -131,7 +146,7 @@ class Generation:
 
     async def whole(self) -> list[Update]:
         """All news at once, when the answers are complete."""
-        while self._num_unfinished:
+        while self._num_unfinished or self._problem is not None:
             await self._wait()
         return self._take()
 
@@ -155,7 +170,7 @@ class Generation:
             self._waiter = None
 
     def _take(self) -> list[Update]:
-        pending, self._pending = self._pending, {}
+        pending, self._pending, self._unread = self._pending, {}, 0
         beams, self._beams = self._beams, {}
         return [
             Update(
@@ -204,6 +219,13 @@ class Generation:
                 if run.unfinished:
                     self._client.abort(run.request_id, choice=choice.index)
             self._merge(run.index, choice)
+            self._unread += self._bytes_per_token * len(choice.token_ids)
+        if self._most_unread is not None and self._unread > self._most_unread:
+            message = (
+                f"The stream is read too slowly: {self._unread} bytes of it wait, and the limit is {self._most_unread} "
+                "(max_answer_size). Read faster, ask for less, or raise --max-answer-size."
+            )
+            raise ApiError(400, message, code="stream_too_slow")
         if not run.unfinished:
             self._finish(run)
 
@@ -221,6 +243,10 @@ class Generation:
         self._metrics.prompt_done(run.times)
         if run.aborted is not None:
             self._metrics.aborted(run.aborted)
+        late = any(run.aborted == "deadline" for run in self._runs)
+        if late and not self._num_unfinished and not any(run.started for run in self._runs):
+            self._pending.clear()  # there is no answer, so that its end is no news
+            self._problem = self._problem or DeadlineError()
         if not run.ended:
             run.ended = True
             self._client.abandon(run.request_id)

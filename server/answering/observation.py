@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
+from fastapi import Request
 
 from engine import InvalidRequestError, TokenInput
 from engine.text import ChoiceText
@@ -26,16 +27,40 @@ _SHOWN_INPUTS = 16  # of a request that has many
 logger = structlog.get_logger("octavo.request")
 
 
+class Listener(Protocol):
+    """Hears of the end of a request beside the log."""
+
+    def tell(self, record: RequestRecord, outcome: str, facts: Mapping[str, Any]) -> None:
+        """The request ended so; `facts` are those of the outcome, such as an error's code."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """What a request cost.
+
+    Attributes:
+        finish_reasons: why each answer ended; None while it has not.
+        first_token: when the first token of any answer came, in seconds of `time.monotonic()`.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    finish_reasons: list[str | None]
+    first_token: float | None
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """Collects what is worth knowing about a request; says it in one log line at the end.
+    """Collects what is worth knowing about a request; says it in one log line at the end, and to its listener.
 
-    The line's request_id is bound by whoever gives requests their public ids. Prompts and answers are in it
+    The line's request_id is bound where requests get their public ids. Prompts and answers are in it
     only if `log_prompts` is set.
 
     Attributes:
         id: of the answer, `cmpl-...`.
         arrival: `time.monotonic()` seconds.
+        listener: what traces the request, if something does.
     """
 
     id: str
@@ -45,6 +70,7 @@ class RequestRecord:
     n: int
     arrival: float
     log_prompts: bool = False
+    listener: Listener | None = None
     _cut: str | None = None  # why the engine ended an answer
     _said: bool = False
     _times: list[PromptTimes] = field(default_factory=list)
@@ -52,6 +78,11 @@ class RequestRecord:
     _texts: dict[tuple[int, int], list[str]] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- while it runs
+
+    def belongs_to(self, request: Request) -> None:
+        """This says how the HTTP request ended, and nothing else needs to."""
+        request.state.recorded = True
+        self.listener = getattr(request.state, "trace", None)
 
     async def whole(self, work: Coroutine[Any, Any, T]) -> T:
         """Await what makes the unstreamed answer, as the whole request."""
@@ -91,7 +122,9 @@ class RequestRecord:
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: Any) -> None:
         if isinstance(problem, GeneratorExit | asyncio.CancelledError):
             return  # who ended it knows why, and says so with `abort`
-        if isinstance(problem, ApiError):
+        if isinstance(problem, ApiError) and self._cut is not None:
+            self._say(f"aborted:{self._cut}", status=problem.status_code, code=problem.code)
+        elif isinstance(problem, ApiError):
             self._say("refused", status=problem.status_code, code=problem.code, param=problem.param)
         elif isinstance(problem, InvalidRequestError):
             self._say("refused", status=400, code=problem.code, param=problem.param)
@@ -109,40 +142,55 @@ class RequestRecord:
             self._said = True
             log = logger.warning if outcome == "error" else logger.info
             log("request finished", outcome=outcome, **self._facts(), **facts)
+            if self.listener is not None:
+                self.listener.tell(self, outcome, facts)
+
+    def usage(self) -> RequestUsage:
+        """What was read, found and written, over all prompts."""
+        first = _known([times.first_token for times in self._times])
+        return RequestUsage(
+            prompt_tokens=sum(times.num_prompt for times in self._times),
+            cached_tokens=sum(times.num_cached for times in self._times),
+            completion_tokens=sum(sum(times.generated) for times in self._times),
+            finish_reasons=[reason for times in self._times for reason in times.reasons],
+            first_token=min(first, default=None),
+        )
+
+    def phases(self) -> dict[str, tuple[float, float | None]]:
+        """When each phase of the request as a whole began and ended, in seconds of `time.monotonic()`: it queues until
+        the first of its prompts is in a step, is prefilled until the first token of any, and decodes until the last
+        one. The end is None where it was not reached; a phase that did not begin is not there."""
+        scheduled = min(_known([times.scheduled for times in self._times]), default=None)
+        sampled = min(_known([times.sampled or times.first_token for times in self._times]), default=None)
+        last = max(_known([times.last_token for times in self._times]), default=None)
+        begun = {"queue": self.arrival if self._times else None, "prefill": scheduled, "decode": sampled}
+        ends = {"queue": scheduled, "prefill": sampled, "decode": last}
+        return {name: (start, ends[name]) for name, start in begun.items() if start is not None}
 
     def _facts(self) -> dict[str, Any]:
+        usage = self.usage()
         facts: dict[str, Any] = {
             "id": self.id, "path": self.path, "model": self.model, "stream": self.stream, "n": self.n,
             "prompts": len(self._times),
-            "prompt_tokens": sum(times.num_prompt for times in self._times),
-            "cached_tokens": sum(times.num_cached for times in self._times),
-            "completion_tokens": sum(sum(times.generated) for times in self._times),
-            "finish_reasons": [reason for times in self._times for reason in times.reasons],
-            **self._seconds(),
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "finish_reasons": usage.finish_reasons,
+            **self._seconds(usage.completion_tokens),
         }  # fmt: skip
         if self.log_prompts:
             facts["prompt"] = [_cut_prompt(prompt) for prompt in self._prompts]
             facts["answer"] = ["".join(self._texts[key])[:_SHOWN_CHARACTERS] for key in sorted(self._texts)]
         return facts
 
-    def _seconds(self) -> dict[str, float]:
-        """Phases of the request as a whole: until the first of its prompts began, until the first token of
-        any, until the last one."""
-        scheduled = _known([times.scheduled for times in self._times])
-        sampled = _known([times.sampled or times.first_token for times in self._times])
-        last = _known([times.last_token for times in self._times])
+    def _seconds(self, tokens: int) -> dict[str, float]:
+        """How long the request and each of its complete phases took, and how many tokens that is in a second."""
         total = time.monotonic() - self.arrival
-        seconds = {"total_seconds": total}
-        if scheduled:
-            seconds["queue_seconds"] = min(scheduled) - self.arrival
-        if scheduled and sampled:
-            seconds["prefill_seconds"] = min(sampled) - min(scheduled)
-        if sampled and last:
-            seconds["decode_seconds"] = max(last) - min(sampled)
-        shown = {name: round(max(0.0, value), 6) for name, value in seconds.items()}
-        generated = sum(sum(times.generated) for times in self._times)
-        if generated and total > 0:
-            shown["tokens_per_second"] = round(generated / total, 3)
+        phases = self.phases().items()
+        seconds = {f"{name}_seconds": end - start for name, (start, end) in phases if end is not None}
+        shown = {name: round(max(0.0, value), 6) for name, value in {"total_seconds": total, **seconds}.items()}
+        if tokens and total > 0:
+            shown["tokens_per_second"] = round(tokens / total, 3)
         return shown
 
 
@@ -160,32 +208,27 @@ class PoolingRecord(RequestRecord):
         """An input of the request will go to the engine; what is to be filled as it is answered."""
         return self.prompt(Prompt(list(source.token_ids), source.text), 0)
 
+    def phases(self) -> dict[str, tuple[float, float | None]]:
+        """It queues until a step first has room for one of its inputs; what is computed then lasts until the last of
+        them is answered."""
+        scheduled = min(_known([times.scheduled for times in self._times]), default=None)
+        sampled = max(_known([times.sampled for times in self._times]), default=None)
+        begun = {"queue": self.arrival if self._times else None, "compute": scheduled}
+        ends = {"queue": scheduled, "compute": sampled}
+        return {name: (start, ends[name]) for name, start in begun.items() if start is not None}
+
     def _facts(self) -> dict[str, Any]:
+        usage = self.usage()
         facts: dict[str, Any] = {
             "id": self.id, "path": self.path, "model": self.model,
             "inputs": len(self._times),
-            "prompt_tokens": sum(times.num_prompt for times in self._times),
-            "cached_tokens": sum(times.num_cached for times in self._times),
-            **self._seconds(),
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            **self._seconds(sum(times.num_prompt for times in self._times if times.sampled is not None)),
         }  # fmt: skip
         if self.log_prompts:
             facts["input"] = [_cut_prompt(prompt) for prompt in self._prompts[:_SHOWN_INPUTS]]
         return facts
-
-    def _seconds(self) -> dict[str, float]:
-        """Until a step first had room for one of its inputs; from then until the last of them was answered."""
-        scheduled = _known([times.scheduled for times in self._times])
-        sampled = _known([times.sampled for times in self._times])
-        seconds = {"total_seconds": time.monotonic() - self.arrival}
-        if scheduled:
-            seconds["queue_seconds"] = min(scheduled) - self.arrival
-        if scheduled and sampled:
-            seconds["compute_seconds"] = max(sampled) - min(scheduled)
-        shown = {name: round(max(0.0, value), 6) for name, value in seconds.items()}
-        tokens = sum(times.num_prompt for times in self._times if times.sampled is not None)
-        if tokens and seconds["total_seconds"] > 0:
-            shown["tokens_per_second"] = round(tokens / seconds["total_seconds"], 3)
-        return shown
 
 
 def _known(values: Sequence[float | None]) -> list[float]:

@@ -148,7 +148,7 @@ class PieceMaker(ABC, Generic[Piece]):
 def _nothing_of(choice: ChoiceText) -> ChoiceText:
     """The choice's news without its answer."""
     finish_reason = choice.finish_reason
-    if finish_reason == "stop":  # by a token that nobody asked for
+    if finish_reason == "stop":  # by a token that was not asked for
         finish_reason = "length"
     return ChoiceText(index=choice.index, token_ids=[], finish_reason=finish_reason)
 

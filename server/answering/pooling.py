@@ -23,6 +23,7 @@ from engine import InvalidRequestError, OctavoError, Pooled, PoolingParams, Requ
 from server.admission import Ticket
 from server.answering.observation import PoolingRecord
 from server.answering.streaming import ClientGoneError, Wanted
+from server.answering.terms import DeadlineError, Terms, read_terms
 from server.answering.turns import Lane
 from server.api.fields import ignored_header
 from server.api.pooling_schemas import PoolingBody, PoolingUsage
@@ -65,6 +66,7 @@ class PoolingRun(ABC):
     created: int = field(default_factory=lambda: int(time.time()))
     num_tokens: int = 0
     record: PoolingRecord = field(init=False)
+    terms: Terms = field(init=False)
     _answers: _Answers | None = None
     _admission: Ticket | None = None
 
@@ -95,6 +97,7 @@ class PoolingRun(ABC):
     async def respond(self, request: Request) -> Response:
         """The answer."""
         headers = ignored_header(self.body.ignored_fields())
+        self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
         self.record = PoolingRecord(
             id=self.request_id,
             path=request.url.path,
@@ -102,13 +105,23 @@ class PoolingRun(ABC):
             arrival=self.arrival,
             log_prompts=self.service.settings.log_prompts,
         )
-        request.state.recorded = True
+        self.record.belongs_to(request)
         wanted = Wanted(self.service.drain, self._interrupted)
         try:
-            content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer()))
+            content = await wanted.run(request.scope, request.receive, self.record.whole(self._in_time()))
         except ClientGoneError:
-            return Response(status_code=499)  # nobody will read it
+            return Response(status_code=499)  # the client has gone
         return Response(content, media_type="application/json", headers=headers)
+
+    async def _in_time(self) -> bytes:
+        try:
+            async with asyncio.timeout(self.terms.seconds_left) as limit:
+                return await self._answer()
+        except (TimeoutError, DeadlineError) as problem:
+            if not limit.expired() and not isinstance(problem, DeadlineError):
+                raise
+            self._interrupted("deadline")
+            raise DeadlineError from None
 
     async def _answer(self) -> bytes:
         with self._admitted() as ticket:
@@ -117,7 +130,8 @@ class PoolingRun(ABC):
             longest = self.service.client.info.max_model_len  # of what is longer the engine will say so
             ticket.measure([sum(min(size, longest) for size in sizes)])
             self.num_tokens = sum(sizes)
-            with self._public_names(), _Answers(self.service, self.request_id, inputs, self.record, ticket) as answers:
+            answers = _Answers(self.service, self.request_id, inputs, self.terms, self.record, ticket)
+            with self._public_names(), answers:
                 self._answers = answers
                 pooled = await answers.all()
             return await asyncio.to_thread(self.render, pooled)
@@ -125,7 +139,7 @@ class PoolingRun(ABC):
     @contextmanager
     def _admitted(self) -> Iterator[Ticket]:
         """The request's place; however it ends, it is given back, and what is the server's fault counts."""
-        with self.service.admit_pooling(self.size()) as ticket:
+        with self.service.admit_pooling(self.size(), self.terms) as ticket:
             self._admission = ticket
             try:
                 yield ticket
@@ -160,6 +174,7 @@ class _Answers(Lane):
 
     Args:
         request_id: prefix of the engine's request ids, one per input.
+        terms: of all inputs.
         record: is told what happens.
         ticket: a part of its tokens waits no longer with every answer.
 
@@ -172,11 +187,14 @@ class _Answers(Lane):
         service: Service,
         request_id: str,
         inputs: Sequence[PoolingInput],
+        terms: Terms,
         record: PoolingRecord,
         ticket: Ticket,
     ):
         self._service = service
         self._ticket = ticket
+        self._terms = terms.keywords()
+        self.tenant = terms.tenant
         self._runs = [
             _Run(f"{request_id}-{index}", item, record.input(item.source)) for index, item in enumerate(inputs)
         ]
@@ -226,7 +244,7 @@ class _Answers(Lane):
         try:
             self._service.metrics.watch(run.request_id, run.times)
             deliver = functools.partial(self._deliver, index)
-            self._service.client.submit(run.request_id, run.input.source, run.input.params, deliver)
+            self._service.client.submit(run.request_id, run.input.source, run.input.params, deliver, **self._terms)
         except Exception as problem:
             self._service.metrics.unwatch(run.request_id)
             self._fail(problem)
@@ -247,8 +265,9 @@ class _Answers(Lane):
                 metrics.finished("error")
             self._fail(item)
         elif item.pooled is None:
-            metrics.finished("error")
-            self._fail(RequestFailedError(item.error or "the engine ended the request"))
+            late = item.error == "deadline"
+            metrics.finished("abort" if late else "error")
+            self._fail(DeadlineError() if late else RequestFailedError(item.error or "the engine ended the request"))
         else:
             self._found[index] = item.pooled
             self.num_unfinished -= 1

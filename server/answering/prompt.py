@@ -9,6 +9,8 @@ from engine import EngineInfo, Seq2SeqInput, TokenInput
 from server.errors import ApiError, shown
 
 LIKELY_CHARACTERS = 16  # per token: hardly a text of so many for each token of the context has room there
+_TOKENISED = 262144  # characters that are tokenised in any case, however few tokens they may have
+_SLICE = 65536  # characters tokenised at once, where it is only asked how many tokens they have
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class Room:
             return cls(info.max_encoder_len, param, encoder=True)
         return cls(info.max_model_len, param)
 
+    def refusal_of_characters(self, count: int) -> ApiError:
+        """The answer to a text of so many characters that it is not even tokenised."""
+        return self.refusal(f"its {count} characters are more than the {most_characters(self.tokens)} that can make")
+
     def refusal(self, length: str) -> ApiError:
         """The answer to a prompt of that length."""
         name = "decoder_prompt" if self.param == "decoder_prompt" else "prompt"
@@ -75,6 +81,12 @@ class Room:
             "--max-model-len."
         )
         return ApiError(400, message, param=self.param, code="context_length_exceeded")
+
+
+def most_characters(tokens: int) -> int:
+    """Characters of the longest text that is tokenised where there is room for so many tokens: a tokenizer takes up to
+    200 bytes of memory for a character, even of such as make no token."""
+    return max(LIKELY_CHARACTERS * tokens, _TOKENISED)
 
 
 def check_length(count: int, room: Room) -> None:
@@ -100,9 +112,36 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
         raise ApiError(400, message, param=param, code="invalid_value")
 
 
+def count_beyond(
+    encode: Callable[[str], Sequence[int]], text: str, tokens: int, *, left: bool = False
+) -> tuple[int, int] | None:
+    """How many characters of a text have more than twice so many tokens, and how many they have.
+
+    The text is tokenised in slices, and no further than needed, since the whole may take minutes and gigabytes. What
+    slices cut apart are a few tokens, and how a token is cut depends on its neighbours only: so far beyond, no way of
+    going on makes the beginning fit.
+
+    Args:
+        encode: text to ids, without special tokens.
+        left: count from the end.
+
+    Returns:
+        None if the text may have no more; of one longer than `most_characters`, that and the tokens of so many.
+    """
+    size, limit = min(LIKELY_CHARACTERS * tokens, _SLICE), most_characters(tokens)
+    if len(text) <= size:
+        return None
+    count = 0
+    for start in range(0, min(len(text), limit), size):
+        end = min(start + size, limit)
+        count += len(encode(text[max(len(text) - end, 0) : len(text) - start] if left else text[start:end]))
+        if count > 2 * tokens:
+            return end, count
+    return None if len(text) <= limit else (limit, count)
+
+
 def encode_fitting(encode: Callable[[str], Sequence[int]], text: str, room: Room) -> list[int]:
-    """A text's token ids. Of a text that is far too long only a beginning is tokenised, since the whole may take
-    minutes.
+    """A text's token ids.
 
     Args:
         encode: text to ids.
@@ -110,10 +149,10 @@ def encode_fitting(encode: Callable[[str], Sequence[int]], text: str, room: Room
     Raises:
         ApiError: the text is far too long. What is only a little too long is left to the engine, which counts.
     """
-    size = LIKELY_CHARACTERS * room.tokens
-    while size < len(text):
-        count = len(encode(text[:size]))
-        if count > 2 * room.tokens:  # no way of going on makes that fit
-            raise room.refusal(f"the first {size} of its {len(text)} characters have {count}")
-        size *= 4
+    beyond = count_beyond(encode, text, room.tokens)
+    if beyond is not None:
+        size, count = beyond
+        if count <= 2 * room.tokens:
+            raise room.refusal_of_characters(len(text))
+        raise room.refusal(f"the first {size} of its {len(text)} characters have {count}")
     return list(encode(text))

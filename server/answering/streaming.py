@@ -1,4 +1,4 @@
-"""Server-sent events; and work that ends when nobody wants it any more."""
+"""Server-sent events; and work that ends when its answer is not wanted any more."""
 
 from __future__ import annotations
 

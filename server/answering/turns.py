@@ -1,13 +1,13 @@
 """Whose input goes to the engine next, among requests with many: each in turn, and no more than keep the engine busy.
 
-The engine serves in the order of arrival. Were all the inputs of a request handed over at once, whoever comes next,
+The engine serves in the order of arrival. Were all the inputs of a request handed over at once, the next request,
 with one short text or with a prompt to continue, would wait for thousands of them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 
 _AHEAD = 2  # steps' worth of inputs in the engine: the one that it computes, and the next
 _LEAST = 2  # inputs in the engine, however long they are
@@ -15,7 +15,13 @@ _FIRST = 256  # tokens in the engine before it is known how many a step holds
 
 
 class Lane(ABC):
-    """The inputs of one request, in order."""
+    """The inputs of one request, in order.
+
+    Attributes:
+        tenant: on whose behalf; None where tenants are not told apart.
+    """
+
+    tenant: str | None = None
 
     @property
     @abstractmethod
@@ -28,7 +34,7 @@ class Lane(ABC):
 
 
 class Turns:
-    """Hands over inputs, one of each lane in turn, whenever the engine has room.
+    """Hands over inputs, one of each tenant in turn, of its lanes in turn, whenever the engine has room.
 
     How many tokens a step holds is seen, not set: a step's time may be limited, and then it holds what the machine
     computes meanwhile. A step that leaves nothing waiting in the engine, while something waits here, might have held
@@ -42,23 +48,26 @@ class Turns:
         self._max_inputs = max(_AHEAD * step_inputs, _LEAST)
         self._most_tokens = _AHEAD * step_tokens
         self._max_tokens = min(_FIRST, self._most_tokens)
-        self._lanes: deque[Lane] = deque()
+        self._lanes: OrderedDict[str | None, deque[Lane]] = OrderedDict()  # by tenant, none of them empty
         self._inputs = self._tokens = 0
 
     @property
     def num_waiting(self) -> int:
         """Inputs of all lanes that have not been handed to the engine."""
-        return sum(lane.num_waiting for lane in self._lanes)
+        return sum(lane.num_waiting for lanes in self._lanes.values() for lane in lanes)
 
     def join(self, lane: Lane) -> None:
         """Give a lane its turns from now on."""
-        self._lanes.append(lane)
+        self._lanes.setdefault(lane.tenant, deque()).append(lane)
         self._go_on()
 
     def leave(self, lane: Lane) -> None:
         """Give it no more; unknown lanes are ignored."""
-        if lane in self._lanes:
-            self._lanes.remove(lane)
+        lanes = self._lanes.get(lane.tenant, ())
+        if lane in lanes:
+            self._lanes[lane.tenant].remove(lane)
+            if not self._lanes[lane.tenant]:
+                del self._lanes[lane.tenant]
 
     def began(self, tokens: int) -> None:
         """An input of so many tokens was handed over."""
@@ -80,11 +89,16 @@ class Turns:
 
     def _go_on(self) -> None:
         while self._lanes and self._has_room:
-            lane = self._lanes.popleft()
+            tenant, lanes = next(iter(self._lanes.items()))
+            lane = lanes.popleft()
             if lane.num_waiting:
                 lane.submit_next()
             if lane.num_waiting:
-                self._lanes.append(lane)
+                lanes.append(lane)
+            if lanes:
+                self._lanes.move_to_end(tenant)
+            else:
+                del self._lanes[tenant]
 
     @property
     def _has_room(self) -> bool:

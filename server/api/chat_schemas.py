@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, WithJsonSchema
+from typing_extensions import TypedDict
 
 from engine import SamplingParams
-from server.api.schemas import GenerationBody, LiveBeams, Usage
+from server.api.fields import at_most
+from server.api.schemas import MAX_MESSAGES, GenerationBody, LiveBeams, Usage
 
 _TEXT_PART_SCHEMA = {
     "type": "object",
@@ -17,6 +19,7 @@ _TEXT_PART_SCHEMA = {
 _MESSAGES_SCHEMA = {
     "type": "array",
     "minItems": 1,
+    "maxItems": MAX_MESSAGES,
     "items": {
         "type": "object",
         "properties": {
@@ -28,7 +31,7 @@ _MESSAGES_SCHEMA = {
     },
 }
 # Checked by `server.answering.chat.read_messages`, whose errors say which message is at fault.
-Messages = Annotated[list[Any], WithJsonSchema(_MESSAGES_SCHEMA)]
+Messages = Annotated[list[Any], at_most(MAX_MESSAGES, "messages"), WithJsonSchema(_MESSAGES_SCHEMA)]
 
 
 class ChatCompletionRequest(GenerationBody):
@@ -56,7 +59,8 @@ class ChatCompletionRequest(GenerationBody):
         return fields
 
 
-class TopLogprob(BaseModel):
+# Of these an answer may hold a hundred thousand: dictionaries take a third of what models do.
+class TopLogprob(TypedDict):
     """A token, its UTF-8 bytes (null where they cannot be known) and its log-probability."""
 
     token: str

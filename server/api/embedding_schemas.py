@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from engine import PoolingMode
+from server.api.fields import Name
 from server.api.pooling_schemas import Inputs, PoolingBody, PoolingUsage
 
 
@@ -26,7 +27,7 @@ class EmbeddingRequest(PoolingBody):
     pooling: PoolingMode | None = Field(
         None, description="How a vector is made of the tokens' (as the model's own settings say)."
     )
-    prompt_name: str | None = Field(
+    prompt_name: Name | None = Field(
         None,
         description="Put that prompt of the model's sentence-transformers config in front of each text (its default "
         "one, if it has one).",

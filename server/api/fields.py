@@ -1,4 +1,4 @@
-"""The fields of bodies that need no class of their own: those of `SamplingParams`, and those that nobody here knows."""
+"""The fields of bodies that need no class of their own: those of `SamplingParams`, and unknown ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
-from engine import NUMBER_RANGES, SamplingParams
+from engine import MAX_LISTED_IDS, MAX_STOP_STRINGS, NUMBER_RANGES, SamplingParams
 from server.config.field_docs import field_docs
 from server.errors import ApiError
 
@@ -57,7 +58,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "cache_salt": (),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -101,6 +101,26 @@ def ignored_header(names: Iterable[str]) -> dict[str, str]:
     return {"X-Octavo-Ignored-Fields": ", ".join(listed)} if listed else {}
 
 
+def at_most(limit: int, what: str) -> BeforeValidator:
+    """Refuses a list or an object that is too long before its items are looked at: each might make an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise PydanticCustomError("limit", f"may hold at most {limit} {what}, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _few_ids(value: Any) -> Any:
+    """Lists of ids that hold few in all."""
+    if isinstance(value, list):
+        total = sum(len(item) if isinstance(item, list) else 1 for item in value)
+        if total > MAX_LISTED_IDS:
+            raise PydanticCustomError("limit", f"may hold at most {MAX_LISTED_IDS} token ids in all, got {total}")
+    return value
+
+
 def _integer_keys(value: Any) -> Any:
     """JSON keys are strings; logit_bias means token ids."""
     if not isinstance(value, dict):
@@ -109,27 +129,38 @@ def _integer_keys(value: Any) -> Any:
     return {int(key) if isinstance(key, str) and digits.fullmatch(key) else key: bias for key, bias in value.items()}
 
 
+MAX_NAME = 256  # characters of a field that names something
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+_FIRST = Field(fail_fast=True)  # one error is enough
 _ID = {"type": "integer", "minimum": 0}
-_IDS: Any = Annotated[list[int], WithJsonSchema({"type": "array", "maxItems": 1024, "items": _ID})]
+_FEW = at_most(MAX_LISTED_IDS, "token ids")
+_IDS: Any = Annotated[
+    list[int], _FIRST, _FEW, WithJsonSchema({"type": "array", "maxItems": MAX_LISTED_IDS, "items": _ID})
+]
 _STOP = {"type": "string", "minLength": 1, "maxLength": 1024}
 _BIAS = {
     "type": "object",
-    "maxProperties": 1024,
+    "maxProperties": MAX_LISTED_IDS,
     "propertyNames": {"pattern": "^[0-9]{1,10}$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
 # JSON's types, where Python's own are wider than what a body can hold or say less than is known.
 _JSON_TYPES: dict[str, Any] = {
-    "logit_bias": Annotated[dict[int, float], BeforeValidator(_integer_keys), WithJsonSchema(_BIAS)],
+    "logit_bias": Annotated[dict[int, float], BeforeValidator(_integer_keys), _FEW, WithJsonSchema(_BIAS)],
     "stop": Annotated[
-        str | list[str], WithJsonSchema({"anyOf": [_STOP, {"type": "array", "maxItems": 16, "items": _STOP}]})
+        str | Annotated[list[str], _FIRST],
+        at_most(MAX_STOP_STRINGS, "strings"),
+        WithJsonSchema({"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}]}),
     ],
     "stop_token_ids": _IDS,
     "suppress_tokens": _IDS,
     "begin_suppress_tokens": _IDS,
     "bad_words_ids": Annotated[
-        list[list[int]],
-        WithJsonSchema({"type": "array", "maxItems": 1024, "items": {"type": "array", "minItems": 1, "items": _ID}}),
+        Annotated[list[Annotated[list[int], _FIRST]], _FIRST],
+        BeforeValidator(_few_ids),
+        WithJsonSchema(
+            {"type": "array", "maxItems": MAX_LISTED_IDS, "items": {"type": "array", "minItems": 1, "items": _ID}}
+        ),
     ],
 }
 

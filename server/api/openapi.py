@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from server.api.schemas import MAX_TIMEOUT
 from server.config.settings import ServerSettings
-from server.door.auth import HEALTH_PATHS, METRICS_PATH
+from server.door.auth import HEALTH_PATHS, METRICS_PATH, roles_for
+from server.door.keys import Role
 
 SCHEME = "api_key"
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
 _ID = {"X-Request-ID": {"$ref": "#/components/headers/X-Request-ID"}}
+
+_TIMEOUT = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "required": False,
+    "description": "Seconds after which the request ends, as request_timeout in the body; the shorter time counts.",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT},
+}
 
 
 def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[str, Any]:
@@ -29,11 +39,20 @@ def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[
     needless = HEALTH_PATHS | ({METRICS_PATH} if settings.public_metrics else set())
     for path, operations in document["paths"].items():
         for operation in operations.values():
+            forbidden = "The host or the web page's origin is not allowed."
             responses: dict[str, Any] = operation.setdefault("responses", {})
             if path not in needless:
                 operation["security"] = [{SCHEME: []}] if closed else [{SCHEME: []}, {}]
                 _add(responses, "401", "The API key is missing or not valid.")
+                roles = " or ".join(sorted(roles_for(path)))
+                forbidden += f" Or the API key has not the role that this needs: {roles}."
+            if path not in HEALTH_PATHS:
+                _add(responses, "403", forbidden)
+            if path not in needless and roles_for(path) == {Role.INFERENCE}:
+                _add(responses, "429", "The API key's limit of requests a minute, or at the same time, is reached.")
             if "requestBody" in operation:
+                if path.startswith("/v1/"):  # the engine serves it
+                    operation.setdefault("parameters", []).append(_TIMEOUT)
                 _add(responses, "408", "The body did not arrive in time.")
                 _add(responses, "413", "The body is larger than the server's max_body_size.")
             _add(responses, "431", "The header is larger than the server's max_header_size.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.schemas import IDS_SCHEMA, Body, is_ids
+from server.api.schemas import IDS_SCHEMA, ServedBody, is_ids
 from server.errors import ApiError
 
 MAX_INPUTS = 2048  # in one request, as at OpenAI
@@ -16,7 +16,7 @@ TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 _MESSAGES = "messages is not supported here; send input, as text that is ready for the model."
 
 
-class PoolingBody(Body):
+class PoolingBody(ServedBody):
     """What the bodies of all these endpoints share. Null means the default."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
@@ -35,7 +35,7 @@ class PoolingBody(Body):
         extra = self.model_extra or {}
         if extra.get("messages") is not None:
             raise ApiError(400, _MESSAGES, param="messages", code="unsupported_parameter")
-        Body.refuse_unsupported(self)
+        ServedBody.refuse_unsupported(self)
 
 
 class ActivatedBody(PoolingBody):

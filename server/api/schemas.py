@@ -7,59 +7,28 @@ second declaration; values are checked there too, here only their types.
 from __future__ import annotations
 
 import dataclasses
-import json
-from codecs import BOM_UTF8
-from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from engine import SamplingParams
-from server.api.fields import refuse_unsupported, sampling_fields, unknown_fields
-from server.errors import ApiError
+from server.api.fields import Name, at_most, refuse_unsupported, sampling_fields, unknown_fields
 
 MAX_PROMPTS = 2048  # prompts in one request, as at OpenAI
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-class StrictJsonRequest(Request):
-    """A request whose JSON must be standard JSON: UTF-8, no NaN, no Infinity, and every string valid Unicode."""
-
-    async def json(self) -> Any:
-        content = await self.body()
-        try:
-            # json itself would take other encodings, and half surrogate pairs.
-            text = content.removeprefix(BOM_UTF8).decode()
-            value = json.loads(text, parse_constant=_refuse_constant)
-            if b"\\u" in content:  # the one way left to write half a surrogate pair
-                json.dumps(value, ensure_ascii=False).encode()
-            return value
-        except RecursionError:
-            raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
-        except UnicodeDecodeError as problem:
-            message = f"The body is not valid UTF-8: {problem.reason} at byte {problem.start}."
-            raise ApiError(400, message, code="invalid_json") from None
-        except ValueError as problem:  # syntax, encoding, numbers of too many digits
-            reason = str(problem).encode("ascii", "backslashreplace").decode()
-            raise ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json") from None
-
-
-class StrictJsonRoute(APIRoute):
-    """A route that reads its body as `StrictJsonRequest` does."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def strict(request: Request) -> Response:
-            return await handle(StrictJsonRequest(request.scope, request.receive))
-
-        return strict
+MAX_MESSAGES = 8192  # in one conversation
+MAX_FIELDS = 1024  # of a body, unknown ones included
+MAX_SALT = 256  # characters of a cache_salt
+MAX_PRIORITY = 2**31 - 1
+MAX_TIMEOUT = 86_400  # seconds
 
 
 def is_ids(value: Any) -> bool:
@@ -110,6 +79,13 @@ class Body(BaseModel):
     # Strict: "16" is no integer and 1 is no boolean. Unknown fields are kept, to be reported.
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise PydanticCustomError("limit", f"may have at most {MAX_FIELDS} fields, got {len(value)}")
+        return value
+
     def refuse_unsupported(self) -> None:
         """Refuse fields that would change the answer and are not supported.
 
@@ -123,10 +99,31 @@ class Body(BaseModel):
         return unknown_fields(self.model_extra or {})
 
 
+class ServedBody(Body):
+    """What the bodies of all requests share that the engine serves: its terms."""
+
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=MAX_SALT, description="Share cached pages only with requests of the same salt."
+    )
+    priority: int | None = Field(
+        None,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Lower is served earlier (0), among the requests of the same API key.",
+    )
+    request_timeout: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_TIMEOUT,
+        description="Seconds from the arrival after which the request ends; the header X-Request-Timeout says the "
+        "same, and of both the shorter time counts.",
+    )
+
+
 if TYPE_CHECKING:
-    _SamplingBody = Body
+    _SamplingBody = ServedBody
 else:
-    _SamplingBody = create_model("SamplingFields", __base__=Body, **sampling_fields())
+    _SamplingBody = create_model("SamplingFields", __base__=ServedBody, **sampling_fields())
 
 
 class StreamOptions(Body):
@@ -170,18 +167,18 @@ class CompletionRequest(GenerationBody):
         description="Begin each answer with its prompt. With max_tokens 0 there is nothing after it: with logprobs, "
         "the way to score a text.",
     )
-    suffix: str | None = Field(None, description="Not supported.")
+    suffix: Name | None = Field(None, description="Not supported.")
     add_special_tokens: bool | None = Field(
         None, description="Add the special tokens to each text that the tokenizer puts there (true)."
     )
     decoder_prompt: DecoderPrompt | None = Field(
         None, description="Encoder-decoder models: the beginning of the answer, which goes on from there."
     )
-    forced_bos_token: str | int | None = Field(
+    forced_bos_token: Name | int | None = Field(
         None, description="Encoder-decoder models: the answer's first token, as the vocabulary writes it, or its id."
     )
-    src_lang: str | None = Field(None, description="Models with tokens for languages: the prompt's, such as en_XX.")
-    tgt_lang: str | None = Field(None, description="Models with tokens for languages: the answer's, such as de_DE.")
+    src_lang: Name | None = Field(None, description="Models with tokens for languages: the prompt's, such as en_XX.")
+    tgt_lang: Name | None = Field(None, description="Models with tokens for languages: the answer's, such as de_DE.")
 
 
 class PromptTokensDetails(BaseModel):
@@ -263,10 +260,12 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
     prompt: str | None = Field(None, description="Text, as for /v1/completions.")
-    messages: list[Any] | None = Field(None, description="Messages, as for /v1/chat/completions.")
+    messages: Annotated[list[Any], at_most(MAX_MESSAGES, "messages")] | None = Field(
+        None, description="Messages, as for /v1/chat/completions."
+    )
     add_special_tokens: bool | None = Field(None, description="With prompt: add those that open a text (true).")
     add_generation_prompt: bool | None = Field(None, description="With messages: open the assistant's answer (true).")
-    src_lang: str | None = Field(None, description="With prompt: its language, as for /v1/completions.")
+    src_lang: Name | None = Field(None, description="With prompt: its language, as for /v1/completions.")
 
 
 class TokenizeResponse(BaseModel):
@@ -281,7 +280,7 @@ class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
-    tokens: list[int] = Field(min_length=1, description="Token ids, each within the vocabulary.")
+    tokens: list[int] = Field(min_length=1, fail_fast=True, description="Token ids, each within the vocabulary.")
 
 
 class DetokenizeResponse(BaseModel):

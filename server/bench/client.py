@@ -11,6 +11,7 @@ import asyncio
 import json
 import ssl
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
@@ -71,14 +72,15 @@ class Target:
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         return cls(parts.hostname, port or (443 if tls else 80), prefix, api_key, tls)
 
-    def head(self, method: str, path: str, length: int | None) -> bytes:
-        """A request's head."""
+    def head(self, method: str, path: str, length: int | None, headers: Mapping[str, str] | None = None) -> bytes:
+        """A request's head, with further headers."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {host}:{self.port}", "Accept: */*"]
         if self.api_key is not None:
             lines.append(f"Authorization: Bearer {self.api_key}")
         if length is not None:
             lines += ["Content-Type: application/json", f"Content-Length: {length}"]
+        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -157,7 +159,7 @@ class _Connection(asyncio.Protocol):
         if problem is not None:
             self.reusable = False
         if self._done is None or self._done.done():
-            self.reusable = False  # nobody asked for this
+            self.reusable = False  # this was not asked for
         elif problem is None:
             self._done.set_result(None)
         else:
@@ -171,13 +173,15 @@ class Client:
         self.target = target
         self._idle: list[_Connection] = []
 
-    async def exchange(self, method: str, path: str, body: bytes | None, sink: Sink) -> None:
+    async def exchange(
+        self, method: str, path: str, body: bytes | None, sink: Sink, headers: Mapping[str, str] | None = None
+    ) -> None:
         """One request; returns when its answer is complete, whatever its status.
 
         Raises:
             TransportError: there will be no complete answer.
         """
-        request = self.target.head(method, path, None if body is None else len(body)) + (body or b"")
+        request = self.target.head(method, path, None if body is None else len(body), headers) + (body or b"")
         while True:
             connection, used_before = await self._take()
             try:

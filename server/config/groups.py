@@ -13,19 +13,22 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "the batch": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling"),
     "the pages": (
         "kv_cache_memory", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "num_gpu_blocks_override",
-        "enable_prefix_caching",
+        "enable_prefix_caching", "prefix_cache_scope",
     ),
     "where it listens": ("host", "port", "uds", "root_path", "forwarded_allow_ips"),
     "who may ask": (
-        "api_key", "api_key_file", "public_metrics", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password",
+        "api_key", "api_key_file", "key_requests_per_minute", "key_max_concurrency", "rate_limit_storage",
+        "public_metrics", "allowed_hosts", "allowed_origins", "ssl_certfile", "ssl_keyfile",
+        "ssl_keyfile_password",
     ),
     "the page": ("enable_playground", "enable_cache_map"),
     "limits of requests and streams": (
-        "max_num_queued_reqs", "max_num_queued_tokens", "max_n", "max_num_beams", "max_body_size", "max_header_size",
-        "stream_keepalive", "stream_stall_timeout",
+        "max_api_memory", "max_connections", "max_num_queued_reqs", "max_num_queued_tokens", "max_queue_time", "max_n",
+        "max_num_beams", "max_body_size", "max_answer_size", "max_header_size", "stream_keepalive",
+        "stream_stall_timeout",
     ),
-    "logs": ("log_level", "log_format", "log_prompts"),
-    "stopping and failing": ("shutdown_timeout", "liveness_timeout", "max_engine_failures"),
+    "logs and traces": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
+    "stopping and failing": ("shutdown_timeout", "liveness_timeout", "loop_timeout", "max_engine_failures"),
     "settings": ("config",),
 }  # fmt: skip
 OTHER = "other settings"

@@ -14,7 +14,8 @@ from pydantic_settings import CliApp, CliSettingsSource
 
 from engine import ConfigError, EngineConfig
 from server.config.groups import GROUPS, OTHER, group_of
-from server.config.settings import Settings, SettingsBase, description, flag, is_switch, variable
+from server.config.kinds import is_switch
+from server.config.settings import Settings, SettingsBase, description, flag, variable
 from server.config.sources import VariableSource, read_file, unknown_variables
 from server.terminal.parser import OneLineParser
 

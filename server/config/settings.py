@@ -8,23 +8,24 @@ import dataclasses
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model
 from pydantic import field_validator as check_field
 from pydantic import model_validator as check_model
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine import ConfigError, EngineConfig, parse_bytes
 from server.config.field_docs import field_docs
+from server.config.kinds import allowed, choices, is_switch
 from server.config.sources import VariableSource
 from server.terminal.nearest import did_you_mean
 
 _DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 DEMOS = {"chat": _DEMO_FOLDER / "chat", "seq2seq": _DEMO_FOLDER / "seq2seq"}  # the bundled models
 DEMO_MODEL = DEMOS["chat"]
-SECRETS = frozenset({"hf_token", "api_key", "ssl_keyfile_password"})
+SECRETS = frozenset({"hf_token", "api_key", "ssl_keyfile_password", "rate_limit_storage"})
 _NAME = Field(default=None, min_length=1)  # a text that may be left out, but not be empty
 
 
@@ -45,27 +46,52 @@ class ServerSettings(BaseModel):
         log_level: debug, info, warning or error.
         log_format: console, json, or auto: console on a terminal, else json.
         log_prompts: write prompts and answers into the log, cut where they are long; off, no line holds any of it.
+        otlp_traces_endpoint: URL that traces of requests are posted to, in OpenTelemetry's OTLP over HTTP, its path
+            included, such as http://localhost:4318/v1/traces; needs octavo[otel].
         shutdown_timeout: seconds that running requests get to finish after SIGTERM or Ctrl-C.
         max_engine_failures: so many deaths of the engine in a row, none after a minute of service, end the
             service; before that it is started again.
         liveness_timeout: seconds without a step after which /health/live calls a working engine stuck; after
             three times as long it is killed and started again.
+        loop_timeout: seconds that the event loop of the service's own process may stand still before that process is
+            ended with status 3, for a supervisor to start it again; 0 for never.
         api_key: a key that clients must send; several: repeat the flag, or separate them by commas.
-        api_key_file: file of further keys, one a line.
+        api_key_file: file of further keys, one a line, each with its roles, name and limits, if it has any; read again
+            at SIGHUP.
+        key_requests_per_minute: requests to the model that each API key may make a minute; more are refused with 429.
+        key_max_concurrency: requests to the model that may run for each API key at the same time; more are refused
+            with 429.
+        rate_limit_storage: URL of a Redis that counts the requests of several services together, such as
+            redis://host:6379/0 (default: each counts its own).
         public_metrics: /metrics needs no key.
+        allowed_hosts: names that requests may have as their Host, besides localhost, this machine's and all addresses:
+            names, *.example.org for all below one, or * for any; several: repeat the flag, or separate them by commas.
+        allowed_origins: other sites whose web pages may use the service (CORS), such as https://app.example.org, or *
+            for all; several: repeat the flag, or separate them by commas.
+        max_api_memory: memory that the service's own process may have, in bytes or as "2GiB"; while it has more, new
+            requests are refused with 503; 0 for no limit (default: what it has at the start and a quarter of what is
+            free then, on the machine and in the container).
+        max_connections: connections at a time; beyond them idle ones are closed, and health and metrics alone are
+            answered (default: as many as there may be open files, but for what the service needs itself).
         max_body_size: longest body of a request, in bytes or as "16MiB".
+        max_answer_size: memory that one answer may take, by an estimate from n, max_tokens and logprobs; larger ones
+            are refused.
         max_header_size: longest head of a request, in bytes or as "64KiB".
         max_num_queued_reqs: requests (prompts) that may be in the service beyond max_num_seqs; more are
             refused with 503. Requests for vectors, classes and masked tokens are counted apart, each as one.
         max_num_queued_tokens: prompt tokens that may wait for their first token; more are refused with 503
             (default: 4 times what the KV cache holds; without one, 512 of the longest inputs). The same for inputs
             that wait for an answer in numbers, counted apart.
+        max_queue_time: seconds that a prompt may have to wait for its first token while no place or page is free, by
+            the recent pace; what would wait longer is refused with 503; 0: the two bounds above alone count (default:
+            half as long as a first token takes while there is room).
+        prefix_cache_scope: who shares cached pages where keys are set: requests of the same key, or all (global).
         stream_keepalive: seconds of silence after which a stream sends a comment; 0 for never.
         stream_stall_timeout: seconds after which a client that takes nothing of its answer loses its
             connection.
         max_n: most answers per prompt that a request may ask for.
         enable_playground: serve a page to try the model with at /; it needs no key, what it asks for does.
-        enable_cache_map: tell whoever may read /metrics what each page of the KV cache holds, a few times a second
+        enable_cache_map: tell clients that may read /metrics what each page of the KV cache holds, a few times a second
             while somebody looks (/playground/live), without contents and ids of requests.
     """
 
@@ -84,16 +110,28 @@ class ServerSettings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     log_prompts: bool = False
+    otlp_traces_endpoint: str | None = _NAME
     shutdown_timeout: int = Field(default=30, ge=0)
     max_engine_failures: int = Field(default=3, ge=1)
     liveness_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    loop_timeout: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     api_key: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     api_key_file: str | None = _NAME
+    key_requests_per_minute: int | None = Field(default=None, ge=1)
+    key_max_concurrency: int | None = Field(default=None, ge=1)
+    rate_limit_storage: str | None = Field(default=None, min_length=1, repr=False)
     public_metrics: bool = False
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    max_api_memory: int | str | None = None
+    max_connections: int | None = Field(default=None, ge=1)
     max_body_size: int | str = "16MiB"
+    max_answer_size: int | str = "64MiB"
     max_header_size: int | str = "64KiB"
     max_num_queued_reqs: int = Field(default=256, ge=0)
     max_num_queued_tokens: int | None = Field(default=None, ge=1)
+    max_queue_time: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    prefix_cache_scope: Literal["key", "global"] = "key"
     stream_keepalive: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     max_n: int = Field(default=128, ge=1)
@@ -132,6 +170,41 @@ class ServerSettings(BaseModel):
                 raise ConfigError("api_key must consist of printable ASCII characters without spaces.")
         return [key for key in keys if key]
 
+    @check_field("allowed_hosts", "allowed_origins", mode="before")
+    @classmethod
+    def _split_list(cls, value: Any) -> Any:
+        """A list, or one text separated by commas; repeated flags may be both."""
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            return value
+        return [part.strip().lower() for item in value for part in item.split(",") if part.strip()]
+
+    @check_field("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for host in value:
+            if not re.fullmatch(r"\*|(\*\.)?[a-z0-9_]([\w.-]*[a-z0-9_])?|\[?[0-9a-f:.]+\]?", host, re.ASCII):
+                raise ConfigError(
+                    "allowed_hosts must be names such as llm.example.org, *.example.org or *, without scheme and port, "
+                    f"got {host!r}."
+                )
+        return value
+
+    @check_field("allowed_origins")
+    @classmethod
+    def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        origins = []
+        for origin in value:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[\w.\[\]:-]+/?", origin, re.ASCII):
+                raise ConfigError(
+                    "allowed_origins must be sites such as https://app.example.org or http://localhost:3000, null, or "
+                    f"*, got {origin!r}."
+                )
+            # As browsers write it.
+            origins.append(re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", origin.rstrip("/")))
+        return tuple(origins)
+
     @check_field("root_path")
     @classmethod
     def _check_root_path(cls, value: str) -> str:
@@ -154,10 +227,53 @@ class ServerSettings(BaseModel):
                 ) from None
         return value
 
-    @check_field("max_body_size", "max_header_size")
+    @check_field("otlp_traces_endpoint")
+    @classmethod
+    def _check_collector(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            parts = urlsplit(value)
+            whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            whole = False
+        if whole and "@" in parts.netloc:  # not shown: it may be a secret
+            raise ConfigError(
+                "otlp_traces_endpoint must hold no name and password: set OTEL_EXPORTER_OTLP_TRACES_HEADERS."
+            )
+        if not whole or not parts.path:
+            raise ConfigError(
+                "otlp_traces_endpoint must be a URL with its path, such as http://localhost:4318/v1/traces, "
+                f"got {value!r}."
+            )
+        return value
+
+    @check_field("max_body_size", "max_answer_size", "max_header_size")
     @classmethod
     def _check_size(cls, value: int | str, info: ValidationInfo) -> int | str:
         parse_bytes(value, info.field_name or "")
+        return value
+
+    @check_field("rate_limit_storage")
+    @classmethod
+    def _check_storage(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigError("rate_limit_storage must begin with redis://, rediss:// or unix://.")
+        return value
+
+    @check_model(mode="after")
+    def _check_key_limits(self) -> Self:
+        for name in ("key_requests_per_minute", "key_max_concurrency", "rate_limit_storage"):
+            if getattr(self, name) is not None and not self.api_key and self.api_key_file is None:
+                raise ConfigError(f"{name} is set, but no API key is, and limits are those of keys: set api_key_file.")
+        return self
+
+    @check_field("max_api_memory")
+    @classmethod
+    def _check_memory(cls, value: int | str | None) -> int | str | None:
+        if value is None or str(value).strip() == "0":
+            return None if value is None else 0
+        parse_bytes(value, "max_api_memory")
         return value
 
     @check_model(mode="after")
@@ -260,46 +376,6 @@ def shown(name: str, value: Any) -> Any:
     if name not in SECRETS or not value:
         return value
     return "(hidden)"
-
-
-def is_switch(field: FieldInfo) -> bool:
-    """The setting is on or off, or neither until something else decides."""
-    return field.annotation is bool or set(get_args(field.annotation)) == {bool, type(None)}
-
-
-def _kinds(field: FieldInfo) -> list[Any]:
-    """The types of a setting, and of a Literal its values."""
-    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
-    return [choice for kind in kinds for choice in (get_args(kind) if get_origin(kind) is Literal else (kind,))]
-
-
-def choices(field: FieldInfo) -> list[str]:
-    """The names that a setting takes, if it takes no others."""
-    kinds = _kinds(field)
-    return kinds if all(isinstance(kind, str) for kind in kinds) else []
-
-
-def allowed(field: FieldInfo) -> str:
-    """What a setting takes, as in "port must be ..."."""
-    if get_origin(field.annotation) is tuple:
-        return "a text or a list of texts"
-    if names := choices(field):
-        return f"one of {', '.join(names)}"
-    kinds = _kinds(field)
-    if bool in kinds:
-        return "true or false"
-    if {int, str} <= set(kinds):
-        return "a size such as 4GiB, 512MiB or a number of bytes"
-    if str in kinds:
-        nonempty = any(hasattr(item, "min_length") for item in field.metadata)
-        return "a text that is not empty" if nonempty else "a text"
-    text = "an integer" if int in kinds else "a number"
-    bounds = {key: getattr(item, key) for item in field.metadata for key in ("ge", "gt", "le") if hasattr(item, key)}
-    if "le" in bounds:
-        return f"{text} from {bounds['ge']} to {bounds['le']}"
-    if "ge" in bounds:
-        return f"{text} of at least {bounds['ge']}"
-    return f"{text} above {bounds['gt']}" if "gt" in bounds else text
 
 
 def _explain(cls: type[BaseModel], problem: ValidationError) -> str:

@@ -1,17 +1,14 @@
-"""API keys: with one set, everything but the health endpoints needs it."""
+"""API keys at the door: with one set, everything but the health endpoints needs one, of the right role."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+from structlog.contextvars import bind_contextvars
 
-from engine import ConfigError
-from server.config.settings import ServerSettings
+from server.door.keys import ApiKey, KeyRing, Role
 from server.door.request_id import client_address
 from server.errors import ApiError
 
@@ -21,36 +18,9 @@ HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 METRICS_PATH = "/metrics"
 LIVE_PATH = "/playground/live"
 METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
-
-
-def read_api_keys(settings: ServerSettings) -> tuple[str, ...]:
-    """The keys of the settings and of the file that they name.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no key, or one that no header can carry. Never shows a key.
-    """
-    keys = list(settings.api_key)  # checked there
-    if settings.api_key_file is not None:
-        keys += _read_file(settings.api_key_file)
-    return tuple(dict.fromkeys(keys))
-
-
-def _read_file(name: str) -> list[str]:
-    where = f"api_key_file ({name})"
-    try:
-        text = Path(name).expanduser().read_text(encoding="utf-8-sig")
-    except OSError as problem:
-        raise ConfigError(f"{where} cannot be read: {problem.strerror or problem}.") from problem
-    except UnicodeDecodeError as problem:
-        raise ConfigError(f"{where} is not a text in UTF-8.") from problem
-    lines = [line.strip() for line in text.splitlines()]
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"{where} holds no key; write one key a line, or leave --api-key-file out.")
-    for number, key in enumerate(keys, 1):
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(f"{where}: key number {number} is not of printable ASCII characters without spaces.")
-    return keys
+# What there is to know of the service, without any work of the model: whole paths, and beginnings of paths.
+ABOUT_PATHS = frozenset({"/version", "/v1/models", "/docs", "/openapi.json"})
+_ABOUT_FOLDERS = ("/v1/models/", "/docs/")
 
 
 def routed_path(scope: Scope) -> str:
@@ -60,62 +30,93 @@ def routed_path(scope: Scope) -> str:
     return path[len(root) :] if below else path
 
 
+def roles_for(path: str) -> frozenset[Role]:
+    """The roles of which a key needs one to ask for this path, as `routed_path` gives it. What is on no list, unknown
+    routes included, may make the model work."""
+    if path in METRICS_PATHS:
+        return frozenset({Role.METRICS, Role.ADMIN})
+    if path in ABOUT_PATHS or path.startswith(_ABOUT_FOLDERS):
+        return frozenset({Role.INFERENCE, Role.ADMIN})
+    return frozenset({Role.INFERENCE})
+
+
+def is_inference(scope: Scope) -> bool:
+    """The request may make the model work."""
+    return roles_for(routed_path(scope)) == {Role.INFERENCE}
+
+
 class AuthMiddleware:
-    """Answers 401 to whoever has no key, before anything of the body is read.
+    """Answers 401 to requests without a valid key, and 403 to those whose key has another role, before anything of the
+    body is read.
 
     What needs no key is a list of whole paths, compared with the decoded path that the router sees; all
     else is closed, whether there is a route or not. Without keys everything is open.
+    `scope["state"]["tenant"]` then names the key of the request; it is not set where no valid key was sent.
+    `scope["state"]["api_key"]` is the `ApiKey` that has opened a path which needs one. A key's own name is in every
+    line of the request's log.
 
     Args:
-        keys: each of them opens the service.
+        keys: asked at each request, so that changes of it count at once.
         public_metrics: `METRICS_PATHS` need no key.
         also_open: further paths that need none.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, keys: Iterable[str], public_metrics: bool = False, also_open: Iterable[str] = ()
-    ):
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, public_metrics: bool = False, also_open: Iterable[str] = ()):
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = keys
         self._open = HEALTH_PATHS | (METRICS_PATHS if public_metrics else frozenset()) | frozenset(also_open)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._digests or scope["type"] == "lifespan" or self._is_open(scope) or self._has_key(scope):
+        if not self._keys or scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        key = self._key(scope)
+        is_open = self._is_open(scope)
+        if key is not None:
+            scope.setdefault("state", {})["tenant"] = key.tenant
+            if not is_open:
+                scope["state"]["api_key"] = key
+            if key.name is not None:
+                bind_contextvars(api_key_name=key.name)
+        refusal = None if is_open else _refusal(scope, key)
+        if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            extra = {"status": 401, "path": scope["path"], "client": client_address(scope)}
-            logger.warning("Refused: no valid API key.", extra=extra)
-            await _refusal(scope)(scope, receive, send)
+            extra = {"status": refusal.status_code, "path": scope["path"], "client": client_address(scope)}
+            what = "no valid API key" if key is None else "the API key has not the role that this path needs"
+            logger.warning("Refused: %s.", what, extra=extra)
+            await refusal.response()(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         return scope["type"] == "http" and routed_path(scope) in self._open
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _key(self, scope: Scope) -> ApiKey | None:
         given = _authorization(scope)
         if len(given) != 1:
-            return False
+            return None
         scheme, _, key = given[0].partition(b" ")
-        digest = _digest(key.strip())
-        found = False
-        for known in self._digests:  # all of them: the time must not tell which one was near
-            found |= hmac.compare_digest(known, digest)
-        return found and scheme.lower() == b"bearer"
-
-
-def _digest(key: bytes) -> bytes:
-    # Digests have one length, so the comparison's time does not depend on a key's.
-    return hashlib.sha256(key).digest()
+        found = self._keys.find(key.strip())
+        return found if scheme.lower() == b"bearer" else None
 
 
 def _authorization(scope: Scope) -> list[bytes]:
     return [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
 
 
-def _refusal(scope: Scope) -> ASGIApp:
+def _refusal(scope: Scope, key: ApiKey | None) -> ApiError | None:
+    if key is not None:
+        needed = roles_for(routed_path(scope))
+        if key.roles & needed:
+            return None
+        message = (
+            f"This API key may not do that: it needs the role {' or '.join(sorted(needed))}, and has "
+            f"{' and '.join(sorted(key.roles))}."
+        )
+        return ApiError(403, message, code="insufficient_permissions")
     if _authorization(scope):
         message = "The API key is not valid for this server."
     else:
         message = "This server needs an API key: send the header Authorization: Bearer KEY."
-    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}).response()
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -2,7 +2,7 @@
 
 A connection whose client does not read fills the kernel's buffer, then the transport's, then `send`
 waits. Both buffers are kept small here, so that waiting begins early and costs little memory; and
-whoever then takes nothing for too long loses the connection, which ends the request like any client
+a client that then takes nothing for too long loses the connection, which ends the request like any client
 that leaves.
 """
 
@@ -35,6 +35,20 @@ _KEY = "octavo_connection"
 LAST_WORDS = 1.0  # seconds for the end of what had to be interrupted
 
 
+def unsent(transport: asyncio.Transport) -> int:
+    """Bytes that this process still has to send on a connection, and those that the client's system has not taken."""
+    num_in_kernel = 0
+    connection: socket.socket | None = transport.get_extra_info("socket")
+    if connection is not None:
+        with contextlib.suppress(OSError):
+            answer = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
+            num_in_kernel = int(struct.unpack("i", answer)[0])
+    # asyncio's TLS counts what it has not encrypted yet, but not what it has handed to the transport below.
+    below = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
+    num_encrypted = 0 if below is None else int(below.get_write_buffer_size())
+    return transport.get_write_buffer_size() + num_encrypted + num_in_kernel
+
+
 class Connection:
     """One client's connection, as a request sees it in its scope.
 
@@ -63,20 +77,13 @@ class Connection:
                 facts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                 return int(struct.unpack_from("Q", facts, _BYTES_ACKED)[0])
         # No TCP, or a system that does not tell: what this process still has to send.
-        return -self._transport.get_write_buffer_size() - self._num_in_kernel()
-
-    def _num_in_kernel(self) -> int:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
-                return int(struct.unpack("i", answer)[0])
-        return 0
+        return -unsent(self._transport)
 
     def stall(self) -> None:
         """Close it at once, because the client takes nothing."""
         self.stalled = True
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # reset it: the kernel must not keep what nobody takes
+            with contextlib.suppress(OSError):  # reset it: the kernel must not keep what is not taken
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.door.auth import routed_path
 from server.errors import ApiError
 
-# Whoever watches the service still needs these, while it stops most of all.
+# Monitoring still needs these, while it stops most of all.
 ALWAYS_ANSWERED = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
 
 

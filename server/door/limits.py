@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.door.auth import routed_path
 from server.door.request_id import client_address
 from server.errors import ApiError
 
@@ -27,12 +30,16 @@ class BodyLimitMiddleware:
 
     Args:
         max_body_size: bytes.
+        needed: by path, the bytes that a body needs at most there, where that is less.
         grace: seconds; see BODY_GRACE.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_size: int, grace: float = BODY_GRACE):
+    def __init__(
+        self, app: ASGIApp, *, max_body_size: int, needed: Mapping[str, int] | None = None, grace: float = BODY_GRACE
+    ):
         self._app = app
         self._limit = max_body_size
+        self._needed = needed or {}
         self._grace = grace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,31 +47,57 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         client = client_address(scope)
+        limit = _Limit(self._limit)
+        needed = self._needed.get(routed_path(scope), self._limit)
+        if needed < self._limit:
+            limit = _Limit(needed, routed_path(scope))
         try:
-            self._check_length(scope)
+            _check_length(scope, limit)
         except ApiError as problem:
             _log(problem, client)
             await problem.response()(scope, receive, send)
         else:
-            await self._app(scope, _Body(receive, self._limit, self._grace, client), send)
+            await self._app(scope, _Body(receive, limit, self._grace, client), send)
 
-    def _check_length(self, scope: Scope) -> None:
-        given = [value for name, value in scope["headers"] if name.lower() == b"content-length"]
-        if not given:
-            return
-        if len(given) > 1 or not given[0].isdigit():  # bytes: ASCII digits
-            message = "Content-Length must be given once, as a number of bytes."
-            raise ApiError(400, message, code="malformed_request", headers=_CLOSE)
-        # A number of too many digits is not even converted.
-        digits = given[0].lstrip(b"0")
-        if len(digits) > 18 or int(digits or b"0") > self._limit:
-            raise _too_large(f"The body has {digits[:20].decode()} bytes", self._limit)
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """How long a body may be.
+
+    Attributes:
+        size: bytes.
+        path: where that is less than anywhere else, if it is.
+    """
+
+    size: int
+    path: str | None = None
+
+    def refusal(self, what: str) -> ApiError:
+        """The answer to a longer one."""
+        rule, advice = "max_body_size", "Send less, or start the server with --max-body-size."
+        if self.path is not None:
+            rule, advice = f"of {self.path}, by what the model can read", "Send less in one request."
+        message = f"{what}; the limit is {self.size} ({rule}). {advice}"
+        return ApiError(413, message, code="body_too_large", headers=_CLOSE)
+
+
+def _check_length(scope: Scope, limit: _Limit) -> None:
+    given = [value for name, value in scope["headers"] if name.lower() == b"content-length"]
+    if not given:
+        return
+    if len(given) > 1 or not given[0].isdigit():  # bytes: ASCII digits
+        message = "Content-Length must be given once, as a number of bytes."
+        raise ApiError(400, message, code="malformed_request", headers=_CLOSE)
+    # A number of too many digits is not even converted.
+    digits = given[0].lstrip(b"0")
+    if len(digits) > 18 or int(digits or b"0") > limit.size:
+        raise limit.refusal(f"The body has {digits[:20].decode()} bytes")
 
 
 class _Body:
     """The `receive` of one request."""
 
-    def __init__(self, receive: Receive, limit: int, grace: float, client: str | None):
+    def __init__(self, receive: Receive, limit: _Limit, grace: float, client: str | None):
         self._receive = receive
         self._limit = limit
         self._grace = grace
@@ -85,8 +118,8 @@ class _Body:
             raise problem from None
         self._received += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
-        if self._received > self._limit:
-            problem = _too_large(f"The body has more than {self._limit} bytes ({self._received} so far)", self._limit)
+        if self._received > self._limit.size:
+            problem = self._limit.refusal(f"The body has more than {self._limit.size} bytes ({self._received} so far)")
             _log(problem, self._client)
             raise problem
         return message
@@ -97,11 +130,6 @@ class _Body:
             f"for each {BODY_RATE} bytes."
         )
         return ApiError(408, message, code="request_timeout", headers=_CLOSE)
-
-
-def _too_large(what: str, limit: int) -> ApiError:
-    message = f"{what}; the limit is {limit} (max_body_size). Send less, or start the server with --max-body-size."
-    return ApiError(413, message, code="body_too_large", headers=_CLOSE)
 
 
 def _log(problem: ApiError, client: str | None) -> None:

@@ -56,14 +56,22 @@ class Listener:
     ) -> None:
         self.close()
 
+    def is_reachable(self) -> bool:
+        """Whether clients can connect: the file of a Unix socket is there, and not another service's."""
+        if self._file is None:
+            return True
+        path, made = self._file
+        try:
+            return os.path.samestat(path.stat(), made)
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Close the socket and remove its file, unless another service has replaced it; idempotent."""
         self.socket.close()
-        if self._file is not None:
-            path, made = self._file
+        if self._file is not None and self.is_reachable():
             with contextlib.suppress(OSError):
-                if os.path.samestat(path.stat(), made):
-                    path.unlink()
+                self._file[0].unlink()
 
 
 def usable_files() -> int:
@@ -127,7 +135,7 @@ def bind_path(path: Path) -> socket.socket:
         try:
             _remove_stale(path)
             listener.bind(str(path))
-            path.chmod(0o600)  # nobody can have connected yet: it does not listen
+            path.chmod(0o600)  # no client can have connected yet: it does not listen
         except OSError as problem:
             raise StartupError(
                 f"cannot listen on {path}: {problem.strerror or problem}. Choose another path with --uds (OCTAVO_UDS)."

@@ -3,8 +3,8 @@
 httptools' parser (llhttp) is strict about what request smuggling needs: Content-Length beside
 Transfer-Encoding, repeated or malformed lengths, folded headers, bare line feeds, control characters. What
 it leaves open is closed here: how many bytes and fields a request's head may have, how long it may take,
-which versions and transfer codings are spoken, trailers (dropped), and what becomes of a body that nobody
-will read.
+which versions and transfer codings are spoken, trailers (dropped), and what becomes of a body that is not
+read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from uvicorn.server import ServerState
 
 from engine import parse_bytes
 from server.config.settings import ServerSettings
-from server.door.connection import WatchedProtocol
+from server.door.connection import WatchedProtocol, unsent
 from server.door.request_id import HEADER, RequestIdMiddleware, new_request_id
+from server.door.slots import Slot, Slots
 from server.errors import ApiError, shown, to_api_error
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     Args:
         max_header_size: bytes of a request's head: its first line and its header.
         head_timeout: seconds; see HEAD_TIMEOUT.
+        slot: the connection's; None: nothing limits their number.
 
     Attributes:
         lingers: the last answer is written; what still comes is thrown away until the client closes.
@@ -84,11 +86,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         *,
         max_header_size: int,
         head_timeout: float = HEAD_TIMEOUT,
+        slot: Slot | None = None,
     ):
         super().__init__(config, server_state, app_state, _loop)
         self.lingers = False
         self._limit = max_header_size
         self._head_timeout = head_timeout
+        self._slot = slot or Slot(Slots(), is_reserve=False)
+        self._served = self.app
         self._in_head = self._in_body = False
         self._deaf = False  # the parser has lost its place
         self._head_seen = 0  # bytes received for a head that is not complete
@@ -100,11 +105,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._slot.drop = transport.abort
+        # Paused: under TLS bytes may wait in a buffer that the transport does not count.
+        self._slot.unsent = lambda: unsent(transport) or int(self.flow.write_paused)
         super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lingers = self._deaf = True
+        self._slot.close()
         for timer in (self._head_timer, self._rest_timer):
             if timer is not None:
                 timer.cancel()
@@ -133,6 +142,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Feed the parser, and look at what it cannot see."""
         if self._deaf:
             return
+        self._slot.stir()
         self._unset_keepalive_if_required()
         if self._in_body:
             self._body_seen += len(data)
@@ -198,7 +208,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check_head()
         if self.parser.should_upgrade():
             return  # see `_feed`
+        refusal = self._slot.ask(httptools.parse_url(self.url).path)
+        self.app = self._served if refusal is None else _app(refusal)
         super().on_headers_complete()
+        if self._slot.is_reserve:
+            self.cycle.keep_alive = False
         self._in_head, self._in_body = False, True
         self._head_seen = self._body_seen = self._body_size = 0
         if self._head_timer is not None:
@@ -220,17 +234,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self.lingers:
                 self.transport.close()
             else:
+                self._rest()
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._rest()
         if self._head_timer is not None:  # the next request's, which may not have been read while this one ran
             self._head_timer = self._later(self._head_timer, self._head_timeout, self._head_is_late)
         if self._in_body and not self.transport.is_closing():
             # Answered without its body, which a client may send in full before it reads: it gets a moment.
             self._rest_timer = self._later(self._rest_timer, LINGER, self.transport.close)
+
+    def _rest(self) -> None:
+        """The slot may be given to another connection, if all is answered and nothing comes."""
+        if self.cycle.response_complete and not self._in_body and not self.transport.is_closing():
+            self._slot.rest()
 
     def _count(self, size: int) -> None:
         self._head_size += size
@@ -298,7 +319,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return
             if self.pipeline:  # it waits its turn, and so does its answer
                 answer = ApiError(error.status_code, error.message, code=error.code, headers={"Connection": "close"})
-                self.pipeline[0] = (cycle, cast("ASGI3Application", RequestIdMiddleware(answer.response())))
+                self.pipeline[0] = (cycle, _app(answer))
                 return
             cycle.disconnected = True
             cycle.message_event.set()
@@ -331,6 +352,11 @@ def http_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
     # uvicorn only calls it.
     limit = parse_bytes(settings.max_header_size, "max_header_size")
     return cast(type[asyncio.Protocol], partial(watched, max_header_size=limit))
+
+
+def _app(error: ApiError) -> ASGI3Application:
+    """What answers a request with an error."""
+    return cast("ASGI3Application", RequestIdMiddleware(error.response()))
 
 
 def _answer(problem: httptools.HttpParserError) -> ApiError:

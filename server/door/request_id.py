@@ -16,11 +16,12 @@ from server.errors import ApiError, to_api_error
 logger = logging.getLogger("octavo.server")
 
 HEADER = b"x-request-id"
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # no answer is what a browser takes it for, but what it says
 _ACCEPTED = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 def new_request_id() -> str:
-    """An id that nobody else has."""
+    """A unique id."""
     return uuid.uuid4().hex
 
 
@@ -39,7 +40,8 @@ def client_address(scope: Scope) -> str | None:
 
 
 class RequestIdMiddleware:
-    """Binds the request's id to its logs, sends it back as X-Request-ID, and lets no exception out.
+    """Binds the request's id to its logs, sends it back as X-Request-ID, and lets no exception out. All answers get
+    `NO_SNIFFING`, too.
 
     The id is in `scope["state"]["request_id"]`, too. The engine never sees it: there, ids are the server's.
     """
@@ -63,7 +65,7 @@ class RequestIdMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), field]
+                message["headers"] = [*message.get("headers", ()), field, NO_SNIFFING]
             await send(message)
 
         try:

@@ -33,7 +33,11 @@ from server.metrics.vllm import VllmAliases
 _REASONS = ("stop", "length", "abort", "error")
 # Known from the start, so that a first occurrence is an increase.
 _ABORTS = ("disconnect", "stall", "shutdown", "deadline", "error")
-_REJECTIONS = ("queue_full", "queued_tokens", "engine_dead", "shutting_down")
+_REJECTIONS = (
+    "queue_full", "queue_time", "queued_tokens", "deadline", "engine_dead", "shutting_down", "connections", "memory",
+    "key_rate", "key_concurrency",
+)  # fmt: skip
+_DROPS = ("idle", "reserve")
 
 
 class Metrics:
@@ -113,12 +117,21 @@ class Metrics:
             self._aborted.labels(reason)
         self._rejected = Counter(
             "octavo_requests_rejected",
-            "HTTP requests answered with 503 before anything was done for them, by reason.",
+            "HTTP requests answered with 503 or 429 before anything was done for them, by reason.",
             labelnames=["reason"],
             registry=self.registry,
         )
         for reason in _REJECTIONS:
             self._rejected.labels(reason)
+        self._dropped = Counter(
+            "octavo_connections_dropped",
+            "Connections closed for others: idle ones between requests, and those beyond max_connections that asked "
+            "for nothing.",
+            labelnames=["kind"],
+            registry=self.registry,
+        )
+        for kind in _DROPS:
+            self._dropped.labels(kind)
         self.engine = EngineMetrics(client, self.registry)
         info = InfoMetrics(client, model_name, version)
         shared = (
@@ -201,8 +214,17 @@ class Metrics:
         self._aborted.labels(reason).inc(count)
 
     def rejected(self, reason: str) -> None:
-        """A request was answered with 503 before anything was done for it."""
+        """A request was answered with 503 or 429 before anything was done for it."""
         self._rejected.labels(reason).inc()
+
+    def connection_dropped(self, kind: str) -> None:
+        """A connection was closed for another one."""
+        self._dropped.labels(kind).inc()
+
+    def show_connections(self, count: Callable[[], int]) -> None:
+        """Show how many connections there are."""
+        gauge = Gauge("octavo_connections", "Connections of clients, the reserve included.", registry=self.registry)
+        gauge.set_function(count)
 
     def show_admission(self, *admissions: Admission) -> None:
         """Show how full the service is, by all of these together."""

@@ -35,7 +35,7 @@ export class Feed {
       }
     } catch (error) {
       if (signal.aborted) return;
-      const refused = error instanceof ApiError && [401, 404].includes(error.status);
+      const refused = error instanceof ApiError && [401, 403, 404].includes(error.status);
       this.onState(error instanceof ApiError ? error.message : "The server cannot be reached; trying again …");
       if (refused) wait = null;
     }

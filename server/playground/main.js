@@ -83,7 +83,7 @@ async function connect() {
   } catch (error) {
     if (!(error instanceof ApiError && error.status === 401)) {
       byId("model").textContent = error instanceof ApiError ? error.message : "The server cannot be reached; trying again …";
-      setTimeout(connect, 2000);
+      if (error.status !== 403) setTimeout(connect, 2000); // a key of another role has to be replaced
     }
   }
 }

@@ -9,10 +9,12 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import EngineInfo, SamplingParams
-from server.answering.answer import Extra, Run, estimate_size
+from server.admission import estimate_tokens
+from server.answering.answer import Extra, Run
 from server.answering.chat import ChatPieces, join_pieces, read_messages
 from server.answering.endpoints import require
-from server.answering.prompt import Prompt
+from server.answering.prompt import Prompt, Room
+from server.answering.size import AnswerSize
 from server.api import examples
 from server.api.chat_schemas import (
     ChatChoice,
@@ -22,7 +24,8 @@ from server.api.chat_schemas import (
     ChatPiece,
 )
 from server.api.parameters import shape_of
-from server.api.schemas import StrictJsonRoute, Usage
+from server.api.reading import StrictJsonRoute
+from server.api.schemas import Usage
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
@@ -53,18 +56,22 @@ async def create_chat_completion(
 @dataclass(slots=True)
 class _ChatRun(Run[ChatPiece, ChatChoice]):
     id_prefix = "chatcmpl"
+    bytes_per_logprob = 400
     body: ChatCompletionRequest
     messages: list[dict[str, str]] = field(kw_only=True)
 
     def size(self) -> tuple[int, int]:
-        characters = "".join(message["content"] for message in self.messages)
-        return 1, estimate_size([characters], self.service.client.info.max_model_len)
+        tokens = sum(estimate_tokens(message["content"]) for message in self.messages)
+        return 1, min(tokens, self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
-        prompt = await self.service.render(self.messages, longest=self.service.client.info.max_model_len)
+        prompt = await self.service.render(self.messages, Room(self.service.client.info.max_model_len, "messages"))
         params = self.shape.params
         if params.max_tokens is None:
             limit = _default_max_tokens(params, self.service.client.info, len(prompt.token_ids))
+            if limit is not None and not self.body.stream:
+                size = AnswerSize(self.shape, self.bytes_per_logprob, self.service.client.info)
+                limit = min(limit, size.most_tokens(self.service.settings))
             self.shape = replace(self.shape, params=replace(params, max_tokens=limit))
         return [prompt]
 
@@ -102,11 +109,17 @@ class _ChatRun(Run[ChatPiece, ChatChoice]):
 
 def _default_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
     """What the model's generation config says (None: the engine knows it), else what is left of the
-    context, and of the KV cache where several sequences could fill it."""
+    context, and of the KV cache where several sequences could fill it.
+
+    Where a context was stretched, a prompt of up to half of the first one's length leaves it at that: factors of short
+    texts serve such a chat better than room for a long answer.
+    """
     if info.default_max_new_tokens is not None or (info.default_max_length or 0) > prompt_len:
         return None
     width = max(params.n, params.num_beams or 1)
     pages = info.num_blocks // width
     length = info.max_model_len if width <= info.full_requests else pages * info.block_size
     room = min(info.max_model_len, length) - prompt_len
+    if info.first_context_len is not None and 2 * prompt_len <= info.first_context_len:
+        room = min(room, info.first_context_len - prompt_len + 1)  # the last token is not computed
     return max(room, 1)  # where there is no room the engine says so

@@ -23,7 +23,7 @@ from server.api.classify_schemas import (
     ClassifyResponse,
     Pair,
 )
-from server.api.schemas import StrictJsonRoute
+from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 

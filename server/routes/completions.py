@@ -11,11 +11,13 @@ from fastapi import APIRouter, Body, Request, Response
 from server.answering.answer import Extra, Run, encode_prompts, estimate_size
 from server.answering.completion import CompletionPieces, join
 from server.answering.endpoints import require
+from server.answering.generation import BYTES_PER_LOGPROB
 from server.answering.prompt import Prompt, Room
 from server.answering.seq2seq import Decoder, read_decoder, refuse_echo
 from server.api import examples
 from server.api.parameters import shape_of
-from server.api.schemas import CompletionChoice, CompletionRequest, CompletionResponse, StrictJsonRoute, Usage
+from server.api.reading import StrictJsonRoute
+from server.api.schemas import CompletionChoice, CompletionRequest, CompletionResponse, Usage
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
@@ -56,6 +58,7 @@ async def create_completion(
 @dataclass(slots=True)
 class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     id_prefix = "cmpl"
+    bytes_per_logprob = BYTES_PER_LOGPROB
     body: CompletionRequest
     decoder: Decoder | None = field(kw_only=True)
 

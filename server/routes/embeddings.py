@@ -18,7 +18,7 @@ from server.answering.listing import joined
 from server.answering.pooling import PoolingInput, PoolingRun
 from server.api import examples
 from server.api.embedding_schemas import EmbeddingRequest, EmbeddingResponse
-from server.api.schemas import StrictJsonRoute
+from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 

@@ -19,7 +19,7 @@ from server.answering.listing import listed
 from server.answering.pooling import PoolingInput, PoolingRun
 from server.api import pooling_examples as examples
 from server.api.fill_mask_schemas import FillMaskRequest, FillMaskResponse
-from server.api.schemas import StrictJsonRoute
+from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 

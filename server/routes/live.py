@@ -37,4 +37,4 @@ async def _events(live: LiveFeed) -> AsyncGenerator[str, None]:
 
 
 def _ignore(reason: str) -> None:
-    """Why somebody stopped watching is nobody's business."""
+    """Why a watcher has left is not logged."""

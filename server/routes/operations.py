@@ -1,4 +1,4 @@
-"""GET /health, /metrics and /version: for whoever runs the service."""
+"""GET /health, /metrics and /version: for operators."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ async def live(service: ServiceDep) -> dict[str, str]:
 @router.get("/health", responses=ERROR_RESPONSES, summary="The same as /health/ready")
 @router.get("/health/ready", responses=ERROR_RESPONSES, summary="Whether requests can be served")
 async def ready(service: ServiceDep) -> dict[str, str]:
-    """200 while requests are served; 503 while the service stops, and after the engine has died until it has
-    been started again."""
+    """200 while requests are served; 503 while the service stops or has too much memory, and after the engine has
+    died until it has been started again."""
     if service.drain.draining:
         raise shutting_down()
+    if service.memory.exceeded():
+        raise service.memory.refusal()
     if not service.client.is_alive:
         message = "The engine has stopped and cannot serve requests."
         raise ApiError(503, message, code="engine_dead", headers={"Retry-After": "5"})

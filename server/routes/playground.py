@@ -9,6 +9,8 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
+from server.door.pages import HEADERS
+
 FOLDER = Path(__file__).parent.parent / "playground"
 PAGE = "index.html"
 PREFIX = "/playground/"
@@ -22,10 +24,7 @@ _TYPES = {
 _HEADERS = {
     # Asked again each time, which costs a 304: a new version of the server never meets an old script.
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
+    **HEADERS,
 }
 
 
@@ -77,7 +76,7 @@ def make_router(*, feed: bool, key: bool) -> APIRouter:
     Args:
         feed: there is a live feed. The page is told, and does not ask for what would be refused: a browser's console
             shows each refusal as an error.
-        key: whoever asks needs a key; the page is told so, too.
+        key: requests need a key; the page is told so, too.
     """
     router = APIRouter(include_in_schema=False)
     for name in asset_names():

@@ -15,7 +15,7 @@ from server.answering.endpoints import require
 from server.answering.listing import listed
 from server.answering.scoring import ScoringRun, Side
 from server.api import pooling_examples as examples
-from server.api.schemas import StrictJsonRoute
+from server.api.reading import StrictJsonRoute
 from server.api.scoring_schemas import (
     RerankRequest,
     RerankResponse,

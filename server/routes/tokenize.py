@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
@@ -10,14 +11,14 @@ from fastapi import APIRouter, Body, Response
 from engine.text import Tokenizer
 from server.admission import estimate_tokens
 from server.answering.chat import read_messages
-from server.answering.prompt import Room, check_token_ids
+from server.answering.prompt import Room, check_token_ids, encode_fitting
 from server.answering.seq2seq import read_decoder, refuse_chat
 from server.api import examples
 from server.api.fields import ignored_header
+from server.api.reading import StrictJsonRoute
 from server.api.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
-    StrictJsonRoute,
     TokenizeRequest,
     TokenizeResponse,
 )
@@ -25,6 +26,23 @@ from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter(route_class=StrictJsonRoute)
+MAX_TOKENS = 65536  # of one request, where the model does not read more at once
+
+
+class _Countable(Room):
+    """The room for texts that are only tokenised: their length is no mistake, so they need not fit into the model."""
+
+    def refusal(self, length: str) -> ApiError:
+        message = (
+            f"{self.param} is too long for one request: {length} tokens, and the limit is {self.tokens} "
+            f"(the larger of {MAX_TOKENS} and max_model_len). Send it in parts."
+        )
+        return ApiError(400, message, param=self.param, code="context_length_exceeded")
+
+    @classmethod
+    def of(cls, service: Service, param: str) -> _Countable:
+        """The room of one request."""
+        return cls(max(Room.of_prompt(service.client.info).tokens, MAX_TOKENS), param)
 
 
 @router.post("/tokenize", responses=ERROR_RESPONSES, summary="Text or messages to token ids")
@@ -49,7 +67,8 @@ async def tokenize(
         opens_answer = body.add_generation_prompt is not False
         messages = read_messages(body.messages)
         with service.tokenizing.reserve(1, sum(estimate_tokens(message["content"]) for message in messages)):
-            prompt = await service.render(messages, add_generation_prompt=opens_answer)
+            room = _Countable.of(service, "messages")
+            prompt = await service.render(messages, room, add_generation_prompt=opens_answer)
         tokens = prompt.token_ids
     else:
         tokenizer = _tokenizer(service, "prompt")
@@ -58,7 +77,11 @@ async def tokenize(
         asked = {"src_lang": body.src_lang, "add_special_tokens": body.add_special_tokens}
         read_decoder(asked, [text], service)
         with service.tokenizing.reserve(1, estimate_tokens(text)):
-            tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special, src_lang=body.src_lang)
+            encode = functools.partial(tokenizer.encode, add_special_tokens=special, src_lang=body.src_lang)
+            room = _Countable.of(service, "prompt")
+            tokens = await asyncio.to_thread(encode_fitting, encode, text, room)
+    if len(tokens) > room.tokens:
+        raise room.refusal(f"it has {len(tokens)}")
     longest = Room.of_prompt(service.client.info).tokens
     return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens)
 
@@ -72,6 +95,9 @@ async def detokenize(
     """The text of token ids, special ones included."""
     _check(body, response, service)
     tokenizer = _tokenizer(service, "tokens")
+    room = _Countable.of(service, "tokens")
+    if len(body.tokens) > room.tokens:
+        raise room.refusal(f"it has {len(body.tokens)}")
     check_token_ids(body.tokens, service.client.info.vocab_size, "tokens")
     with service.tokenizing.reserve(1, len(body.tokens)):
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)

@@ -81,7 +81,7 @@ class Model:
         return count if isinstance(count, int) else None
 
     def room(self, prompt: dict[str, Any], begun: str = "") -> int:
-        """Tokens that an answer to this prompt gets where nobody says otherwise; at least 1.
+        """Tokens that an answer to this prompt gets where nothing else is set; at least 1.
 
         Args:
             begun: how an encoder-decoder model's answer begins, which takes some of its room.

@@ -1,6 +1,6 @@
 """A small HTTP client of an OpenAI-compatible server, over TCP, TLS or a Unix socket; answers are read as they come.
 
-Blocking, so that Ctrl-C ends the reading; closing the connection is how the server learns that nobody reads any more.
+Blocking, so that Ctrl-C ends the reading; closing the connection tells the server that its answer is not wanted.
 """
 
 from __future__ import annotations

@@ -315,3 +315,30 @@ test("a feed that is switched off is not asked for", { skip: !SILENT_URL }, asyn
   await silent.context.close();
   assert.deepEqual(silent.complaints, []);
 });
+
+test("the API's documentation works under its policy", async () => {
+  const { page } = tab;
+  await page.goto(`${URL_}/docs`);
+  const block = page.locator(".opblock", { hasText: "/v1/completions" }).first();
+  await block.locator(".opblock-summary").click();
+  await block.getByText("Try it out").click();
+  await block.locator("textarea.body-param__text").fill(JSON.stringify({ prompt: "Once", max_tokens: 4 }));
+  await block.locator("button.execute").click();
+  await block.locator(".live-responses-table .microlight").first().waitFor();
+  assert.match(await block.locator(".live-responses-table").innerText(), /"completion_tokens": 4/);
+});
+
+test("a page of another site cannot ask", async () => {
+  const context = await browser.newContext();
+  const page = await context.newPage();
+  const other = new URL(URL_);
+  other.hostname = other.hostname === "localhost" ? "127.0.0.1" : "localhost"; // another site, of this machine
+  await page.goto(`${other.origin}/health`);
+  const asked = [];
+  page.on("response", (response) => asked.push(response.status()));
+  // What needs no preflight, so that it is sent.
+  const ask = (url) => fetch(url, { method: "POST", mode: "no-cors", body: '{"prompt": "a"}' }).then((answer) => answer.type);
+  assert.equal(await page.evaluate(ask, `${URL_}/v1/completions`), "opaque");
+  await context.close();
+  assert.deepEqual(asked, [403]);
+});

@@ -76,9 +76,9 @@ class Gate:
         patch_engines(_WAIT.format(file=str(self._file)) + code, folder, monkeypatch)
 
     def close(self) -> None:
-        """Nobody passes from now on."""
+        """Nothing passes from now on."""
         self._file.touch()
 
     def open(self) -> None:
-        """Who waits goes on."""
-        self._file.unlink()
+        """What waits goes on."""
+        self._file.unlink(missing_ok=True)

@@ -39,12 +39,15 @@ class LocalClient(EngineClient):
         priority: int = 0,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        tenant: str | None = None,
     ) -> None:
         if self.dead:
             raise EngineDeadError("dead")
         self.asked[request_id] = (input, params)
         try:
-            self.engine.add_request(request_id, input, params)
+            self.engine.add_request(
+                request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline, tenant=tenant
+            )
         except OctavoError as problem:
             asyncio.get_running_loop().call_soon(deliver, problem)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -44,9 +45,10 @@ class Pages:
     Args:
         tables: one for each row.
         more: pages after those.
+        reach: tokens that each row will have, where rotary factors depend on it; None: as many as there can be.
     """
 
-    def __init__(self, model: Transformer, tables: list[list[int]], more: int = 0):
+    def __init__(self, model: Transformer, tables: list[list[int]], more: int = 0, reach: Sequence[int] | None = None):
         self.model = model
         self.device = model.device
         self.tables = torch.tensor(tables, dtype=torch.int32, device=self.device)
@@ -57,6 +59,8 @@ class Pages:
         ]
         self.caches = [Paged(tensor, tensor.clone(), self.tables) for tensor in empty]
         self.lengths = [0] * len(tables)
+        known = reach or [model.max_model_len] * len(tables)
+        self.shifts = [next((by for most, by in model.rotary_shifts if length <= most), 0) for length in known]
         self.cross_tables: Tensor | None = None
         self.cross_lens: list[int] = []
 
@@ -87,12 +91,13 @@ class Pages:
 
     def step(self, chunks: list[list[int]], padding: int = 0, slots_known: bool = True) -> list[Tensor]:
         """Hidden states of each row's next tokens; the model is told their slots, or works them out."""
-        ids, positions, slots = [], [], []
+        ids, positions, slots, turns = [], [], [], []
         for row, chunk in enumerate(chunks):
             for token in chunk:
                 position = self.lengths[row]
                 ids.append(token)
                 positions.append(position)
+                turns.append(position + self.shifts[row])
                 slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
                 self.lengths[row] += 1
         queries = [len(c) for c in chunks]
@@ -108,6 +113,7 @@ class Pages:
                 torch.tensor(slots, dtype=torch.int64, device=self.device) if slots_known else None,
                 metadata,
                 cross=cross,
+                turns=torch.tensor(turns + [0] * padding, device=self.device) if any(self.shifts) else None,
             )
         assert hidden.shape[0] == len(ids) + padding
         return list(hidden[: len(ids)].split(queries))

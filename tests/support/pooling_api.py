@@ -10,6 +10,7 @@ import httpx
 from engine import EngineConfig
 from engine.text import Tokenizer
 from server.app import create_app
+from server.config.settings import ServerSettings
 from support.asgi import Call
 from support.local_client import LocalClient
 from support.text_encoders import TextEncoder
@@ -31,7 +32,12 @@ class PoolingApi:
         )
         self.checkpoint = checkpoint
         self.client = LocalClient(config)
-        self.app = create_app(self.client, Tokenizer(checkpoint.tokenizer) if tokenizer else None, MODEL)
+        self.app = create_app(
+            self.client,
+            Tokenizer(checkpoint.tokenizer) if tokenizer else None,
+            MODEL,
+            settings=ServerSettings(allowed_hosts=("testserver",)),  # as schemathesis calls it
+        )
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """The answer to a request; `client` remembers no other."""
@@ -41,7 +47,7 @@ class PoolingApi:
     def send(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://octavo") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 return await http.request(method, path, **options)
 
         return asyncio.run(asyncio.wait_for(call(), 20))

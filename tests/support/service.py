@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,11 +68,17 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 class Service:
-    """`octavo serve` as a child process."""
+    """`octavo serve` as a child process.
 
-    def __init__(self, *arguments: str, log: Path):
+    Args:
+        arguments: after `octavo serve --port 0`.
+        log: takes what it writes.
+        under: a command that prepares the process, and then becomes the command that follows.
+    """
+
+    def __init__(self, *arguments: str, log: Path, under: Sequence[str] = ()):
         self.log = log
-        command = [sys.executable, "-m", "octavo", "serve", "--port", "0", *arguments]
+        command = [*under, sys.executable, "-m", "octavo", "serve", "--port", "0", *arguments]
         with log.open("w") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=output)
 
@@ -150,4 +156,5 @@ def services_on_demand(folder: Path) -> Iterator[Callable[..., Service]]:
 
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
-    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OCTAVO_SHOW_PROGRESS": "false"}
+    patient = {"OCTAVO_MAX_QUEUE_TIME": "0"}  # what waits for long is not refused: a machine may be busy
+    return kept | patient | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OCTAVO_SHOW_PROGRESS": "false"}

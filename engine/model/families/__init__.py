@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import pkgutil
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import transformers
 
-from engine.errors import UnsupportedModelError
+from engine.errors import OctavoError, UnsupportedModelError
 from engine.model.families.classification import base_model, classifier, with_head
 from engine.model.missing import unsupported
 from engine.model.spec import Lm, ModelSpec, Pool
@@ -114,6 +115,13 @@ def architecture(config: Any) -> str:
     return next(iter(getattr(config, "architectures", None) or ()), "")
 
 
+def is_known(values: Mapping[str, Any]) -> bool:
+    """Whether a family describes the architecture that a config.json names."""
+    named = values.get("architectures")
+    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    return name in _BY_ARCHITECTURE or (base_model(name) or "") in _BY_ARCHITECTURE
+
+
 def find(config: Any) -> Family:
     """The family of a config.
 
@@ -143,7 +151,16 @@ def describe(config: Any) -> ModelSpec:
     """
     family, name = find(config), architecture(config)
     _refuse_overrides(config)
-    model = family.spec(config)
+    try:
+        model = family.spec(config)
+    except OctavoError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # What the config's class lets pass, and no check foresaw: an absent setting, a text for a number.
+        raise UnsupportedModelError(
+            f"The config's settings do not describe a model of the family {family.name} ({type(error).__name__}: "
+            f"{error}). Correct config.json, or download the checkpoint again."
+        ) from error
     if model.decoder is not None and getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(
             "The config sets is_causal to false: tokens would see later ones, which is not implemented for decoders."
@@ -175,6 +192,12 @@ def _refuse_overrides(config: Any) -> None:
     """transformers heeds this in any config, although no family has it as a setting of its own."""
     if getattr(config, "is_heterogeneous", False):
         raise UnsupportedModelError("The config has a per_layer_config, which is not implemented.")
+
+
+def context_length(config: Any, model: ModelSpec) -> int | None:
+    """Tokens of context that a config's model was made for; None if it does not say."""
+    length = model.context_length or getattr(config, "max_position_embeddings", None) or model.max_positions
+    return None if length is None else int(length)
 
 
 def build_spec(config: Any) -> ModelSpec:

@@ -64,11 +64,6 @@ def even_head_dim(hidden_size: int, heads: int) -> int:
     Raises:
         UnsupportedModelError: they cannot.
     """
-    if hidden_size < 1 or heads < 1:
-        raise UnsupportedModelError(
-            f"The checkpoint's config has {hidden_size} hidden features and {heads} attention heads; there must be 1 "
-            "of each at least."
-        )
     if hidden_size % heads:
         raise UnsupportedModelError(
             f"The checkpoint's config has {hidden_size} hidden features, which {heads} attention heads cannot share "

@@ -8,6 +8,7 @@ from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, Positions, Sinusoidal
+from engine.model.sinusoidal import fill_sinusoids
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Post, Pre, Stack, Tokens
 from engine.model.table import Entry, Row, WeightTable
 
@@ -112,8 +113,9 @@ def weights(model: ModelSpec) -> WeightTable:
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         source = f"model.{name}"
         assert isinstance(stack.embedding, Tokens)
-        if isinstance(stack.embedding.positions, Learned):
-            entries.append(Entry(f"{name}.embedding.positions", (f"{source}.embed_positions.weight",)))
+        if stack.embedding.positions is not None:
+            fixed = fill_sinusoids if isinstance(stack.embedding.positions, Sinusoidal) else None
+            entries.append(Entry(f"{name}.embedding.positions", (f"{source}.embed_positions.weight",), default=fixed))
         if stack.embedding.norm is not None:
             entries += norm(f"{name}.embedding.norm", f"{source}.layernorm_embedding", bias=True)
         if stack.final_norm is not None:
@@ -123,9 +125,8 @@ def weights(model: ModelSpec) -> WeightTable:
     return WeightTable(
         tuple(entries),
         prefix="model.",
-        # Sinusoids, what fairseq noted, and a shared table that neither stack uses.
+        # What fairseq noted, and a shared table that neither stack uses.
         ignored=(
-            r"model\.(encoder|decoder)\.embed_positions\.weight",
             r"model\.(encoder|decoder)\.version",
             *(() if model.shared_tokens else (r"model\.shared\.weight",)),
         ),

@@ -69,7 +69,7 @@ struct Direct {
   int64_t units, size;  // of a key
   Ahead& ahead;
 
-  // Values are walked as they lie, whoever sees them.
+  // Values are walked as they lie, whichever rows see them.
   static OCTAVO_INLINE_MEMBER const Chunk& narrowed(const Chunk& chunk, const Query*, int64_t) { return chunk; }
 
   template <int R>

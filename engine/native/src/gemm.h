@@ -142,7 +142,7 @@ OCTAVO_INLINE void product(const Product& p) {
   });
 }
 
-// What whoever makes room has to know: bytes of packed weights, most rows of a tile, bytes of a tile in the workspace,
+// What an allocation has to know: bytes of packed weights, most rows of a tile, bytes of a tile in the workspace,
 // columns of a panel.
 template <class Kernel>
 OCTAVO_INLINE void layout(int64_t outputs, int64_t inputs, int64_t* to) {
@@ -152,7 +152,7 @@ OCTAVO_INLINE void layout(int64_t outputs, int64_t inputs, int64_t* to) {
   to[3] = PANEL;
 }
 
-// What Python calls for weights of one kind, and one thread's share for whoever has opened a region.
+// What Python calls for weights of one kind, and one thread's share within an open parallel region.
 void float32_part(const Product& p, int thread, int threads);
 void bfloat16_part(const Product& p, int thread, int threads);
 void int8_part(const Product& p, int thread, int threads);

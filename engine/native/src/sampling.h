@@ -1,6 +1,6 @@
 // Rows of logits, and what is picked from them without ever sorting one.
 //
-// One walk over a row leaves the largest logit of each chunk of columns. From then on whoever looks for large logits
+// One walk over a row leaves the largest logit of each chunk of columns. From then on the search for large logits
 // passes over the chunks that have none: the k-th largest of these maxima is a bound that at least k logits reach, and
 // few more do.
 #pragma once

@@ -80,6 +80,13 @@ SHAPES = {
         lengths=(96, 13, 14),
         prompts=(0, 1, 2, 3),
     ),
+    "llama-dynamic-by-request": FamilyShape(
+        "LlamaForCausalLM",
+        BASE | {"max_position_embeddings": 72, "rope_parameters": DYNAMIC},
+        max_model_len=128,
+        lengths=(128, 73, 14, 71),
+        prompts=(0, 1, 2, 3),
+    ),
     "llama-dynamic-within-its-length": FamilyShape(
         "LlamaForCausalLM", BASE | {"rope_parameters": DYNAMIC}, prompts=(0, 1, 2, 3)
     ),

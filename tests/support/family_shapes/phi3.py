@@ -42,7 +42,11 @@ SHAPES = {
         eos=(3, 90),
         prompts=(2, 4, 0, 1),
     ),
-    # transformers chooses by the length so far: here it never passes the original one, and there always has.
+    # transformers chooses by the length so far: here it never passes the original one, and there always has. Between
+    # the two it has to be chosen by request: greedy answers and beams stay below, the longest of `lengths` does not.
+    "phi3-factors-by-request": FamilyShape(
+        "Phi3ForCausalLM", extended(72), max_model_len=128, lengths=(37, 1, 96, 72, 73), prompts=(2, 3, 1, 4)
+    ),
     "phi3-short-factors": FamilyShape("Phi3ForCausalLM", extended(96), max_model_len=96, prompts=(1, 2, 0, 3)),
     "phi3-long-factors": FamilyShape(
         "Phi3ForCausalLM", extended(8), shortest=9, lengths=(37, 9, 14), prompts=(0, 1, 10, 2)

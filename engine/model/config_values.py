@@ -1,0 +1,188 @@
+"""What the numbers of a config.json may be, looked at before anything is made of them.
+
+`transformers` makes lists as long as a config says that there are layers, and parts are made of its numbers before a
+weight is read. So a wrong one is found here, by its name, whatever the family.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelLoadError
+from engine.model.spec import Attention, Experts, FeedForward, Gated, ModelSpec, Stack, Tokens
+from engine.model.weight_files import Checkpoint
+
+_MOST_BYTES = 16 << 20  # of a config.json; published ones have some KiB
+
+_LAYERS = (1, 10_000)
+_HEADS = (1, 1 << 16)
+_FEATURES = (1, 1 << 24)
+_IDS = (1, 1 << 27)
+_TOKENS = (1, 1 << 24)
+_FROM_ZERO = (0, 1 << 24)
+_LARGEST = 1e18
+
+COUNTS: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+         "num_encoder_layers", "num_decoder_layers"), _LAYERS,
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+         "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads"), _HEADS,
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (0, 1 << 16)),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
+         "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim",
+         "ffn_hidden_size", "moe_intermediate_size", "expansion_ratio", "pooler_hidden_size",
+         "relative_attention_num_buckets"), _FEATURES,
+    ),
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "original_max_position_embeddings",
+         "global_attn_every_n_layers",
+         "sliding_window_pattern", "_sliding_window_pattern"), _TOKENS,
+    ),
+    "relative_attention_max_distance": (1, 1 << 16),
+    **dict.fromkeys(("position_buckets", "max_relative_positions"), (-1, 1 << 16)),
+    **dict.fromkeys(
+        ("type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size", "rotary_dim"), _FROM_ZERO,
+    ),
+}  # fmt: skip
+"""Integers, and from where to where each may be."""
+
+NUMBERS: dict[str, str] = {
+    **dict.fromkeys(
+        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "attn_logit_softcapping",
+         "final_logit_softcapping", "query_pre_attn_scalar", "rope_theta", "rotary_emb_base", "global_rope_theta",
+         "local_rope_theta", "rope_local_base_freq"), "above 0",
+    ),
+    **dict.fromkeys(("clip_qkv", "rotary_pct", "partial_rotary_factor"), "of at least 0"),
+}  # fmt: skip
+"""Numbers that need not be whole, and from where on they may be."""
+
+SWITCHES = ("share_att_key",)
+"""True or false."""
+
+_NAMES_OF_OTHERS = ("id2label", "label2id", "task_specific_params")  # objects with keys of their own
+
+# A layer has a head, a head a feature: without these nothing can be made. All others may be null, for a default.
+_NEEDED = frozenset(
+    {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"}
+    | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
+    | {"hidden_size", "n_embd", "d_model", "dim", "vocab_size", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
+    | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"}
+)
+
+
+def read_values(file: Path) -> dict[str, Any]:
+    """What a config.json holds.
+
+    Raises:
+        ModelLoadError: it cannot be read, or is no JSON object.
+    """
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ModelLoadError(f"{file} cannot be read: it has more than {_MOST_BYTES} bytes.")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except PermissionError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{file} cannot be read: it holds a {type(values).__name__}, not an object.")
+    return values
+
+
+def check_values(file: Path, values: Mapping[str, Any], *, known: bool) -> None:
+    """Refuse numbers that no model has.
+
+    Args:
+        file: where they are from.
+        known: the architecture is one of ours; of any other only what is too large is refused here.
+
+    Raises:
+        ModelLoadError: names the field, its value and what it may be.
+    """
+    named = values.get("architectures")
+    if not (named is None or (isinstance(named, list) and all(isinstance(name, str) for name in named))):
+        raise ModelLoadError(f"{file}: architectures must be a list of names, got {_shown(named)}.")
+    for name, value in _fields(values):
+        if name in COUNTS:
+            low, high = COUNTS[name]
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            good = low <= value <= high if whole else value is None and name not in _NEEDED
+            if not good and (known or (whole and value > high)):
+                raise ModelLoadError(f"{file}: {name} must be an integer from {low} to {high}, got {_shown(value)}.")
+        elif name in SWITCHES and known and not isinstance(value, bool | None):
+            raise ModelLoadError(f"{file}: {name} must be true or false, got {_shown(value)}.")
+        elif name in NUMBERS and known and not (value is None and name not in _NEEDED):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            # NaN is neither.
+            if not (number and 0 <= value <= _LARGEST and (value > 0 or NUMBERS[name] != "above 0")):
+                raise ModelLoadError(
+                    f"{file}: {name} must be a number {NUMBERS[name]}, and at most {_LARGEST:g}, got {_shown(value)}."
+                )
+
+
+def _fields(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All names with their values, those of objects within it, too; these were read from JSON, so they end."""
+    left: list[Any] = [values]
+    while left:
+        found = left.pop()
+        if isinstance(found, Mapping):
+            yield from found.items()
+            left += (value for name, value in found.items() if name not in _NAMES_OF_OTHERS)
+        elif isinstance(found, list):
+            left += found
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def check_parameters(path: Path, model: ModelSpec) -> None:
+    """Refuse a config that asks for more weights than the files of a checkpoint can hold, before anything is made.
+
+    Raises:
+        ModelLoadError: there are fewer bytes than parameters, or no files.
+    """
+    with Checkpoint(path) as checkpoint:  # a damaged file says so
+        size = sum(file.stat().st_size for file in checkpoint.files)
+    least = sum(_parameters(stack) for stack in (model.encoder, model.decoder) if stack is not None)
+    table = model.trunk.embedding
+    if isinstance(table, Tokens):
+        least += table.vocab_size * table.width
+    if least > size:
+        layers = sum(len(stack.blocks) for stack in (model.encoder, model.decoder) if stack is not None)
+        raise ModelLoadError(
+            f"{path / 'config.json'} describes a model of at least {least} parameters ({layers} layers of "
+            f"{model.trunk.hidden_size} features, {model.vocab_size} token ids), but the weight files hold {size} "
+            "bytes. Correct it, or download the checkpoint again."
+        )
+
+
+def _parameters(stack: Stack) -> int:
+    """Those of the matrices in the layers."""
+    features = stack.hidden_size
+    return sum(
+        _of_attention(block.attention, features)
+        + (0 if block.cross is None else _of_attention(block.cross, features))
+        + _of_ffn(block.ffn, features)
+        for block in stack.blocks
+    )
+
+
+def _of_attention(part: Attention, features: int) -> int:
+    return features * part.head_dim * 2 * (part.heads + part.kv_heads)
+
+
+def _of_ffn(part: FeedForward, features: int) -> int:
+    if isinstance(part, Experts):
+        return part.count * _of_ffn(part.expert, features)
+    return features * part.width * (3 if isinstance(part, Gated) else 2)

@@ -1,0 +1,75 @@
+"""How much memory an answer may take while it is put together: log-probabilities, above all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine import EngineInfo, parse_bytes
+from server.answering.generation import BYTES_PER_TOKEN
+from server.answering.pieces import Shape
+from server.answering.prompt import Prompt
+from server.config.settings import ServerSettings
+from server.errors import ApiError
+
+_DEFAULT_MAX_TOKENS = 16  # where neither the request nor the model says it
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSize:
+    """The memory of an answer, estimated from what the request asks for.
+
+    Attributes:
+        shape: how many answers, of how many tokens and log-probabilities.
+        bytes_per_logprob: of the endpoint's shape.
+        info: of the model.
+    """
+
+    shape: Shape
+    bytes_per_logprob: int
+    info: EngineInfo
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes for each token of all answers to a prompt together."""
+        return self.shape.params.n * (BYTES_PER_TOKEN + self._logprobs(self.shape.params.logprobs))
+
+    def most_tokens(self, settings: ServerSettings) -> int:
+        """Tokens that each answer to one prompt may have."""
+        return max(_limit(settings) // self.bytes_per_token, 1)
+
+    def check(self, prompts: Sequence[Prompt], settings: ServerSettings, *, stream: bool) -> int:
+        """The bytes that the answer to these prompts may take. A stream holds what is told of prompts, and no more of
+        answers than waits to be read.
+
+        Raises:
+            ApiError: they are more than the settings allow.
+        """
+        params = self.shape.params
+        size = sum(len(prompt.continued) for prompt in prompts) * self._logprobs(params.prompt_logprobs)
+        if not stream:
+            size += sum(self._max_tokens(len(prompt.continued)) for prompt in prompts) * self.bytes_per_token
+        if size > _limit(settings):
+            name = "logprobs" if params.logprobs is not None else "max_tokens"
+            name = "prompt_logprobs" if params.prompt_logprobs is not None else name
+            message = (
+                f"The answer might take {size} bytes of memory (prompts x n x max_tokens x log-probabilities), and the "
+                f"limit is {_limit(settings)} (max_answer_size). Ask for less at once, or raise --max-answer-size."
+            )
+            raise ApiError(400, message, param=name, code="answer_too_large")
+        return size
+
+    def _logprobs(self, count: int | None) -> int:
+        return 0 if count is None else (1 + count) * self.bytes_per_logprob
+
+    def _max_tokens(self, length: int) -> int:
+        info, asked = self.info, self.shape.params.max_tokens
+        if asked is None:
+            asked = info.default_max_new_tokens
+        if asked is None:
+            asked = max((info.default_max_length or 0) - length, _DEFAULT_MAX_TOKENS)
+        return max(min(asked, info.max_model_len - length), 1)
+
+
+def _limit(settings: ServerSettings) -> int:
+    return parse_bytes(settings.max_answer_size, "max_answer_size")

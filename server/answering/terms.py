@@ -1,0 +1,103 @@
+"""On what terms the engine serves a request: for whom, how soon, and which cached pages it may share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from server.api.schemas import MAX_TIMEOUT, ServedBody
+from server.config.settings import ServerSettings
+from server.errors import ApiError, shown
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+_DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?", re.ASCII)
+
+
+class DeadlineError(ApiError):
+    """A request's time is over, and nothing of its answer is there."""
+
+    def __init__(self) -> None:
+        message = (
+            f"The request's time ({TIMEOUT_HEADER}, request_timeout) was over before its answer began. Allow more, or "
+            "send it when the service is less busy."
+        )
+        super().__init__(504, message, code="deadline_exceeded")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of one HTTP request; those of `EngineClient.submit`.
+
+    Attributes:
+        tenant: stands for the API key; None where there is none.
+        cache_salt: names those who share cached pages; None: all without one.
+        priority: lower is earlier, among the requests of the tenant.
+        deadline: `time.monotonic()` seconds, or None.
+    """
+
+    tenant: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """What is to be told to the engine."""
+        return {
+            "tenant": self.tenant,
+            "cache_salt": self.cache_salt,
+            "priority": self.priority,
+            "deadline": self.deadline,
+        }
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the deadline, 0 after it; None without one."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+
+def read_terms(body: ServedBody, request: Request, settings: ServerSettings, arrival: float) -> Terms:
+    """The terms that the body and the header ask for.
+
+    Args:
+        arrival: `time.monotonic()` seconds; the request's time begins with it, unless the door noted an earlier one.
+
+    Raises:
+        ApiError: the header is not a number of seconds.
+    """
+    tenant = getattr(request.state, "tenant", None)
+    arrival = getattr(request.state, "arrival", arrival)
+    limits = [body.request_timeout, _header_timeout(request)]
+    seconds = min((limit for limit in limits if limit is not None), default=None)
+    return Terms(
+        tenant=tenant,
+        cache_salt=scoped_salt(tenant if settings.prefix_cache_scope == "key" else None, body.cache_salt),
+        priority=body.priority or 0,
+        deadline=None if seconds is None else arrival + seconds,
+    )
+
+
+def scoped_salt(tenant: str | None, salt: str | None) -> str | None:
+    """One salt for both: another tenant's cannot be guessed, whatever the salt; None for neither."""
+    if tenant is None and salt is None:
+        return None
+    return hashlib.sha256(json.dumps([tenant, salt]).encode()).hexdigest()
+
+
+def _header_timeout(request: Request) -> float | None:
+    given = request.headers.getlist(TIMEOUT_HEADER)
+    if not given:
+        return None
+    seconds = float(given[0]) if len(given) == 1 and _DECIMAL.fullmatch(given[0]) else 0.0
+    if not 0.0 < seconds <= MAX_TIMEOUT:
+        message = (
+            f"{TIMEOUT_HEADER} must be sent once, as a number of seconds such as 2.5, above 0 and at most "
+            f"{MAX_TIMEOUT}, got {shown(', '.join(given))}."
+        )
+        raise ApiError(400, message, param=TIMEOUT_HEADER, code="invalid_value")
+    return seconds

@@ -1,0 +1,96 @@
+"""Bodies: bytes to a validated model, in bounded memory and without holding up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from codecs import BOM_UTF8
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+
+from engine import parse_bytes
+from server.api.structure import check_structure
+from server.context import Service
+from server.errors import ApiError, describe_validation
+
+_SMALL = 64 * 1024  # bytes that are read faster than a thread is asked to
+
+
+class StrictJsonRequest(Request):
+    """A request whose JSON must be standard JSON: UTF-8, no NaN, no Infinity, and every string valid Unicode.
+
+    Args:
+        request: the request as it came.
+        model: what its body is validated as.
+    """
+
+    def __init__(self, request: Request, model: type[BaseModel]):
+        super().__init__(request.scope, request.receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        """The validated body. A large one is read in a thread, one at a time."""
+        content = await self.body()
+        service: Service = self.app.state.service
+        limit = parse_bytes(service.settings.max_body_size, "max_body_size")
+        if len(content) <= _SMALL:
+            return read_body(content, self._model, limit)
+        async with service.reading:
+            return await asyncio.to_thread(read_body, content, self._model, limit)
+
+
+class StrictJsonRoute(APIRoute):
+    """A route that reads its body as `StrictJsonRequest` does."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        assert self.body_field is not None
+        model = self.body_field.field_info.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, BaseModel)
+
+        async def strict(request: Request) -> Response:
+            return await handle(StrictJsonRequest(request, model))
+
+        return strict
+
+
+def read_body(content: bytes, model: type[BaseModel], max_body_size: int) -> BaseModel:
+    """A JSON text as a model.
+
+    Args:
+        content: the text in UTF-8.
+        model: what it is validated as.
+        max_body_size: bytes of the longest body (see `check_structure`).
+
+    Raises:
+        ApiError: no JSON, more structure than a body may have, or not what the model takes.
+    """
+    if len(content) > _SMALL:
+        check_structure(content, max_body_size)
+    try:
+        value = msgspec.json.decode(content.removeprefix(BOM_UTF8))
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise _unreadable(content, problem) from None
+    try:
+        return model.model_validate(value)
+    except ValidationError as problem:
+        errors = problem.errors(include_url=False)
+        raise describe_validation([{**error, "loc": ("body", *error["loc"])} for error in errors]) from None
+
+
+def _unreadable(content: bytes, problem: Exception) -> ApiError:
+    reason = f"is not valid JSON: {problem}"
+    if isinstance(problem, msgspec.ValidationError):
+        reason = f"cannot be read: {str(problem).partition(' - at')[0]}"  # a number that is too large
+    try:
+        content.decode()
+    except UnicodeDecodeError as wrong:
+        reason = f"is not valid UTF-8: {wrong.reason} at byte {wrong.start}"
+    return ApiError(400, f"The body {reason}.", code="invalid_json")

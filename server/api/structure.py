@@ -1,0 +1,110 @@
+"""How much structure a JSON body may have, known before anything is built of it.
+
+Text costs a process about as much memory as it has bytes, structure up to 50 times as much: `{},` is three bytes and a
+dictionary of 64. So what stands outside of strings is counted first, by numpy, which needs neither an object for
+anything counted nor the interpreter's lock while it counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from server.errors import ApiError
+
+# What the largest sensible request has: some thousands of messages with parts, or of pairs of texts.
+MAX_CONTAINERS = 32768
+MAX_MEMBERS = 65536
+MAX_STRINGS = 131072
+BYTES_PER_ELEMENT = 8  # of the longest body: about what a token id has, with its comma
+_BLOCK = 1 << 20  # bytes at a time: the arrays that a block needs stay small
+
+
+@dataclass(slots=True)
+class Structure:
+    """What a JSON text holds, counted without regard to whether it is valid.
+
+    Attributes:
+        containers: arrays and objects.
+        members: names with a value in objects.
+        strings: names included.
+        commas: elements of arrays and members of objects, less one of each.
+    """
+
+    containers: int = 0
+    members: int = 0
+    strings: int = 0
+    commas: int = 0
+
+
+def measure(content: bytes) -> Structure:
+    """Count what a JSON text holds; brackets and commas within strings are text."""
+    found, quotes = Structure(), 0
+    inside = escaped = False
+    for start in range(0, len(content), _BLOCK):
+        block = np.frombuffer(content, np.uint8, min(_BLOCK, len(content) - start), start)
+        quote = block == ord('"')
+        escaped = _drop_escaped(block, quote, escaped)
+        # An odd number of quotes up to here, this one included: within a string.
+        outside = ((np.cumsum(quote, dtype=np.uint8) + inside) & 1) == 0
+        inside = not outside[-1]
+        quotes += int(np.count_nonzero(quote))
+        found.containers += _count(block, outside, "[") + _count(block, outside, "{")
+        found.members += _count(block, outside, ":")
+        found.commas += _count(block, outside, ",")
+    found.strings = (quotes + 1) // 2
+    return found
+
+
+def _count(block: npt.NDArray[np.uint8], outside: npt.NDArray[np.bool_], sign: str) -> int:
+    return int(np.count_nonzero((block == ord(sign)) & outside))
+
+
+def _drop_escaped(block: npt.NDArray[np.uint8], quote: npt.NDArray[np.bool_], escaped: bool) -> bool:
+    """Unmark the quotes that a backslash makes text.
+
+    Args:
+        escaped: the block's first byte follows such a backslash.
+
+    Returns:
+        The same of the block after this one.
+    """
+    places = np.flatnonzero(block == ord("\\"))
+    if escaped and not (places.size and places[0] == 0):
+        quote[0] = False
+    if not places.size:
+        return False
+    breaks = np.flatnonzero(np.diff(places) > 1)
+    starts, ends = places[np.append(0, breaks + 1)], places[np.append(breaks, places.size - 1)]
+    lengths = ends - starts + 1
+    if escaped and starts[0] == 0:
+        lengths[0] -= 1  # the first one is text itself
+    after = ends[lengths % 2 == 1] + 1  # of two backslashes, the first makes the second text
+    overhangs = bool(after.size) and int(after[-1]) == block.size
+    quote[after[:-1] if overhangs else after] = False
+    return overhangs
+
+
+def check_structure(content: bytes, max_body_size: int) -> None:
+    """Refuse a body whose structure would take far more memory than its bytes.
+
+    Args:
+        content: a JSON text, valid or not.
+        max_body_size: bytes of the longest body; how many elements may be in one goes by it.
+
+    Raises:
+        ApiError: 400 with the number that is too large, and its limit.
+    """
+    found = measure(content)
+    elements = max(max_body_size // BYTES_PER_ELEMENT, MAX_STRINGS)
+    for name, count, limit in (
+        ("arrays and objects", found.containers, MAX_CONTAINERS),
+        ("fields of objects", found.members, MAX_MEMBERS),
+        ("strings", found.strings, MAX_STRINGS),
+        ("elements", found.commas + 1, elements),
+    ):
+        if count > limit:
+            message = f"The body holds {count} {name}, and at most {limit} may be in one. Send less in one request."
+            raise ApiError(400, message, code="body_too_complex")

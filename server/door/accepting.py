@@ -1,0 +1,102 @@
+"""Connections are accepted here, and not by the event loop's own server, so that each has a slot from its first moment
+on, its TLS handshake included, and file descriptors that run out stop nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from server.door.slots import Slot, Slots
+
+logger = logging.getLogger("octavo.server")
+
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE = 0.1  # seconds without accepting, where no connection could be spared
+
+
+class Acceptor:
+    """Listens on a socket; what uvicorn needs of an asyncio server.
+
+    Args:
+        listener: bound.
+        slots: each connection takes one.
+        make_protocol: of a connection.
+        tls: for connections that begin with a handshake.
+        handshake_timeout: seconds that one may take.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        slots: Slots,
+        make_protocol: Callable[[Slot], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        handshake_timeout: float,
+    ):
+        self._listener = listener
+        self._slots = slots
+        self._make_protocol = make_protocol
+        self._tls = tls
+        self._handshake_timeout = handshake_timeout if tls is not None else None
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+
+    def start(self, backlog: int) -> None:
+        """Accept from now on; so many wait in the system until they are accepted."""
+        self._listener.setblocking(False)
+        self._listener.listen(backlog)
+        self._loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Accept no more; idempotent."""
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+
+    async def wait_closed(self) -> None:
+        """Nothing is left to wait for."""
+
+    def _accept(self) -> None:
+        # No more at a time than the reserve has: one that is dropped is closed before this is called again.
+        for _ in range(self._slots.sizes.reserve):
+            try:
+                connection, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as problem:
+                if problem.errno not in _NO_FILES:
+                    raise
+                if not self._slots.make_room():
+                    self._wait(problem)
+                return
+            connection.setblocking(False)
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # uvloop does, asyncio does not here
+            slot = self._slots.open()
+            # Until there is a transport: closing the socket itself would leave the event loop with its number.
+            slot.drop = self._loop.create_task(self._hand_over(connection, slot)).cancel
+
+    def _wait(self, problem: OSError) -> None:
+        logger.error("No connection can be accepted: %s. Raise the limit of open files (ulimit -n).", problem.strerror)
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(_PAUSE, self._loop.add_reader, self._listener, self._accept)
+
+    async def _hand_over(self, connection: socket.socket, slot: Slot) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: self._make_protocol(slot),
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._handshake_timeout,
+            )
+        except (OSError, asyncio.CancelledError) as problem:  # it left, spoke no TLS, or was dropped for another one
+            logger.debug("A connection ended before its first request: %r", problem)
+            connection.close()
+            slot.close()

@@ -1,0 +1,145 @@
+"""Which web pages may use the service: the names that it answers to (Host), and the sites that may ask (Origin).
+
+A browser lets a page send requests anywhere. A page of another site is told by its Origin. One whose name has been
+pointed at this machine after it was loaded (DNS rebinding) counts as of the same site, and is told by its Host alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import socket
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.config.settings import ServerSettings
+from server.door.auth import HEALTH_PATHS, routed_path
+from server.door.request_id import client_address
+from server.errors import ApiError, shown
+
+logger = logging.getLogger("octavo.server")
+
+# What a page of an allowed origin may read of an answer's header, beyond what browsers always show.
+EXPOSED = (
+    "X-Request-ID", "Retry-After", "X-Octavo-Ignored-Fields",
+    "x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests",
+    "x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens",
+)  # fmt: skip
+PREFLIGHT_SECONDS = 600
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+_PLACE = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*?)\.?)(?::(\d*))?")  # an address in brackets or a name; a port
+
+
+class HostGate:
+    """Answers 403 to a request under a foreign name or from a foreign web page, before its key and its body are looked
+    at; answers preflights of allowed origins, and lets their pages read all answers, errors included.
+
+    The health endpoints are exempt: probes send any Host, and what they are told is no secret.
+
+    Args:
+        app: what it guards.
+        settings: where the service listens; allowed_hosts and allowed_origins.
+        keys: API keys are set. Host is then compared only if allowed_hosts says with what: browsers send no key by
+            themselves, so a page that does not know one is refused, whatever its name is.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, *, keys: bool):
+        self._app = app
+        # Behind a Unix socket is a proxy, which may name anything; a browser cannot reach it.
+        open_to_all = "*" in settings.allowed_hosts or settings.uds is not None or (keys and not settings.allowed_hosts)
+        self._names = None if open_to_all else answered_names(settings)
+        self._origins = frozenset(settings.allowed_origins)
+        self._cors = CORSMiddleware(
+            app,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),  # clients have headers of their own, and the origin is trusted
+            expose_headers=EXPOSED,
+            allow_private_network=True,
+            max_age=PREFLIGHT_SECONDS,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or let the app answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        origins, hosts = _values(scope, b"origin"), _values(scope, b"host")
+        allowed = len(origins) == 1 and ("*" in self._origins or origins[0] in self._origins)
+        problem = None
+        if routed_path(scope) not in HEALTH_PATHS:
+            problem = self._foreign_host(hosts) or (None if allowed else _foreign_origin(scope, origins, hosts))
+        if problem is not None:
+            extra = {"status": 403, "code": problem.code, "path": scope["path"], "client": client_address(scope)}
+            logger.warning("Refused: %s", problem.message, extra=extra)
+            await problem.response()(scope, receive, send)
+        else:
+            await (self._cors if allowed else self._app)(scope, receive, send)
+
+    def _foreign_host(self, hosts: list[str]) -> ApiError | None:
+        # Without a Host, which HTTP/1.0 allows, it is no browser.
+        if self._names is None or not hosts or (len(hosts) == 1 and self._is_ours(hosts[0])):
+            return None
+        message = (
+            f"This server does not answer to the host {shown(', '.join(hosts))}. If that is its name, start it with "
+            "--allowed-hosts (OCTAVO_ALLOWED_HOSTS); others are refused, since any web page could use it under them."
+        )
+        return ApiError(403, message, code="host_not_allowed")
+
+    def _is_ours(self, host: str) -> bool:
+        name = (_parts(host) or ("",))[0]
+        # An address is not looked up, so no other site's page can have it as its name.
+        names, below = self._names or frozenset(), (name[at.end() :] for at in re.finditer(r"\.", name))
+        return _is_address(name) or name in names or any(f"*.{rest}" in names for rest in below)
+
+
+def answered_names(settings: ServerSettings) -> frozenset[str]:
+    """The names under which the service answers, in small letters, `*.` before a name for all below it. Addresses need
+    no mention."""
+    own = {"localhost", "*.localhost", socket.gethostname().lower(), settings.host.lower()}
+    return frozenset(own | set(settings.allowed_hosts))
+
+
+def _foreign_origin(scope: Scope, origins: list[str], hosts: list[str]) -> ApiError | None:
+    """The answer to a page of a site that is neither this one nor allowed."""
+    if not origins:
+        return None
+    # A browser's own word comes first: a proxy in front may have put another Host. No page can forge it.
+    site = _values(scope, b"sec-fetch-site")
+    if len(origins) == len(hosts) == 1 and (
+        site == ["same-origin"] or (not site and _is_same_site(origins[0], hosts[0]))
+    ):
+        return None
+    message = (
+        f"Web pages of {shown(', '.join(origins))} may not use this server. To let them, start it with "
+        "--allowed-origins (OCTAVO_ALLOWED_ORIGINS)."
+    )
+    return ApiError(403, message, code="origin_not_allowed")
+
+
+def _is_same_site(origin: str, host: str) -> bool:
+    # The scheme is the outside's, which a proxy in front may not tell; ports say as much.
+    scheme, _, place = origin.lower().partition("://")
+    port = _DEFAULT_PORTS.get(scheme)
+    ours = _parts(host)
+    return port is not None and ours is not None and _parts(place, port) == (ours[0], ours[1] or port)
+
+
+def _parts(place: str, port: str = "") -> tuple[str, str] | None:
+    """The name and the port of a Host, in small letters, or None for what is none; `port` is the default."""
+    found = _PLACE.fullmatch(place.lower())
+    return None if found is None else (found[1] or found[2] or "", found[3] or port)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1").strip() for key, value in scope["headers"] if key.lower() == name]

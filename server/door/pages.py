@@ -1,0 +1,11 @@
+"""What keeps a page of this server to itself: nothing is loaded from elsewhere, and no other site may frame it."""
+
+from __future__ import annotations
+
+POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+# For pages and all that they are made of. That no type is guessed is said of every answer (door/request_id.py).
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+}

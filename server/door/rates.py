@@ -1,0 +1,153 @@
+"""Requests a minute of each key, counted by the library `limits`: here, or in Redis for several services together."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from asyncio import timeout
+from dataclasses import dataclass
+from typing import Any
+
+from limits import RateLimitItemPerMinute
+from limits.aio.storage import MemoryStorage, RedisStorage
+
+from engine import ConfigError
+
+logger = logging.getLogger("octavo.server")
+
+PATIENCE = 1.0  # seconds that Redis gets for an answer
+_AGAIN = 10.0  # seconds after which Redis is asked again when it has failed
+_CONNECTIONS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where a key stands in its minute, after a request.
+
+    Attributes:
+        allowed: the request is one of those that it may make.
+        limit: requests a minute.
+        remaining: requests that it may still make at once.
+        reset: whole seconds until that becomes more.
+    """
+
+    allowed: bool
+    limit: int
+    remaining: int
+    reset: int
+
+
+class RequestRates:
+    """Counts in a sliding window: a minute's requests weigh less and less in the next one, so that no moment lets
+    twice the limit through (`limits` calls it a sliding window counter). Refused requests do not count.
+
+    What Redis cannot be asked is counted in this process, until it can be asked again.
+
+    Args:
+        redis: URL (redis://, rediss://, unix://); None: all is counted in this process.
+
+    Raises:
+        ConfigError: as `check_storage`.
+    """
+
+    def __init__(self, redis: str | None = None):
+        self._own = MemoryStorage()
+        self._pool = None if redis is None else _pool(redis)
+        self._shared: RedisStorage | None = None
+        self._failures: tuple[type[Exception], ...] = ()
+        if self._pool is not None:
+            self._shared = RedisStorage(
+                "async+redis://", implementation="redispy", key_prefix="octavo", connection_pool=self._pool
+            )
+            # TimeoutError is an OSError.
+            self._failures = (*_listed(self._shared.base_exceptions), OSError)
+        self._ask_again: float | None = None  # when, if Redis has failed
+
+    async def take(self, tenant: str, limit: int) -> Window:
+        """Count a request of this tenant, which may make so many a minute."""
+        item = RateLimitItemPerMinute(limit)
+        if self._shared is not None and self._may_ask():
+            try:
+                async with timeout(PATIENCE):
+                    window = await _take(self._shared, item, tenant)
+            except self._failures as problem:
+                self._has_failed(problem)
+            else:
+                self._has_answered()
+                return window
+        return await _take(self._own, item, tenant)
+
+    async def close(self) -> None:
+        """Give the connections up."""
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    def _may_ask(self) -> bool:
+        if self._ask_again is None:
+            return True
+        now = time.monotonic()
+        if now < self._ask_again:
+            return False
+        self._ask_again = now + _AGAIN  # one request tries, not all that come meanwhile
+        return True
+
+    def _has_failed(self, problem: Exception) -> None:
+        if self._ask_again is None:
+            logger.warning(
+                "Redis, which counts the requests of API keys (rate_limit_storage), cannot be asked: %s. They are "
+                "counted in this process until it can.",
+                type(problem).__name__,
+            )
+        self._ask_again = time.monotonic() + _AGAIN
+
+    def _has_answered(self) -> None:
+        if self._ask_again is not None:
+            logger.info("Redis counts the requests of API keys again.")
+            self._ask_again = None
+
+
+async def _take(storage: MemoryStorage | RedisStorage, item: RateLimitItemPerMinute, tenant: str) -> Window:
+    key, seconds = item.key_for(tenant), item.get_expiry()
+    allowed = await storage.acquire_sliding_window_entry(key, item.amount, seconds)
+    # A window's counter is kept through the next one, in which it weighs what its time left is of a window.
+    before, before_left, current, current_left = await storage.get_sliding_window(key, seconds)
+    weight = math.floor(before * before_left / seconds)
+    if weight:
+        reset = before_left - weight * seconds / before
+    else:
+        reset = current_left - seconds if current else 0.0
+    remaining = max(0, item.amount - weight - current)
+    # At that very moment, which is known to a millisecond, nothing has changed yet: a whole second that is later.
+    return Window(allowed, item.amount, remaining, math.floor(max(0.0, reset) + 0.001) + 1)
+
+
+def check_storage(redis: str | None) -> None:
+    """See that `RequestRates` can be made; Redis is not asked.
+
+    Raises:
+        ConfigError: the URL cannot be used, or the package redis is not installed.
+    """
+    if redis is not None:
+        _pool(redis)
+
+
+def _pool(url: str) -> Any:
+    try:
+        from redis.asyncio import BlockingConnectionPool
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+    except ImportError:
+        raise ConfigError(
+            "rate_limit_storage names Redis, whose package is not installed: pip install 'octavo[redis]'."
+        ) from None
+    try:
+        # Once more at once: Redis may have closed a connection that nothing was asked on for long.
+        again = Retry(NoBackoff(), 1)
+        return BlockingConnectionPool.from_url(url, max_connections=_CONNECTIONS, timeout=None, retry=again)
+    except ValueError:  # its words may repeat the URL, which may hold a password
+        raise ConfigError("rate_limit_storage is not a URL that Redis can be reached by.") from None
+
+
+def _listed(kinds: type[Exception] | tuple[type[Exception], ...]) -> tuple[type[Exception], ...]:
+    return kinds if isinstance(kinds, tuple) else (kinds,)

@@ -1,0 +1,214 @@
+"""How many connections there may be, and which are closed for others, so that health is answered while all are taken.
+
+Each connection takes a slot. So many are ordinary; the few beyond them, the reserve, exist for what is always answered
+(health and metrics), because only a request that has been read tells what a connection is for. Where all ordinary slots
+are taken the connection that has been kept alive for longest without a request gives its slot up; where the reserve is
+taken, too, its oldest connection that is not being answered is closed. So connections that say nothing, however many,
+cannot keep a probe out that sends its request at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from server.door.drain import ALWAYS_ANSWERED
+from server.errors import ApiError
+
+logger = logging.getLogger("octavo.server")
+
+MOST_RESERVE = 16
+FEW = 256  # connections that a start warns of if there can be no more
+OWN_FILES = 64  # file descriptors of the service itself, generously
+_SPARE = 16  # of these, what is still to come once it serves: a restart of the engine, files that are read, accepting
+_LEAST = 3  # slots of a service that has no file descriptors left for any
+_CANDIDATES = 64  # idle connections that are looked at for one that can be closed
+_SILENCE = 10.0  # seconds between two lines of the log about the same thing
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many slots there are.
+
+    Attributes:
+        ordinary: for any request.
+        reserve: for `ALWAYS_ANSWERED` alone.
+        fitting: ordinary ones that file descriptors would suffice for.
+    """
+
+    ordinary: int
+    reserve: int
+    fitting: int
+
+
+def count_slots(wanted: int | None, limit: int | None = None, used: int | None = None) -> Sizes:
+    """As many slots as there are file descriptors for, or as are wanted, if that is less.
+
+    Args:
+        wanted: ordinary ones (the setting max_connections).
+        limit: file descriptors that this process may have; None: asks the system.
+        used: those that it has; None: looks.
+    """
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = 2**31 if limit == resource.RLIM_INFINITY else limit
+    room = max(limit - (_open_files() if used is None else used) - _SPARE, _LEAST)
+    reserve = min(max(room // 4, 2), MOST_RESERVE)
+    fitting = room - reserve
+    return Sizes(fitting if wanted is None else min(wanted, fitting), reserve, fitting)
+
+
+def _open_files() -> int:
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        if Path(folder).is_dir():
+            return len(os.listdir(folder))
+    return OWN_FILES
+
+
+class Slot:
+    """One connection's, from its acceptance to its end.
+
+    Attributes:
+        drop: closes the connection at once.
+        unsent: bytes of the last answer that the client has not taken yet.
+        is_reserve: it has no ordinary slot, and ends with its first answer.
+    """
+
+    __slots__ = ("_slots", "answering", "drop", "is_reserve", "unsent")
+
+    def __init__(self, slots: Slots, is_reserve: bool):
+        self._slots = slots
+        self.is_reserve = is_reserve
+        self.answering = False
+        self.drop: Callable[[], object] = lambda: None
+        self.unsent: Callable[[], int] = lambda: 0
+
+    def ask(self, path: bytes | None) -> ApiError | None:
+        """A request's head has come; what it is answered with, if it may not be served."""
+        self.answering = True
+        return self._slots.ask(self, path)
+
+    def stir(self) -> None:
+        """Something comes from the client."""
+        self._slots.idle.pop(self, None)
+
+    def rest(self) -> None:
+        """All requests are answered, and no other one has begun."""
+        self.answering = False
+        self._slots.rest(self)
+
+    def close(self) -> None:
+        """The connection has ended; idempotent."""
+        self._slots.close(self)
+
+
+class Slots:
+    """All connections of the service.
+
+    Args:
+        root_path: of the settings; `ALWAYS_ANSWERED` is found with it and without.
+        refused: told the reason for each request that is answered with 503.
+        dropped: told which kind each connection is of that is closed for another one: idle or reserve.
+
+    Attributes:
+        sizes: how many there are; few, until it is set.
+        idle: ordinary ones between two requests, those that rest for longest first.
+    """
+
+    def __init__(
+        self,
+        root_path: str = "",
+        refused: Callable[[str], None] = lambda reason: None,
+        dropped: Callable[[str], None] = lambda reason: None,
+    ):
+        self.sizes = Sizes(1, 2, 1)
+        self.idle: dict[Slot, None] = {}
+        self._open: set[Slot] = set()
+        self._reserve: dict[Slot, None] = {}  # the oldest first
+        self._always = {(prefix + path).encode() for path in ALWAYS_ANSWERED for prefix in {"", root_path}}
+        self._refused = refused
+        self._dropped = dropped
+        self._said = float("-inf")
+
+    @property
+    def num_open(self) -> int:
+        """Connections."""
+        return len(self._open)
+
+    def open(self) -> Slot:
+        """A connection has been accepted."""
+        is_reserve = not self._has_room()
+        if is_reserve and len(self._reserve) >= self.sizes.reserve:
+            self._drop_reserve()
+        slot = Slot(self, is_reserve)
+        self._open.add(slot)
+        if is_reserve:
+            self._reserve[slot] = None
+        return slot
+
+    def ask(self, slot: Slot, path: bytes | None) -> ApiError | None:
+        """Why a request may not be served in that slot, which becomes an ordinary one where one is free by now."""
+        if slot.is_reserve and slot in self._reserve and self._has_room():
+            del self._reserve[slot]
+            slot.is_reserve = False
+        if not slot.is_reserve or path in self._always:
+            return None
+        self._refused("connections")
+        self._say()
+        message = (
+            f"The service has {self.sizes.ordinary} connections, which is the limit (max_connections). Try again "
+            "later, or raise --max-connections, and the limit of open files (ulimit -n) with it."
+        )
+        return ApiError(503, message, code="overloaded", headers={"Retry-After": "1", "Connection": "close"})
+
+    def rest(self, slot: Slot) -> None:
+        """That connection waits for its next request."""
+        if slot in self._open and not slot.is_reserve:
+            self.idle[slot] = None
+
+    def close(self, slot: Slot) -> None:
+        """That connection has ended."""
+        self._open.discard(slot)
+        self._reserve.pop(slot, None)
+        self.idle.pop(slot, None)
+
+    def make_room(self) -> bool:
+        """Close one connection that can be spared, for file descriptors that are missing; whether there was one."""
+        return self._drop_idle() or self._drop_reserve()
+
+    def _has_room(self) -> bool:
+        return len(self._open) - len(self._reserve) < self.sizes.ordinary or self._drop_idle()
+
+    def _drop_idle(self) -> bool:
+        # A client that is still taking its answer would lose the rest.
+        done = (slot for slot in islice(self.idle, _CANDIDATES) if not slot.unsent())
+        return self._drop(next(done, None), "idle")
+
+    def _drop_reserve(self) -> bool:
+        silent = (slot for slot in self._reserve if not slot.answering)
+        return self._drop(next(silent, None) or next(iter(self._reserve), None), "reserve")
+
+    def _drop(self, slot: Slot | None, kind: str) -> bool:
+        if slot is None:
+            return False
+        self.close(slot)
+        slot.drop()
+        self._dropped(kind)
+        self._say()
+        return True
+
+    def _say(self) -> None:
+        now = time.monotonic()
+        if now > self._said + _SILENCE:
+            self._said = now
+            logger.warning(
+                "All %d connections are taken (max_connections); idle ones are closed for new ones, and beyond them "
+                "health and metrics alone are answered.",
+                self.sizes.ordinary,
+            )

@@ -1,0 +1,162 @@
+"""The memory of the process that answers HTTP: while it has too much, new requests are refused, so that what runs goes
+on and neither the machine nor the container ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from engine import ConfigError, available_memory, parse_bytes
+from server.errors import ApiError
+
+logger = logging.getLogger("octavo.server")
+
+_SHARE = 4  # the default: a quarter of what is free at the start, beyond what the process has then ...
+_LEAST_ROOM = 256 * 2**20  # ... and no less than this
+_FRESH = 0.05  # seconds for which a look is good: requests may come faster
+_PERIOD = 1.0  # seconds between two looks where none come
+_COMPLAINT = 60.0  # seconds above the limit with nothing running after which the log says so, and says it again
+_MIB = 2**20
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def find_limit(setting: int | str | None) -> int | None:
+    """Bytes that this process, which is about to serve, may have; None: as many as it gets.
+
+    Args:
+        setting: max_api_memory: a size, 0 for no limit, or None for what it has now and `_SHARE` of what is free.
+
+    Raises:
+        ConfigError: it has more than that already.
+    """
+    if setting == 0:
+        return None
+    resident = resident_memory()
+    if setting is None:
+        return resident + max(available_memory() // _SHARE, _LEAST_ROOM)
+    limit = parse_bytes(setting, "max_api_memory")
+    if resident >= limit:
+        raise ConfigError(
+            f"max_api_memory is {limit // _MIB} MiB, but before its first request the process has {resident // _MIB} "
+            "MiB already, so that it would serve none: raise --max-api-memory."
+        )
+    return limit
+
+
+def give_back() -> None:
+    """Return memory that is not in use to the system, as far as the C library can. Takes tens of milliseconds.
+
+    glibc keeps what was freed below the top of a heap: of 450 MB of texts of 600 bytes, all freed, 450 MB stay, and 14
+    after this.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+        if trim is not None:
+            trim(0)
+
+
+class MemoryGuard:
+    """Whether this process has more memory than it may.
+
+    Args:
+        limit: bytes; None: there is no limit.
+        resident: bytes that it has.
+        clock: seconds that only grow.
+        give_back: lets it have less, if that is possible.
+    """
+
+    def __init__(
+        self,
+        limit: int | None = None,
+        resident: Callable[[], int] = resident_memory,
+        clock: Callable[[], float] = time.monotonic,
+        give_back: Callable[[], None] = give_back,
+    ):
+        self._limit = limit
+        self._resident = resident
+        self._give_back = give_back
+        self._clock = clock
+        self._looked = self._since = self._complained = float("-inf")
+        self._exceeded = False
+
+    def exceeded(self) -> bool:
+        """Whether it has too much, as of a moment ago."""
+        now = self._clock()
+        if self._limit is not None and now >= self._looked + _FRESH:
+            self._looked = now
+            size = self._resident()
+            if (size > self._limit) != self._exceeded:
+                self._change(size, self._limit, now)
+        return self._exceeded
+
+    def refusal(self) -> ApiError:
+        """The answer to what is refused meanwhile. Its body is not read."""
+        message = (
+            f"The service has more memory than the {(self._limit or 0) // _MIB} MiB that it may have (max_api_memory), "
+            "and takes no new requests until it has less. Try again later, or raise --max-api-memory."
+        )
+        return ApiError(503, message, code="overloaded", headers={"Retry-After": "5", "Connection": "close"})
+
+    @asynccontextmanager
+    async def watched(self, num_running: Callable[[], int], period: float = _PERIOD) -> AsyncIterator[None]:
+        """While the block runs, give memory back where there is too much of it, and say so where that does not help.
+
+        Args:
+            num_running: requests that are being answered.
+            period: seconds between two looks.
+        """
+        watch = asyncio.create_task(self._watch(num_running, period), name="octavo-memory")
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _watch(self, num_running: Callable[[], int], period: float) -> None:
+        while self._limit is not None:
+            await asyncio.sleep(period)
+            if self.exceeded():
+                await asyncio.to_thread(self._give_back)
+                self._looked = float("-inf")
+                if self.exceeded() and not num_running():
+                    self._complain()
+
+    def _change(self, size: int, limit: int, now: float) -> None:
+        self._exceeded = size > limit
+        if self._exceeded:
+            self._since = self._complained = now
+            logger.warning(
+                "The process has %d MiB of memory, more than %d MiB (max_api_memory): new requests are refused until "
+                "it has less.",
+                size // _MIB, limit // _MIB,
+            )  # fmt: skip
+        else:
+            logger.info(
+                "The process has %d MiB of memory again, and serves: it had too much for %.1f s.",
+                size // _MIB, now - self._since,
+            )  # fmt: skip
+
+    def _complain(self) -> None:
+        now = self._clock()
+        if now >= self._complained + _COMPLAINT:
+            self._complained = now
+            logger.error(
+                "The process has had more memory than max_api_memory for %.0f s, although it answers nothing: it will "
+                "not serve until it is started again. Raise --max-api-memory if it should have more.",
+                now - self._since,
+            )

@@ -1,0 +1,68 @@
+"""The layer that gives requests to the model their spans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bind_contextvars
+
+from server.door.auth import routed_path
+from server.tracing.otlp import Tracing
+from server.tracing.request import RequestTrace
+
+# Exact ones: what clients think up must not become names of spans.
+TRACED = frozenset(
+    {
+        "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank",
+        "/rerank", "/v1/classify", "/classify", "/v1/fill-mask", "/fill-mask",
+    }
+)  # fmt: skip
+_CONTEXT = (b"traceparent", b"tracestate")
+
+
+class TracingMiddleware:
+    """Traces requests to the model; all else passes. `scope["state"]["trace"]` is then the request's trace, and its
+    lines in the log have a trace_id.
+
+    It stands behind the door: what is refused there can neither fill the collector nor choose the ids of traces.
+
+    Args:
+        tracing: takes the spans.
+    """
+
+    def __init__(self, app: ASGIApp, tracing: Tracing):
+        self._app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or (path := routed_path(scope)) not in TRACED:
+            await self._app(scope, receive, send)
+            return
+        trace = RequestTrace(self._tracing, path, _context(scope["headers"]), scope["scheme"])
+        scope.setdefault("state", {})["trace"] = trace
+        if trace.trace_id is not None:
+            bind_contextvars(trace_id=trace.trace_id)
+        status: int | None = None
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            status = status or 500  # what the layers outside of this one answer
+            raise
+        finally:
+            trace.end(status)
+
+
+def _context(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, value in headers:
+        if name.lower() in _CONTEXT:
+            found.setdefault(name.lower().decode(), []).append(value.decode("latin-1"))
+    return found

@@ -1,0 +1,92 @@
+"""`python -m server.workers.child`: a process that forks workers, and what a worker does.
+
+It has no threads and holds nothing but the libraries that jobs need, so a fork of it is safe, takes a millisecond, and
+shares nearly all of its memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from server.workers.frames import LENGTH, Job, Outcome, framed
+from server.workers.templates import Conversation, render
+
+MEMORY = 512 * 1024 * 1024  # bytes that a worker may have beyond what it begins with
+
+_JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {"render": (Conversation, render)}
+
+
+def main() -> None:
+    """Fork a worker for each socket that comes over standard input; end with it."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # the service decides when workers end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that ended
+    gc.freeze()
+    control = socket.socket(fileno=os.dup(0))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        with socket.socket(fileno=descriptors[0]) as line:
+            if os.fork() == 0:
+                control.close()
+                os.close(0)
+                _bound_memory()
+                _work(line)
+                os._exit(0)
+
+
+def _bound_memory() -> None:
+    with open("/proc/self/statm", encoding="ascii") as facts:
+        now = int(facts.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _work(line: socket.socket) -> None:
+    """Do jobs until the service hangs up. A job that is late is ended by the kernel, whatever it is at."""
+    line.sendall(LENGTH.pack(os.getpid()))  # ready
+    while (head := _receive(line, LENGTH.size)) is not None:
+        content = _receive(line, LENGTH.unpack(head)[0])
+        if content is None:
+            return
+        job = msgspec.msgpack.decode(content, type=Job)
+        signal.setitimer(signal.ITIMER_REAL, job.seconds)
+        outcome = _do(job)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        line.sendall(framed(outcome))
+        if outcome.out_of_memory:
+            return
+
+
+def _do(job: Job) -> Outcome:
+    kind, function = _JOBS[job.name]
+    try:
+        result = function(msgspec.msgpack.decode(job.payload, type=kind))
+        return Outcome(result=msgspec.Raw(msgspec.msgpack.encode(result)))
+    except ValueError as problem:
+        return Outcome(refused=str(problem))
+    except MemoryError:
+        return Outcome(out_of_memory=True)
+
+
+def _receive(line: socket.socket, size: int) -> bytes | None:
+    content = bytearray()
+    while len(content) < size:
+        part = line.recv(min(size - len(content), 1 << 20))
+        if not part:
+            return None
+        content += part
+    return bytes(content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What the service and its workers say to each other: MessagePack with its length before it."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+LENGTH = struct.Struct("!I")
+
+
+class Job(msgspec.Struct, array_like=True):
+    """Work for a worker.
+
+    Attributes:
+        name: which function.
+        seconds: after which the worker is killed.
+        payload: the function's argument, encoded.
+    """
+
+    name: str
+    seconds: float
+    payload: msgspec.Raw
+
+
+class Outcome(msgspec.Struct, array_like=True):
+    """What became of a job.
+
+    Attributes:
+        result: what the function returned, encoded; nothing if it failed.
+        refused: why it refused its argument (its ValueError), if it did.
+        out_of_memory: it needed more memory than a worker may have.
+    """
+
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
+    refused: str | None = None
+    out_of_memory: bool = False
+
+
+def framed(message: Job | Outcome) -> bytes:
+    """A message as it is sent."""
+    content = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(content)) + content

@@ -1,0 +1,195 @@
+"""Workers as the event loop sees them: jobs with limits of time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any, TypeVar
+
+import msgspec
+
+from server.workers.frames import LENGTH, Job, Outcome, framed
+
+_PATIENCE = 30.0  # seconds beyond a job's own, for a process to start and for a busy machine
+# What a worker's process needs of the environment; keys and tokens of the service are not among it.
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "HF_HOME")
+
+T = TypeVar("T")
+
+
+class RefusedError(Exception):
+    """The job refused its argument."""
+
+
+class WorkerLostError(Exception):
+    """The job needed more memory than a worker may have, or its process was killed from outside."""
+
+
+class _Worker:
+    """A worker's process and the line to it."""
+
+    def __init__(self, line: socket.socket):
+        self._line = line
+        self._pid = 0
+        line.setblocking(False)
+
+    async def ready(self) -> bool:
+        """Wait until it can work; whether it ever can."""
+        head = await self._receive(LENGTH.size)
+        self._pid = 0 if head is None else LENGTH.unpack(head)[0]
+        return head is not None
+
+    async def exchange(self, job: bytes) -> Outcome | None:
+        """A job's outcome, or None if the process is gone."""
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._line, job)
+            head = await self._receive(LENGTH.size)
+            content = None if head is None else await self._receive(LENGTH.unpack(head)[0])
+        except ConnectionError:
+            return None
+        return None if content is None else msgspec.msgpack.decode(content, type=Outcome)
+
+    async def _receive(self, size: int) -> bytes | None:
+        loop, content = asyncio.get_running_loop(), bytearray()
+        while len(content) < size:
+            part = await loop.sock_recv(self._line, min(size - len(content), 1 << 20))
+            if not part:
+                return None
+            content += part
+        return bytes(content)
+
+    def close(self) -> None:
+        """Hang up: it ends after the job that it is at."""
+        self._line.close()
+
+    def kill(self) -> None:
+        """End it in the middle of a job."""
+        with contextlib.suppress(OSError):
+            try:
+                gone = not self._line.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                gone = False
+            if not gone and self._pid:  # so the number is still its own
+                os.kill(self._pid, signal.SIGKILL)
+        self.close()
+
+
+class WorkerPool:
+    """Workers that are forked as jobs need them, and kept. It bounds no number: callers do.
+
+    It may be used from one event loop after another, not from several at once.
+    """
+
+    def __init__(self) -> None:
+        self._forker: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._idle: list[_Worker] = []
+
+    def start(self) -> None:
+        """Start the process that forks workers, unless it runs; it takes a second, which nothing waits for."""
+        if self._forker is not None and self._forker.poll() is None:
+            return
+        self.close()
+        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-m", "server.workers.child"]
+            self._forker = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+
+    def close(self) -> None:
+        """End all workers; a job that still runs ends with its time limit."""
+        for worker in self._idle:
+            worker.close()
+        self._idle.clear()
+        if self._control is not None:
+            self._control.close()  # which ends the forker
+        if self._forker is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._forker.wait(1.0)
+            if self._forker.poll() is None:
+                self._forker.kill()
+                self._forker.wait()
+        self._forker = self._control = None
+
+    async def run(self, name: str, payload: Any, kind: type[T], seconds: float) -> T:
+        """The result of a job.
+
+        Args:
+            name: which job of `server.workers.child`.
+            payload: its argument.
+            kind: the type of its result.
+            seconds: that it may take.
+
+        Raises:
+            RefusedError: the job's own words.
+            TimeoutError: it took longer.
+            WorkerLostError: it took too much memory.
+        """
+        job = framed(Job(name, seconds, msgspec.Raw(msgspec.msgpack.encode(payload))))
+        while self._idle:
+            outcome = await self._outcome(self._idle.pop(), job, seconds)
+            if outcome is not None:
+                return _result(outcome, kind)
+            # It may have been killed while it was idle. A new one tells.
+        outcome = await self._outcome(await self._fork(), job, seconds)
+        if outcome is None:
+            raise WorkerLostError
+        return _result(outcome, kind)
+
+    async def _fork(self) -> _Worker:
+        """A new worker, once it is ready."""
+        self.start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        worker = _Worker(ours)
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+            async with asyncio.timeout(_PATIENCE):
+                if not await worker.ready():
+                    raise RuntimeError("the process that forks workers has ended; what it wrote to stderr says why")
+        except BaseException:
+            worker.kill()
+            raise
+        return worker
+
+    async def _outcome(self, worker: _Worker, job: bytes, seconds: float) -> Outcome | None:
+        """A job's outcome; None if the worker is gone before its time was up. The worker is kept if it can be."""
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(seconds + _PATIENCE):
+                outcome = await worker.exchange(job)
+        except BaseException:
+            worker.kill()
+            raise
+        if outcome is None and asyncio.get_running_loop().time() - began >= seconds:
+            worker.close()
+            raise TimeoutError
+        if outcome is None or outcome.out_of_memory:
+            worker.close()
+        else:
+            self._idle.append(worker)
+        return outcome
+
+
+def _result(outcome: Outcome, kind: type[T]) -> T:
+    if outcome.refused is not None:
+        raise RefusedError(outcome.refused)
+    if outcome.out_of_memory:
+        raise WorkerLostError
+    return msgspec.msgpack.decode(outcome.result, type=kind)
+
+
+@functools.cache
+def shared_workers() -> WorkerPool:
+    """The pool of this process, like the event loop's pool of threads."""
+    return WorkerPool()
