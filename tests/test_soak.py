@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import random
 import subprocess
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 from support.service import environment
 
+from server.bench.client import Target
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
@@ -22,6 +26,7 @@ from soaking.cases import COMPLETIONS, Case, make_cases  # noqa: E402
 from soaking.checks import Sample, Tolerances, Usage  # noqa: E402
 from soaking.comparing import differences, vector_differences  # noqa: E402
 from soaking.ledger import Fate, Ledger  # noqa: E402
+from soaking.raw import RawConnection  # noqa: E402
 
 CASE = Case("several-1", COMPLETIONS, {"prompt": "a"}, 2)
 
@@ -201,6 +206,34 @@ def test_a_request_that_never_ended_is_missing_among_the_counts() -> None:
     assert checks.check_counters(QUIET, QUIET | {success("stop"): 6.0}, ledger, kills=0) == [
         "1 answers were counted; the clients know of 2 to 2"
     ]
+
+
+async def answer_late(pause: float, connections: int) -> list[int]:
+    """The statuses that senders get; the answers come at moments that are spread over a pause."""
+
+    served = itertools.count()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(pause * (2 + next(served) / connections))
+        writer.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    async def ask(target: Target) -> int:
+        answer = Answer()
+        async with RawConnection(target, answer) as connection:
+            await connection.send(itertools.repeat(b" "), pause)
+            await connection.receive_all()
+        return answer.status
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=connections)
+    async with server:
+        target = Target.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        return await asyncio.gather(*(ask(target) for _ in range(connections)))
+
+
+def test_an_answer_at_the_end_of_a_pause_is_not_lost() -> None:
+    assert asyncio.run(answer_late(0.05, 400)) == [408] * 400
 
 
 def ends(*outcomes: tuple[str, str]) -> Iterator[Mapping[str, Any]]:

@@ -53,19 +53,26 @@ class RawConnection:
     async def send(self, pieces: Iterable[bytes], pause: float = 0.0) -> None:
         """Send these, with a pause in seconds after each, until all are sent or an answer has come."""
         loop = asyncio.get_running_loop()
-        for piece in pieces:
-            try:
-                await loop.sock_sendall(self._socket, piece)
-            except OSError:
-                return  # the server has heard enough; what it said is there to be read
-            if pause:
+        hearing: asyncio.Task[None] | None = None  # goes on over a pause's end: cancelled, it could lose what it has
+        try:
+            for piece in pieces:
                 try:
-                    async with asyncio.timeout(pause):
-                        await self.receive(1 << 16)
-                except TimeoutError:
-                    pass
-            if self.complete or self.lost:
-                return
+                    await loop.sock_sendall(self._socket, piece)
+                except OSError:
+                    break  # the server has heard enough; what it said is there to be read
+                if pause:
+                    hearing = hearing or asyncio.create_task(self.receive(1 << 16))
+                    done, _ = await asyncio.wait({hearing}, timeout=pause)
+                    if done:
+                        hearing.result()
+                        hearing = None
+                if self.complete or self.lost:
+                    break
+            if hearing is not None:
+                await hearing
+        finally:
+            if hearing is not None:
+                hearing.cancel()
 
     async def receive(self, size: int) -> None:
         """Take some bytes of the answer."""
