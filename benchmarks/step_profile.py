@@ -30,6 +30,7 @@ from benchmarks.offline import machine, make_checkpoint  # noqa: E402
 from engine import Engine, EngineConfig, SamplingParams  # noqa: E402
 from engine.execution import runner as running  # noqa: E402
 from engine.model.layers import Linear  # noqa: E402
+from engine.model.native_executor import NativeExecutor  # noqa: E402
 from engine.native import memory  # noqa: E402
 
 PROMPT, STEPS, WARM = 128, 60, 6
@@ -78,9 +79,9 @@ def profile(folder: Path, dtype: str, quantization: str | None, rows: int) -> di
     )
     model = engine.runner.model
     assert model.decoder is not None
-    if model.decoder.lowered is None:
-        raise SystemExit("Layers run part by part here: there is no native library, see octavo doctor.")
-    program = model.decoder.lowered.program
+    if not isinstance(model.decoder.executor, NativeExecutor):
+        raise SystemExit("torch runs all layers here: there is no native library, see octavo doctor.")
+    program = model.decoder.executor.native
     generator = torch.Generator().manual_seed(0)
     for number in range(rows):
         prompt = torch.randint(1000, (PROMPT,), generator=generator).tolist()

@@ -16,11 +16,10 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from engine.attention.base import AttentionMetadata
 from engine.execution.invariance import min_invariant_rows
 from engine.model.activations import ACTIVATIONS
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
-from engine.model.layers import Linear, Step
+from engine.model.layers import Linear
 from engine.model.place import Place
 from engine.model.spec import Dense, Experts, Gated
 
@@ -51,16 +50,11 @@ def make(part: Experts, hidden: int, dtype: torch.dtype = torch.float32, *, pack
     return module
 
 
-def step(tokens: int, min_rows: int = 1) -> Step:
-    metadata = AttentionMetadata.build([tokens], [tokens], CPU)
-    return Step(tokens, metadata, rotations={}, biases={}, min_rows=min_rows)
-
-
 @torch.inference_mode()
 def run(module: ExpertsFeedForward, x: Tensor, *, padding: int = 0, min_rows: int = 1) -> Tensor:
     """Results of the tokens; padding rows hold values that would show."""
     rows = F.pad(x, (0, 0, 0, padding), value=3.0)
-    out: Tensor = module(rows, step(len(x), min_rows))
+    out: Tensor = module(rows, len(x), min_rows)
     assert out.shape == rows.shape
     assert out.dtype == x.dtype
     assert not out[len(x) :].any()

@@ -15,10 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata
 from engine.model import experts as experts_of_models
 from engine.model.experts import ExpertsFeedForward
-from engine.model.layers import Step
 from engine.model.place import Place
 from engine.model.spec import Activation, Dense, Experts, Gated
 
@@ -57,9 +55,8 @@ def in_torch(module: ExpertsFeedForward, x: Tensor, tokens: int) -> Tensor:
     """The module without kernels, in float32 on the CPU."""
     plain = ExpertsFeedForward(module.part, x.shape[1], Place(torch.device("cpu"), torch.float32))
     plain.load_state_dict({name: tensor.float().cpu() for name, tensor in module.state_dict().items()})
-    metadata = AttentionMetadata.build([tokens], [tokens], torch.device("cpu"))
     with torch.inference_mode():
-        out: Tensor = plain.forward(x.float().cpu(), Step(tokens, metadata, rotations={}, biases={}))
+        out: Tensor = plain(x.float().cpu(), tokens)
     return out
 
 
@@ -327,13 +324,12 @@ def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         module = make(Experts(Gated(16, "silu"), 8, 2), 32, torch.float32, device)
         x = inputs(6, 32, torch.float32, device)
         expected = in_torch(module, x, 5)
-        metadata = AttentionMetadata.build([5], [5], device)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         else:  # the interpreter itself reads tensors: what torch offers to ask for is refused
             monkeypatch.setattr(ExpertsFeedForward, "group", None)
         try:
-            out = module.forward(x, Step(5, metadata, rotations={}, biases={}))
+            out = module(x, 5)
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")

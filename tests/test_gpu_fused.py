@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from support import executors
 from support.checkpoints import SHAPES as PLAIN_SHAPES
 from support.checkpoints import make_checkpoint, random_prompt
 from support.driving import Job, make_engine, run
@@ -28,13 +29,13 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from engine import SamplingParams, gpu
 from engine.attention.base import AttentionMetadata, Paged
 from engine.gpu import activations, norms, pages, rotary
-from engine.model.fused import FusedStack
 from engine.model.slots import find_slots
 from engine.model.transformer import Transformer
+from engine.model.triton_executor import TritonExecutor
 
 pytestmark = pytest.mark.slow
 
-# Each placement, norm, layout of rotation, and way to attend once; the others are for whoever has an afternoon.
+# Each placement, norm, layout of rotation, and way to attend once; the others take an afternoon.
 SUBJECTS = [
     "llama-one-kv-bias",  # before sublayers
     "bloom-residuals-after-norms",  # residuals begin after norms; ALiBi
@@ -66,9 +67,8 @@ def make_any(name: str, folder: Path) -> Path:
 
 @contextmanager
 def by_torch(model: Transformer) -> Iterator[None]:
-    """The model's modules compute, and no kernels of ours."""
-    assert model.decoder is not None
-    with mock.patch.object(model.decoder, "fused", None), mock.patch.object(gpu, "serves", return_value=False):
+    """torch computes, and no kernels of ours."""
+    with executors.by_torch(model), mock.patch.object(gpu, "serves", return_value=False):
         yield
 
 
@@ -100,14 +100,12 @@ def test_hidden_states_and_pages_are_those_of_the_modules(name: str, tmp_path: P
     with kernels() as device:
         model = load(path, device=device)
         model.pack()
-        assert model.decoder is not None
-        assert model.decoder.fused is not None
         with (
-            mock.patch.object(FusedStack, "forward", autospec=True, side_effect=FusedStack.forward) as forward,
+            executors.counted(TritonExecutor) as runs,
             poisoned(activations, norms, pages, rotary),
         ):
             ours = hidden_states(model)
-        assert forward.call_count == 3
+        assert runs.call_count == 3 + (model.encoder is not None)
         with by_torch(model):
             near(ours, hidden_states(model))
 
@@ -189,13 +187,11 @@ def test_a_layer_takes_four_launches_besides_products_and_attention(llama: Path)
             assert placed.call_count == 1
 
 
-def test_what_has_no_operation_runs_part_by_part(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with kernels() as device, mock.patch.object(norms, "WIDEST", 16), caplog.at_level(logging.DEBUG, "octavo.model"):
+def test_what_has_no_kernel_is_computed_by_torch(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with kernels() as device, mock.patch.object(norms, "WIDEST", 16), caplog.at_level(logging.INFO, "octavo.model"):
         model = load(llama, device=device)
         model.pack()
-        assert model.decoder is not None
-        assert model.decoder.fused is None
-        assert "part by part: a norm of" in caplog.text
+        assert caplog.text.count("torch computes a part of these layers: a norm of") == 1
         ours = hidden_states(model)
         assert len(hidden_states(model, slots_known=False)) == len(ours)
         with by_torch(model):
@@ -212,7 +208,7 @@ def test_a_step_without_tokens(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "gemma3-both-sides"])
-def test_encoders_run_part_by_part(name: str, tmp_path: Path) -> None:
+def test_encoders(name: str, tmp_path: Path) -> None:
     path = make_encoder_checkpoint(ENCODER_SHAPES[name], tmp_path).path
     lengths = [5, 1, 7]
     with kernels() as device, torch.inference_mode():
@@ -229,7 +225,7 @@ def test_encoders_run_part_by_part(name: str, tmp_path: Path) -> None:
             found = model.read(ids, positions, metadata, tokens=total)
         assert normed.called
         assert turned.called == (name != "bert")
-        with mock.patch.object(gpu, "serves", return_value=False):
+        with by_torch(model):
             near([found], [model.read(ids, positions, metadata, tokens=total)])
 
 
@@ -241,12 +237,9 @@ def test_greedy_tokens_are_those_of_the_modules(name: str, tmp_path: Path) -> No
     small = {"max_num_batched_tokens": 8, "max_num_seqs": 2}  # also what an engine tries when it starts
     with kernels() as device:
         engine = make_engine(path, device=device.type, **small)
-        decoder = engine.runner.model.decoder
-        assert decoder is not None
-        assert decoder.fused is not None
-        with mock.patch.object(FusedStack, "forward", autospec=True, side_effect=FusedStack.forward) as forward:
+        with executors.counted(TritonExecutor) as runs:
             ours = run(engine, jobs)
-        assert forward.call_count >= 5
+        assert runs.call_count >= 5
         engine.close()
     engine = make_engine(path)
     assert run(engine, jobs) == ours

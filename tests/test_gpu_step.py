@@ -23,6 +23,7 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine.execution.recording import eager
+from engine.model.triton_executor import TritonExecutor
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def check(path: Path, jobs: list[Job], **settings: Any) -> None:
     with kernels() as device:
         engine = make_engine(path, **(SETTINGS | settings | {"device": str(device), "async_scheduling": True}))
         try:
-            assert engine.runner.model.decoder.fused is not None
+            assert isinstance(engine.runner.model.decoder.executor, TritonExecutor)
             if device.type == "cpu":
                 engine.runner.use_graphs(4, eager)
             assert run(engine, jobs) == expected

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.driving import BOTH_DEPTHS, Job, Tokens, add, check_idle, finish, preempt_all, run, tokens_of
+from support.executors import use_torch
 from support.jobs import MIXED, beams, greedy, prompt, sampled
 
 from engine import LLM, Engine, EngineDeadError, RequestFailedError
@@ -179,10 +180,10 @@ def test_ctrl_c_ends_the_step_and_nothing_else(shared_llm: Callable[[str], LLM])
 def test_a_model_that_overflows_fails_those_whom_it_meets(
     value: float, engines: Callable[..., Engine], mixed_answers: list[Tokens]
 ) -> None:
-    """Whoever's token overflows, in the prompt or in the answer; as float16 does for some prompts."""
+    """A request whose token overflows, in the prompt or in the answer; as float16 does for some prompts."""
     one = engines()
-    one.runner.model.decoder.lowered = None
-    layer = one.runner.model.decoder.blocks[0].ffn
+    use_torch(one.runner.model)
+    layer = one.runner.model.decoder.blocks[0].ffn.inner.down
     compute, forward = layer.forward, one.runner._forward
     now: list[StepPlan] = []
 
@@ -190,8 +191,8 @@ def test_a_model_that_overflows_fails_those_whom_it_meets(
         now[:] = [plan]
         return forward(plan)
 
-    def overflow(x: torch.Tensor, step: object) -> torch.Tensor:
-        y = compute(x, step)
+    def overflow(x: torch.Tensor) -> torch.Tensor:
+        y = compute(x)
         y[: now[0].num_tokens][torch.from_numpy(poisoned(now[0]))] = value
         return y
 

@@ -19,15 +19,21 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as lla
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
 
+from engine.attention.base import AttentionMetadata
 from engine.attention.reference import TorchReference
 from engine.errors import ConfigError
 from engine.model import families
 from engine.model.blocks import Sublayer
+from engine.model.layers import DenseFeedForward
 from engine.model.normalisation import Norm
 from engine.model.norms import RmsNorm, build_norm
 from engine.model.place import Place
 from engine.model.positions import Rotary
+from engine.model.program import Builder, Inputs
 from engine.model.rotary import RotaryTable, rotate
+from engine.model.spec import Dense
+from engine.model.tables import Tables
+from engine.model.torch_executor import Pass, execute
 from engine.model.transformer import Transformer
 
 VOCAB = 61
@@ -264,9 +270,13 @@ def test_parameters_ask_for_no_gradients_and_shapes_are_told(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("places", list(itertools.product([False, True], repeat=4)))
 def test_a_sublayer_norms_where_it_is_told_to_and_adds(places: tuple[bool, bool, bool, bool]) -> None:
-    class Twice(torch.nn.Module):
-        def forward(self, x: Tensor, factor: float) -> Tensor:
-            return factor * x
+    inner = DenseFeedForward(Dense(16, "relu"), 8, Place(CPU, torch.float32))
+    generator = torch.Generator().manual_seed(1)
+    for linear in (inner.up, inner.down):
+        linear.weight.data.normal_(generator=generator)
+
+    def feed(x: Tensor) -> Tensor:
+        return (x @ inner.up.weight.T).relu() @ inner.down.weight.T
 
     def norm(x: Tensor, wanted: bool) -> Tensor:
         return torch.nn.functional.layer_norm(x, (8,)) if wanted else x
@@ -274,9 +284,16 @@ def test_a_sublayer_norms_where_it_is_told_to_and_adds(places: tuple[bool, bool,
     first, before, after, outer = places
     x = 1.0 + 2.0 * torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     start = norm(x, first)
-    expected = norm(start + norm(2.0 * norm(start, before), after), outer)
+    expected = norm(start + norm(feed(norm(start, before)), after), outer)
     norms = [torch.nn.LayerNorm(8) if wanted else None for wanted in places]
-    torch.testing.assert_close(Sublayer(Twice(), *norms)(x, 2.0), expected)
+    builder = Builder(8, paged=False)
+    builder.sublayer(Sublayer(inner, *norms), 0)
+    result = builder.normed(None)
+    inputs = Inputs(token_ids=x, positions=x, metadata=AttentionMetadata.build([3], [3], CPU), tokens=3)
+    state = Pass(inputs, Tables({}, {}), {builder.stream: x})
+    for operation in builder.operations:
+        execute(operation, state)
+    torch.testing.assert_close(state.values[result], expected)
 
 
 def test_a_layer_may_leave_the_encoder_out() -> None:

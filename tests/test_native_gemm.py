@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.native import ISAS, kernels_of, needs_native
 from torch import Tensor
 
 from engine.native import gemm
 from engine.native.gemm import GROUP, Packed, matmul
-from tests.support.native import ISAS, kernels_of, needs_native
 
 pytestmark = needs_native
 each_isa = pytest.mark.parametrize("isa", ISAS)

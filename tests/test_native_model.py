@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.checkpoints import Checkpoint, random_prompt
 from support.driving import Job, make_engine, run
+from support.executors import use_torch
 from support.native import ISAS, kernels_of, needs_native
 from support.pages import Pages, load, scattered_tables
 from torch import Tensor
@@ -60,9 +61,7 @@ def test_tokens_are_those_of_torch(checkpoint: Callable[[str], Checkpoint], cach
         wanted = run(make_engine(found.path, kv_cache_dtype=cache_dtype), jobs)
     engine = make_engine(found.path, kv_cache_dtype=cache_dtype)
     assert run(engine, jobs) == wanted
-    decoder = engine.runner.model.decoder
-    assert decoder is not None
-    decoder.lowered = None  # layers run part by part
+    use_torch(engine.runner.model)
     with mock.patch.object(kernels.norms, "rms_norm", side_effect=kernels.norms.rms_norm) as normed:
         assert run(engine, jobs) == wanted
     assert normed.called

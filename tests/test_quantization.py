@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from support.checkpoints import Checkpoint, make_checkpoint, random_prompt
 from support.driving import Job, finish, make_engine, preempt_all, run, run_alone
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.executors import use_torch
 from support.families import FAMILY_SHAPES
 from support.family_shape import make_family_checkpoint
 from support.jobs import CHECKPOINT, MIXED, greedy, sampled
@@ -90,9 +91,8 @@ def dense(weight: Tensor, kind: Quantization) -> Tensor:
 
 
 def by_modules(engine: Engine) -> Engine:
-    """With layers that run part by part."""
-    if engine.runner.model.decoder is not None:
-        engine.runner.model.decoder.lowered = None
+    """With layers that torch runs."""
+    use_torch(engine.runner.model)
     return engine
 
 

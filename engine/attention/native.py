@@ -156,7 +156,7 @@ class NativeAttention(AttentionBackend):
         self,
         shape: tuple[int, int, int],
         dtype: torch.dtype,
-        kv: Paged,
+        kv: Paged | Ragged,
         metadata: AttentionMetadata,
         *,
         causal: bool,

@@ -7,16 +7,17 @@ from it are quantised instead (for attention itself, as in arXiv:2410.02367).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.attention.base import AttentionMetadata
 from engine.execution.kv_cache import KVCache
 from engine.model.layers import CrossPages
+from engine.model.program import Inputs
 from engine.model.rotary import RotaryTable
+from engine.model.torch_executor import TorchExecutor
 from engine.model.transformer import Transformer
 
 _ROWS = 32
@@ -43,35 +44,29 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
     starts = torch.randint(length - count + 1, (_ROWS, 1), generator=random)
     positions = (starts + torch.arange(count)).view(-1)
     cache = KVCache(model.kv_shapes(), _ROWS, count, model.dtype, device)  # a page for each row
-    with _turning(model, length, positions):
-        model(
-            ids.to(device),
-            positions.to(device),
-            cache.paged(torch.arange(1, _ROWS + 1, dtype=torch.int32, device=device).unsqueeze(1)),
-            torch.arange(count, (_ROWS + 1) * count, device=device),
-            AttentionMetadata.build([count] * _ROWS, [count] * _ROWS, device),
+    stack = model.decoder
+    assert stack is not None
+    # Rows of rotary tables are of these positions, which may lie beyond max_model_len, where the model's own end.
+    rotary = {part: _rows(table, length, positions) for part, table in stack.tables.rotary.items()}
+    TorchExecutor(stack.program, replace(stack.tables, rotary=rotary)).run(
+        Inputs(
+            token_ids=ids.to(device),
+            positions=positions.to(device),
+            metadata=AttentionMetadata.build([count] * _ROWS, [count] * _ROWS, device),
+            tokens=_ROWS * count,
+            caches=cache.paged(torch.arange(1, _ROWS + 1, dtype=torch.int32, device=device).unsqueeze(1)),
+            slots=torch.arange(count, (_ROWS + 1) * count, device=device),
             cross=None if model.encoder is None else CrossPages.empty([count] * _ROWS, device),
             turns=torch.arange(_ROWS * count, device=device),
         )
+    )
     means = [keys[1:].float().mean((0, 1)) for keys, *_ in cache.layers]
     # Where random tokens lead to numbers that are not finite, keys are quantised as they are.
     return [mean.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for mean in means]
 
 
-@contextmanager
-def _turning(model: Transformer, length: int, positions: Tensor) -> Iterator[None]:
-    """While this lasts, the decoder runs module by module, and the rows of its rotary tables are of these positions:
-    they may lie beyond max_model_len, where its own tables end."""
-    stack = model.decoder
-    assert stack is not None
-    kept = stack.rotary_tables, stack.lowered, stack.fused
-    stack.rotary_tables, stack.lowered, stack.fused = nn.ModuleList(), None, None
-    for table in kept[0]:
-        assert isinstance(table, RotaryTable)
-        own = RotaryTable(table.part, table.cos.shape[1], 0, model.device)
-        own.extend(length, positions)
-        stack.rotary_tables.append(own)
-    try:
-        yield
-    finally:
-        stack.rotary_tables, stack.lowered, stack.fused = kept
+def _rows(table: RotaryTable, length: int, positions: Tensor) -> RotaryTable:
+    """A table like this one with rows of these positions."""
+    own = RotaryTable(table.part, table.cos.shape[1], 0, table.cos.device)
+    own.extend(length, positions)
+    return own

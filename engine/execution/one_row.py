@@ -1,5 +1,5 @@
 """How one row decodes on a GPU: with the library's products, as many rows do, or with kernels that take along what lies
-around a product (`engine.model.fused_row`), each of which may begin while the one before it ends.
+around a product (`engine.model.triton_row`), each of which may begin while the one before it ends.
 
 Which is faster depends on the GPU and on the model's shapes, so nothing is guessed: all are recorded at start and
 timed, and one is kept. A way whose results are others than those of the library's products is not.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from engine import gpu
 from engine.execution.recording import Recorder
 from engine.model.layers import Linear
 from engine.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from engine.model.triton_executor import TritonExecutor
 
 logger = logging.getLogger("octavo.execution")
 
@@ -72,8 +75,7 @@ class OneRow:
 
     def _fastest(self, name: str, function: Callable[[], None], outcome: Callable[[], Tensor]) -> Callable[[], None]:
         kept = self._in(LIBRARY, function)
-        decoder = self._model.decoder
-        if self._seconds is None or decoder is None or decoder.fused is None:
+        if self._seconds is None or not _switches(self._model):
             return kept
         with gpu.current(self._model.device):
             wanted = self._results(LIBRARY, kept, outcome)
@@ -122,11 +124,22 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     return float(torch.linalg.vector_norm(found - wanted) / size)
 
 
+def _switches(model: Transformer) -> list[TritonExecutor | Linear]:
+    """What computes one row otherwise than many, if the decoder does."""
+    if not gpu.serves(model.device):
+        return []
+    from engine.model.triton_executor import TritonExecutor
+
+    executor = None if model.decoder is None else model.decoder.executor
+    if not isinstance(executor, TritonExecutor):
+        return []
+    return [executor, model.head] if isinstance(model.head, Linear) else [executor]
+
+
 @contextmanager
 def _chosen(model: Transformer, way: Way) -> Iterator[None]:
     """One way is taken while this lasts; what is recorded keeps to it."""
-    layers, head = (None if model.decoder is None else model.decoder.fused), model.head
-    parts = [part for part in (layers, head if isinstance(head, Linear) else None) if part is not None]
+    parts = _switches(model)
     before = [part.by_row for part in parts]
     overlap: AbstractContextManager[None] = nullcontext()
     if way.overlapping:

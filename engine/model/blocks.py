@@ -1,16 +1,16 @@
-"""Layers of a stack: sublayers, their norms, and how their results join the residual stream."""
+"""The modules of layers: sublayers and their norms. `engine.model.program` says what is computed with them."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from engine.attention.base import AttentionBackend, Paged
+from engine.attention.base import AttentionBackend
 from engine.errors import UnsupportedModelError
 from engine.model import spec
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward
-from engine.model.layers import CrossAttention, DenseFeedForward, GatedFeedForward, SelfAttention, Step
+from engine.model.layers import CrossAttention, DenseFeedForward, GatedFeedForward, SelfAttention
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
 from engine.model.place import Place
@@ -18,7 +18,7 @@ from engine.model.positions import Disentangled
 
 
 class Sublayer(nn.Module):
-    """outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
+    """The weights of outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
 
     def __init__(
         self,
@@ -34,15 +34,6 @@ class Sublayer(nn.Module):
         self.inner = inner
         self.after = after
         self.outer = outer
-
-    def forward(self, x: Tensor, *context: object) -> Tensor:
-        if self.first is not None:
-            x = self.first(x)
-        y = x if self.before is None else self.before(x)
-        y = self.inner(y, *context)
-        y = x + (y if self.after is None else self.after(y))
-        out: Tensor = y if self.outer is None else self.outer(y)
-        return out
 
 
 class SequentialBlock(nn.Module):
@@ -75,13 +66,6 @@ class SequentialBlock(nn.Module):
             self.cross = Sublayer(inner, **cross_norms)
         self.ffn = Sublayer(build_feed_forward(block.ffn, hidden_size, place), **ffn_norms)
 
-    def forward(self, x: Tensor, cache: Paged | None, step: Step) -> Tensor:
-        x = self.attention(x, cache, step)
-        if self.cross is not None:
-            x = self.cross(x, cache, step)
-        out: Tensor = self.ffn(x, step)
-        return out
-
 
 class ParallelBlock(nn.Module):
     """x + attention(norm(x)) + ffn(norm(x)), where both may read the same norm.
@@ -99,14 +83,6 @@ class ParallelBlock(nn.Module):
             build_feed_forward(block.ffn, hidden_size, place), before=norms[1] if len(norms) > 1 else None
         )
 
-    def forward(self, x: Tensor, cache: Paged | None, step: Step) -> Tensor:
-        assert self.attention.before is not None
-        normed = self.attention.before(x)
-        attended = self.attention.inner(normed, cache, step)
-        fed = self.ffn.inner(normed if self.ffn.before is None else self.ffn.before(x), step)
-        out: Tensor = x + attended + fed
-        return out
-
 
 class ConvolvedBlock(nn.Module):
     """norm(y + convolution(x)) of y = inner(x), a layer."""
@@ -116,11 +92,6 @@ class ConvolvedBlock(nn.Module):
         self.inner = inner
         self.convolution = TokenConvolution(part, hidden_size, place)
         self.norm = build_norm(part.norm, hidden_size, place)
-
-    def forward(self, x: Tensor, cache: Paged | None, step: Step) -> Tensor:
-        assert self.norm is not None
-        out: Tensor = self.norm(self.inner(x, cache, step) + self.convolution(x, step))
-        return out
 
 
 def build_attention(part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place) -> SelfAttention:

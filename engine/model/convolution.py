@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from engine.attention.base import AttentionMetadata
 from engine.model import spec
 from engine.model.activations import activate_by_name
-from engine.model.layers import Linear, Step
+from engine.model.layers import Linear
 from engine.model.place import Place
 
 
@@ -26,11 +26,11 @@ class TokenConvolution(nn.Module):
         self.kernel = Linear(part.kernel * hidden_size, hidden_size, True, place)
         self.activation = part.activation
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """[Tp, hidden] to [Tp, hidden]; tokens past `step.tokens` are padding."""
+    def forward(self, x: Tensor, metadata: AttentionMetadata, tokens: int) -> Tensor:
+        """[Tp, hidden] to [Tp, hidden]; what lies past `tokens` is padding."""
         nothing = len(x)
-        places = neighbours(step.metadata, self.taps, nothing).to(x.device)
-        places = F.pad(places, (0, 0, 0, len(x) - step.tokens), value=nothing)
+        places = neighbours(metadata, self.taps, nothing).to(x.device)
+        places = F.pad(places, (0, 0, 0, len(x) - tokens), value=nothing)
         windows = F.pad(x, (0, 0, 0, 1)).index_select(0, places.view(-1)).view(len(x), -1)
         return activate_by_name(self.activation, self.kernel(windows))
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, ContentBias
 from engine.model import spec
-from engine.model.layers import Linear, SelfAttention, Step
+from engine.model.distances import DistanceTable
+from engine.model.layers import Linear, SelfAttention
 from engine.model.place import Place
 from engine.model.positions import Disentangled
 
@@ -31,12 +32,11 @@ class DisentangledAttention(SelfAttention):
             self.distance_queries = Linear(hidden_size, width, part.qkv_bias, place)
         self._bias: ContentBias | None = None
 
-    def bias(self, step: Step) -> ContentBias:
+    def bias(self, distances: DistanceTable) -> ContentBias:
         """What is added to the scores."""
         if self._bias is None:
-            assert step.distances is not None
-            keys, queries = self._project(step.distances())
-            self._bias = ContentBias(keys, queries, step.distances.columns, step.distances.zero)
+            keys, queries = self._project(distances())
+            self._bias = ContentBias(keys, queries, distances.columns, distances.zero)
         return self._bias
 
     def _project(self, vectors: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine import gpu
 from engine.model import spec
 from engine.model.activations import activate_by_name, gate_by_name
-from engine.model.layers import Linear, Step
+from engine.model.layers import Linear
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.place import Place
 from engine.model.quantisation import Quantization
@@ -52,7 +52,7 @@ class ExpertMatrices(nn.Module):
 class ExpertsFeedForward(nn.Module):
     """Each token's `active` likeliest experts, weighted by their probabilities.
 
-    A token's result does not depend on the others: every product has at least `Step.min_rows` rows, and each
+    A token's result does not depend on the others: every product has at least `min_rows` rows, and each
     token adds its experts up in the order of their numbers.
     """
 
@@ -66,9 +66,9 @@ class ExpertsFeedForward(nn.Module):
         self.down = ExpertMatrices(part.count, width, hidden_size, place)
         self.activation = part.expert.activation
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """[Tp, hidden] to [Tp, hidden]; padding is sent to no expert and gives zeros."""
-        tokens = step.tokens
+    def forward(self, x: Tensor, tokens: int, min_rows: int = 1) -> Tensor:
+        """[Tp, hidden] to [Tp, hidden]; what lies past `tokens` is padding, which is sent to no expert and gives
+        zeros."""
         if gpu.serves(x.device) and self.up.packed is None:
             return self.mix(x, tokens)
         out = torch.zeros_like(x)
@@ -77,7 +77,7 @@ class ExpertsFeedForward(nn.Module):
         weights, chosen = self.route(x)
         chosen, places = chosen[:tokens].sort(dim=-1)
         weights = weights[:tokens].gather(-1, places)
-        rows, sizes, slots = self.group(chosen, step.min_rows)
+        rows, sizes, slots = self.group(chosen, min_rows)
         # Groups are gathered one by one: rows of tensors of their own begin where kernels like them to begin,
         # whatever the groups before them hold.
         answers = x.new_empty(rows.shape[0], x.shape[1])
@@ -123,9 +123,10 @@ class ExpertsFeedForward(nn.Module):
             self.mix(weight.new_zeros(tokens, self.up.inputs), tokens)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (float32) and experts of each token, [Tp, active] both."""
+        """Weights (float32) and experts of each token, [Tp, active] both; of experts alike the first are taken."""
         probabilities = self.router(x).float().softmax(dim=-1)
-        weights, chosen = probabilities.topk(self.part.active, dim=-1)
+        weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
+        weights, chosen = weights[:, : self.part.active], chosen[:, : self.part.active]
         if self.part.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, chosen

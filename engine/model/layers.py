@@ -1,4 +1,5 @@
-"""The layers that the parts of `engine.model.spec` become (positions: `rotary`, `bias`; experts: `experts`).
+"""The modules that hold the weights of the parts of `engine.model.spec` (positions: `rotary`, `bias`; experts:
+`experts`). What is computed with them is written down by `engine.model.program`.
 
 T stands for tokens laid end to end, without a batch dimension. Parameters are allocated and not
 initialised: the builder of a module fills them (`engine.model.weights`).
@@ -7,22 +8,18 @@ initialised: the builder of a module fills them (`engine.model.weights`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, Bias, DistanceBias, Paged, PositionBias, Ragged
+from engine.attention.base import AttentionBackend, AttentionMetadata
 from engine.model import kernels, spec
-from engine.model.activations import activate_by_name, gate_by_name
-from engine.model.distances import DistanceTable
 from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.place import Place
-from engine.model.positions import AttentionPosition, Rotary
 from engine.model.quantisation import Quantization
-from engine.model.rotary import rotate
 from engine.native import gemm
 from engine.native.arguments import FORMATS
 from engine.native.gemm import Quantised
@@ -48,35 +45,6 @@ class CrossPages:
         rows = len(query_lens)
         tables = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         return CrossPages(tables, AttentionMetadata.build(query_lens, [0] * rows, device))
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What all layers share in one forward pass.
-
-    Attributes:
-        tokens: T of the Tp tokens are real, the others padding.
-        metadata: the shape of the ragged batch.
-        rotations: for each rotary part, (cos [Tp, 1, head_dim], sin [Tp, 1, dim / 2]).
-        biases: for each part that adds a bias to the scores, what a backend is handed.
-        shared_bias: the bias that all self-attentions of the stack add.
-        distances: the vectors that disentangled attentions of the stack read.
-        slots: [T] int64, where the new tokens' K and V go in the flattened pages; None for an encoder, which
-            keeps none.
-        cross: where each row finds the encoder's K and V, for decoders that attend to one.
-        min_rows: fewest rows of a matrix product whose rows do not depend on each other
-            (`engine.execution.invariance`).
-    """
-
-    tokens: int
-    metadata: AttentionMetadata
-    rotations: dict[Rotary, tuple[Tensor, Tensor]]
-    biases: dict[AttentionPosition, DistanceBias | PositionBias]
-    shared_bias: DistanceBias | None = None
-    distances: DistanceTable | None = None
-    slots: Tensor | None = None
-    cross: CrossPages | None = None
-    min_rows: int = 1
 
 
 class Linear(nn.Module):
@@ -148,11 +116,7 @@ class QkNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention of the tokens of a row to each other.
-
-    A decoder's new tokens see their sequence's pages, which first receive the tokens' own K and V; an encoder's
-    see their own row, which is whole in this step.
-    """
+    """The weights of attention of the tokens of a row to each other; queries, keys and values are one matrix."""
 
     def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
         super().__init__()
@@ -162,50 +126,9 @@ class SelfAttention(nn.Module):
         self.qk_norm = None if part.qk_norm is None else QkNorm(part, part.qk_norm, place)
         self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
 
-    def forward(self, x: Tensor, cache: Paged | None, step: Step) -> Tensor:
-        """[Tp, hidden] to [Tp, hidden]; tokens past `step.tokens` are padding: backends give them zeros."""
-        part, total, tokens = self.part, x.shape[0], step.tokens
-        heads = self.qkv(x).view(total, part.heads + 2 * part.kv_heads, part.head_dim)
-        if part.clip is not None:
-            heads = heads.clamp_(-part.clip, part.clip)
-        turning, values = heads.tensor_split((part.heads + part.kv_heads,), dim=1)
-        if self.qk_norm is not None:
-            turning = self.qk_norm(turning)
-        rotary = part.position if isinstance(part.position, Rotary) else None
-        angles = None if rotary is None else step.rotations[rotary]
-        done = kernels.rotate_and_store(turning, values, rotary, angles, cache, step.slots)
-        if not done and rotary is not None and angles is not None:
-            turning = rotate(turning, rotary, *angles)
-        queries, keys = turning.tensor_split((part.heads,), dim=1)
-        kv: Paged | Ragged
-        if cache is None:
-            kv = Ragged(keys[:tokens], values[:tokens], step.metadata.query_start[:-1])
-        else:
-            assert step.slots is not None
-            kv = cache
-            if not done:
-                cache.write(step.slots, keys[:tokens], values[:tokens])
-        attended = self.backend.attend(
-            queries,
-            kv,
-            step.metadata,
-            causal=part.causal,
-            window=part.window,
-            scale=part.scale,
-            bias=self.bias(step),
-            softcap=part.softcap,
-        )
-        out: Tensor = self.out(attended.reshape(total, part.heads * part.head_dim))
-        return out
-
-    def bias(self, step: Step) -> Bias | None:
-        """What is added to the scores."""
-        position = self.part.position
-        return step.shared_bias if position is None else step.biases.get(position)
-
 
 class CrossAttention(nn.Module):
-    """Attention of a decoder's tokens to an encoder's, whose K and V were stored in pages once."""
+    """The weights of attention of a decoder's tokens to an encoder's, whose K and V are stored in pages once."""
 
     def __init__(
         self, part: spec.Attention, hidden_size: int, memory_size: int, backend: AttentionBackend, place: Place
@@ -217,34 +140,9 @@ class CrossAttention(nn.Module):
         self.kv = Linear(memory_size, 2 * part.kv_heads * part.head_dim, part.qkv_bias, place)
         self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
 
-    def store(self, encoded: Tensor, cache: Paged, slots: Tensor) -> None:
-        """Write K and V of an encoder's hidden states [Tp, memory] to slots [T], those past T being padding."""
-        heads = self.kv(encoded).view(encoded.shape[0], 2, self.part.kv_heads, self.part.head_dim)[: len(slots)]
-        _own(cache).write(slots, heads[:, 0], heads[:, 1])
-
-    def forward(self, x: Tensor, cache: Paged, step: Step) -> Tensor:
-        """[Tp, hidden] to [Tp, hidden]."""
-        part, total = self.part, x.shape[0]
-        assert step.cross is not None
-        attended = self.backend.attend(
-            self.queries(x).view(total, part.heads, part.head_dim),
-            replace(_own(cache), block_tables=step.cross.block_tables),
-            step.cross.metadata,
-            causal=False,
-            scale=part.scale,
-            softcap=part.softcap,
-        )
-        out: Tensor = self.out(attended.reshape(total, part.heads * part.head_dim))
-        return out
-
-
-def _own(cache: Paged) -> Paged:
-    """The pages as cross-attention uses them: the centre of keys is that of self-attention's."""
-    return replace(cache, key_centre=None)
-
 
 class DenseFeedForward(nn.Module):
-    """down(activation(up(x)))."""
+    """The weights of down(activation(up(x)))."""
 
     def __init__(self, part: spec.Dense, hidden_size: int, place: Place):
         super().__init__()
@@ -252,20 +150,12 @@ class DenseFeedForward(nn.Module):
         self.down = Linear(part.width, hidden_size, part.bias, place)
         self.activation = part.activation
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        out: Tensor = self.down(activate_by_name(self.activation, self.up(x)))
-        return out
-
 
 class GatedFeedForward(nn.Module):
-    """down(activation(gate(x)) * up(x)); gate and up are one matrix, gate's rows first."""
+    """The weights of down(activation(gate(x)) * up(x)); gate and up are one matrix, gate's rows first."""
 
     def __init__(self, part: spec.Gated, hidden_size: int, place: Place):
         super().__init__()
         self.gate_up = Linear(hidden_size, 2 * part.width, part.bias, place)
         self.down = Linear(part.width, hidden_size, part.bias, place)
         self.activation = part.activation
-
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        out: Tensor = self.down(gate_by_name(self.activation, self.gate_up(x)))
-        return out

@@ -12,7 +12,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from engine import gpu
 from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
@@ -22,6 +21,7 @@ from engine.model.layers import CrossAttention, CrossPages, Linear
 from engine.model.missing import unsupported
 from engine.model.place import Place
 from engine.model.positions import Learned
+from engine.model.program import Adapters, Inputs
 from engine.model.quantisation import Quantization
 from engine.model.stack import TransformerStack
 
@@ -71,15 +71,17 @@ class Transformer(nn.Module):
         self.decoder = None
         if model.decoder is not None:
             self.decoder = TransformerStack(
-                model.decoder, backend, max_model_len, place, limits=limits, memory_size=memory_size
+                model.decoder, backend, max_model_len, place, limits=limits, memory_size=memory_size, paged=True
             )
         self.encoder = None
         if model.encoder is not None:
             shared = None if self.decoder is None or not model.shared_tokens else self.decoder.embedding.tokens
-            self.encoder = TransformerStack(model.encoder, backend, max_model_len, place, limits=limits, tokens=shared)
-        blocks = () if self.decoder is None else self.decoder.blocks
-        readers = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in blocks)
-        self.readers = [next(found, None) for found in readers]  # one per layer, None where it attends to itself alone
+            blocks = () if self.decoder is None else self.decoder.blocks
+            found = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in blocks)
+            readers = [next(each, None) for each in found]  # one per layer, None where it attends to itself alone
+            self.encoder = TransformerStack(
+                model.encoder, backend, max_model_len, place, limits=limits, readers=readers, tokens=shared
+            )
         self.head = build_head(model, self.tokens, place)
 
     @property
@@ -90,17 +92,16 @@ class Transformer(nn.Module):
         return stack.embedding.tokens
 
     def pack(self, quantization: Quantization | None = None) -> None:
-        """Make ready what has been filled: all matrices are laid out for the CPU's kernels, one after the other, and a
-        decoder's layers are put together (`lower`, `fuse`)."""
+        """Make ready what has been filled: all matrices are laid out for the CPU's kernels, one after the other, and
+        stacks get the executors that run them from then on."""
         if quantization is not None:
             quantisation.warn_if_slow()
         for module, kind in self.matrices(quantization):
             if module.packed is None:  # else it was while it loaded
                 module.pack(kind)
-        if self.decoder is not None and gpu.serves(self.device):
-            self.decoder.fuse()
-        elif self.decoder is not None and self.device.type == "cpu":
-            self.decoder.lower()
+        for stack in (self.encoder, self.decoder):
+            if stack is not None:
+                stack.make_ready()
 
     def weight_bytes(self, quantization: Quantization | None = None) -> int:
         """Size of the parameters, those of few bits included."""
@@ -180,11 +181,16 @@ class Transformer(nn.Module):
             The encoder's hidden states, [Tp, features].
         """
         assert self.encoder is not None
-        encoded: Tensor = self.encoder(token_ids, positions, metadata, tokens=len(slots), min_rows=min_rows)
-        for reader, cache in zip(self.readers, caches, strict=True):
-            if reader is not None:
-                reader.store(encoded, cache, slots)
-        return encoded
+        inputs = Inputs(
+            token_ids=token_ids,
+            positions=positions,
+            metadata=metadata,
+            tokens=len(slots),
+            min_rows=min_rows,
+            caches=caches,
+            slots=slots,
+        )
+        return self.encoder(inputs)  # type: ignore[no-any-return]
 
     def read(
         self,
@@ -206,10 +212,16 @@ class Transformer(nn.Module):
             turns: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.
         """
         assert self.encoder is not None
-        hidden: Tensor = self.encoder(
-            token_ids, positions, metadata, tokens=tokens, min_rows=min_rows, types=types, turns=turns
+        inputs = Inputs(
+            token_ids=token_ids,
+            positions=positions,
+            metadata=metadata,
+            tokens=tokens,
+            min_rows=min_rows,
+            types=types,
+            turns=turns,
         )
-        return hidden
+        return self.encoder(inputs)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -221,6 +233,7 @@ class Transformer(nn.Module):
         min_rows: int = 1,
         cross: CrossPages | None = None,
         turns: Tensor | None = None,
+        adapters: Adapters | None = None,
     ) -> Tensor:
         """Hidden states of the decoder after its final norm, [Tp, hidden], of Tp tokens laid end to end.
 
@@ -236,20 +249,22 @@ class Transformer(nn.Module):
             min_rows: fewest rows of a matrix product; Tp is no less.
             cross: where each row finds what `encode` stored of its encoder input.
             turns: [Tp] the rows of rotary tables (`rotary_shifts`), where they are not the positions.
+            adapters: what is added to products.
         """
         assert self.decoder is not None
-        hidden: Tensor = self.decoder(
-            token_ids,
-            positions,
-            metadata,
+        inputs = Inputs(
+            token_ids=token_ids,
+            positions=positions,
+            metadata=metadata,
             tokens=sum(metadata.query_lens) if slots is None else len(slots),
             min_rows=min_rows,
             caches=caches,
             slots=slots,
             cross=cross,
             turns=turns,
+            adapters=adapters,
         )
-        return hidden
+        return self.decoder(inputs)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the head makes of hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]."""

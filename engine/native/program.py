@@ -22,7 +22,7 @@ from engine.native.loading import kernels
 from engine.native.rotary import LONGEST_HEAD, PAGES
 
 _RUN = kernels("program", "ppi")
-_NORM, _PRODUCT, _TURN, _ATTEND, _ACTIVATE, _ADD, _CLIP = range(7)
+_NORM, _PRODUCT, _TURN, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS = range(8)
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
@@ -67,9 +67,14 @@ _Turn = _structure(
 )
 _Attend = _structure(
     "_Attend",
-    "place q out | pointer pages bias | int call centred bias_kind bias_columns bias_zero | double scale softcap",
+    "place q k v out | pointer pages bias | int call centred bias_kind bias_columns bias_zero | double scale softcap",
 )
 _Activate = _structure("_Activate", "place x out | int width gated function")
+_Experts = _structure(
+    "_Experts",
+    "place routed x rows wide hidden routes out | pointer up down starts | int kind up_tile_rows"
+    " down_tile_rows count active normalize function gated size width",
+)
 _Add = _structure("_Add", "place x y out | int width")
 _Clip = _structure("_Clip", "place x | int width | double limit")
 
@@ -132,6 +137,18 @@ class AddedBias:
     zero: int
 
 
+class ExpertsRoom(NamedTuple):
+    """Rows of each token for each of its experts: `active` times the features of one."""
+
+    rows: Rows
+    wide: Rows
+    hidden: Rows
+    routes: Rows
+
+
+MOST_EXPERTS = 1024
+
+
 class Program:
     """Operations on rows of one format, in the order in which they were added.
 
@@ -156,8 +173,10 @@ class Program:
         self._list: ctypes.Array[ctypes.Structure] | None = None
         self._pointers = (ctypes.c_void_p * 0)()
         self.watch: Callable[[list[tuple[str, int, int]]], None] | None = None
-        """Told after each run each operation's name, and how many nanoseconds the first thread worked and waited."""
+        """Told after each step each operation's name, and how many nanoseconds the first thread worked and waited."""
         self._step: Any = _Step(spare=_THREADS)
+        self._in_use: tuple[object, ...] = ()
+        self._times: list[tuple[str, int, int]] = []
 
     # ---- making it
 
@@ -224,7 +243,7 @@ class Program:
     def turn(
         self,
         heads: Rows,
-        pages: Pages,
+        pages: Pages | None,
         *,
         query_heads: int,
         kv_heads: int,
@@ -232,7 +251,8 @@ class Program:
         angles: tuple[Tensor, Tensor] | None,
         interleaved: bool = False,
     ) -> None:
-        """Turn queries where they lie, and store keys, turned, and values in pages.
+        """Turn queries where they lie, and store keys, turned, and values in pages; without pages keys are turned where
+        they lie, too.
 
         Args:
             heads: of each token queries, keys, values.
@@ -254,7 +274,8 @@ class Program:
                 sines=None if sines is None else sines.data_ptr(), length=0 if cosines is None else len(cosines),
                 query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim,
                 dim=0 if sines is None else 2 * sines.shape[1], interleaved=interleaved,
-                in_float32=cosines is not None and cosines.dtype == torch.float32, pages=pages.address,
+                in_float32=cosines is not None and cosines.dtype == torch.float32,
+                pages=None if pages is None else pages.address,
             ),
             cosines, sines, pages,
         )  # fmt: skip
@@ -263,7 +284,7 @@ class Program:
         self,
         q: Rows,
         out: Rows,
-        pages: Pages,
+        kv: Pages | tuple[Rows, Rows],
         *,
         call: int,
         scale: float,
@@ -271,16 +292,19 @@ class Program:
         bias: AddedBias | None = None,
         centred: bool = True,
     ) -> None:
-        """Attention of queries to pages.
+        """Attention of queries to keys and values, which are in pages or lie beside them.
 
         Args:
             call: which of a step's calls describes the batch.
             centred: the pages' key centre belongs to these keys.
         """
+        pages = kv if isinstance(kv, Pages) else None
+        keys, values = (None, None) if isinstance(kv, Pages) else kv
         self._add(
             _ATTEND,
             _Attend(
-                q=_place(q), out=_place(out), pages=pages.address, call=call, scale=scale, softcap=softcap,
+                q=_place(q), k=_place(keys), v=_place(values), out=_place(out),
+                pages=None if pages is None else pages.address, call=call, scale=scale, softcap=softcap,
                 centred=centred,
                 bias=None if bias is None else bias.table.data_ptr(), bias_kind=0 if bias is None else bias.kind,
                 bias_columns=0 if bias is None else bias.table.shape[1], bias_zero=0 if bias is None else bias.zero,
@@ -292,6 +316,49 @@ class Program:
         """out = function(x), or function(a) * b of x = [a | b]."""
         what = _Activate(x=_place(x), out=_place(out), width=out.width, gated=gated, function=FUNCTIONS[function])
         self._add(_ACTIVATE, what)
+
+    def experts(
+        self,
+        routed: Rows,
+        x: Rows,
+        out: Rows,
+        *,
+        up: Sequence[Packed],
+        down: Sequence[Packed],
+        active: int,
+        normalize: bool,
+        function: str,
+        gated: bool,
+        room: ExpertsRoom,
+    ) -> None:
+        """out = what each token's likeliest experts make of x.
+
+        Args:
+            routed: of each token the router's numbers, one for each expert.
+            up, down: the matrices of each expert.
+            active: experts of a token.
+            normalize: the weights of a token's experts are made to sum to 1.
+            function, gated: between the matrices.
+            room: where rows go in between; layers of one shape share it.
+        """
+        if len(up) != routed.width or len(up) != len(down) or len(up) > MOST_EXPERTS:
+            raise ValueError(f"{len(up)} and {len(down)} experts do not go with {routed.width} numbers of a router")
+        addresses = [(ctypes.c_void_p * len(up))(*(one.data.data_ptr() for one in which)) for which in (up, down)]
+        starts = (ctypes.c_int64 * (len(up) + 1))()
+        for packed in (up[0], down[0]):
+            self._tiles.add((packed.tile_rows, packed.tile_bytes))
+        self._add(
+            _EXPERTS,
+            _Experts(
+                routed=_place(routed), x=_place(x), rows=_place(room.rows), wide=_place(room.wide),
+                hidden=_place(room.hidden), routes=_place(room.routes),
+                out=_place(out), up=ctypes.addressof(addresses[0]), down=ctypes.addressof(addresses[1]),
+                starts=ctypes.addressof(starts), kind=_KINDS[up[0].kind], up_tile_rows=up[0].tile_rows,
+                down_tile_rows=down[0].tile_rows, count=len(up), active=active, normalize=normalize,
+                function=FUNCTIONS[function], gated=gated, size=x.width, width=down[0].inputs,
+            ),
+            *up, *down, *addresses, starts,
+        )  # fmt: skip
 
     def add(self, x: Rows, y: Rows, out: Rows) -> None:
         """out = x + y."""
@@ -308,27 +375,24 @@ class Program:
 
     # ---- running it
 
-    def run(
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def begin(
         self,
         given: Sequence[tuple[Rows, Tensor]],
         *,
-        stored: int,
         positions: Tensor,
-        slots: Tensor,
+        slots: Tensor | None,
         calls: Sequence[int],
     ) -> None:
-        """Run all operations.
+        """Make ready for a step.
 
         Args:
             given: memory [T, width] of the buffers that are handed in.
-            stored: keys and values of the first so many tokens go to pages.
             positions: [T] int64.
-            slots: [stored] int64.
+            slots: [S] int64: keys and values of the first S tokens go to pages; None where there are no pages.
             calls: addresses of what `attend` names, in order.
-
-        Raises:
-            IndexError: a position has no angles, or a slot or a row's page is none of those that there are. Nothing
-                was written for the first two.
         """
         tokens = len(positions)
         self._reserve(tokens)
@@ -337,27 +401,58 @@ class Program:
             assert memory.is_contiguous()
             assert memory.dtype == self.dtype
             self._pointers[rows.buffer] = memory.data_ptr()
-        assert positions.dtype == slots.dtype == torch.int64
+            self._buffers[rows.buffer] = memory.view(-1)
+        assert positions.dtype == torch.int64
         assert positions.is_contiguous()
-        assert slots.is_contiguous()
-        assert len(slots) >= stored
         step = self._step
+        step.tokens, step.stored, step.slots = tokens, 0, None
+        if slots is not None:
+            assert slots.dtype == torch.int64
+            assert slots.is_contiguous()
+            step.stored, step.slots = len(slots), slots.data_ptr()
+        step.positions = positions.data_ptr()
         addresses = (ctypes.c_void_p * len(calls))(*calls)
-        step.tokens, step.stored = tokens, stored
-        step.positions, step.slots = positions.data_ptr(), slots.data_ptr()
         step.calls = ctypes.addressof(addresses)
-        step.workspace = scratch(self._workspace(tokens))
-        step.outside = 0
+        self._in_use = (positions, slots, addresses)
+        self._times.clear()
+
+    def run(self, first: int, last: int) -> None:
+        """Run the operations [first, last) of the step.
+
+        Raises:
+            IndexError: a position has no angles, or a slot or a row's page is none of those that there are. Nothing
+                was written for the first two.
+        """
         assert self._list is not None
-        count = len(self._list)
+        step, count = self._step, last - first
         times = (ctypes.c_int64 * (2 * count))() if self.watch is not None else None
         step.times = None if times is None else ctypes.addressof(times)
-        _RUN[self.dtype].call(ctypes.addressof(step), ctypes.addressof(self._list), count)
+        step.outside = 0
+        step.workspace = scratch(self._workspace(step.tokens))  # which may have moved since the operations before
+        _RUN[self.dtype].call(
+            ctypes.addressof(step), ctypes.addressof(self._list) + first * ctypes.sizeof(_Operation), count
+        )
         if step.outside:
             raise IndexError(_OUTSIDE[step.outside])
-        if self.watch is not None and times is not None:
-            names = (_named(kind, what) for kind, what, _ in self._operations)
-            self.watch([(name, times[2 * i], times[2 * i + 1]) for i, name in enumerate(names)])
+        if times is not None:
+            named = (_named(kind, what) for kind, what, _ in self._operations[first:last])
+            self._times += [(name, times[2 * i], times[2 * i + 1]) for i, name in enumerate(named)]
+
+    def end(self) -> None:
+        """The step is over: what was handed in is given up."""
+        self._in_use = ()
+        for number in self._given:
+            self._buffers[number] = None
+        if self.watch is not None:
+            self.watch(self._times)
+            self._times = []
+
+    def view(self, rows: Rows) -> Tensor:
+        """[T, width] of a step's rows, where they lie."""
+        memory, tokens = self._buffers[rows.buffer], self._step.tokens
+        assert memory is not None
+        whole = memory[: tokens * rows.stride].view(tokens, rows.stride)
+        return whole[:, rows.offset : rows.offset + rows.width]
 
     def _reserve(self, tokens: int) -> None:
         """Makes the list, and room for so many tokens."""
@@ -385,7 +480,7 @@ class Program:
 def _named(kind: int, what: Any) -> str:
     if kind == _PRODUCT:
         return f"product {what.inputs} to {what.outputs}"
-    return ("norm", "product", "rotation and pages", "attention", "activation", "sum", "clip")[kind]
+    return ("norm", "product", "rotation and pages", "attention", "activation", "sum", "clip", "experts")[kind]
 
 
 def _place(rows: Rows | None) -> _Place:

@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include "activations.h"
+#include "experts.h"
 #include "gemm.h"
 #include "norms.h"
 #include "rotary.h"
@@ -14,6 +15,7 @@ namespace {
 template <class T>
 struct Runner {
   Step& step;
+  Meeting& meeting;
   int thread, threads;
 
   T* at(const Place& place) const {
@@ -41,11 +43,17 @@ struct Runner {
   }
 
   void run(const ProductWhat& o) const {
+    multiply(o.kind, o.tile_rows, at(o.x), o.x.stride, at(o.y), o.y.stride, o.weight, o.bias, step.tokens, o.outputs,
+             o.inputs);
+  }
+
+  void multiply(int64_t kind, int64_t tile_rows, const T* x, int64_t x_stride, T* y, int64_t y_stride,
+                const void* weight, const float* bias, int64_t rows, int64_t outputs, int64_t inputs) const {
     constexpr int64_t format = sizeof(T) == 4 ? gemm::FLOAT32 : gemm::BFLOAT16;
-    const int64_t tiles = (step.tokens + o.tile_rows - 1) / o.tile_rows + step.spare;
-    const gemm::Product p{at(o.x), at(o.y), o.weight,   o.bias,     step.workspace, tiles,     format,
-                          format,  o.x.stride, o.y.stride, step.tokens, o.outputs,      o.inputs};
-    switch (o.kind) {
+    const int64_t tiles = (rows + tile_rows - 1) / tile_rows + step.spare;
+    const gemm::Product p{x,      y,        weight,   bias, step.workspace, tiles, format,
+                          format, x_stride, y_stride, rows, outputs,        inputs};
+    switch (kind) {
       case 0: return gemm::float32_part(p, thread, threads);
       case 1: return gemm::bfloat16_part(p, thread, threads);
       case 2: return gemm::int8_part(p, thread, threads);
@@ -53,9 +61,55 @@ struct Runner {
     }
   }
 
+  // The products of all experts with their rows.
+  void multiply_each(const ExpertsWhat& o, int64_t tile_rows, const T* x, int64_t inputs, T* y, int64_t outputs,
+                     const void* const* weights) const {
+    for (int64_t e = 0; e < o.count; ++e) {
+      const int64_t first = o.starts[e], rows = o.starts[e + 1] - first;
+      if (!rows) continue;
+      multiply(o.kind, tile_rows, x + first * inputs, inputs, y + first * outputs, outputs, weights[e], nullptr, rows,
+               outputs, inputs);
+      meeting.wait(threads);  // the next product's tiles lie where this one's do
+    }
+  }
+
+  void run(const ExpertsWhat& o) const {
+    const int64_t pairs = step.tokens * o.active;
+    auto* routes = reinterpret_cast<int32_t*>(at(o.routes));
+    const Experts<T> a{at(o.routed),
+                       at(o.x),
+                       at(o.rows),
+                       at(o.out),
+                       routes,
+                       routes + pairs,
+                       reinterpret_cast<float*>(routes + 2 * pairs),
+                       o.starts,
+                       step.tokens,
+                       o.count,
+                       o.active,
+                       o.size,
+                       o.routed.stride,
+                       o.x.stride,
+                       o.out.stride,
+                       o.normalize};
+    route_part(a, thread, threads);
+    meeting.wait(threads);
+    if (thread == 0) group(a);
+    meeting.wait(threads);
+    gather_part(a, thread, threads);
+    meeting.wait(threads);
+    const int64_t wide = o.gated ? 2 * o.width : o.width;
+    multiply_each(o, o.up_tile_rows, at(o.rows), o.size, at(o.wide), wide, o.up);
+    const ActivationRows<T> hidden{at(o.wide), nullptr, at(o.hidden), pairs, o.width, wide, o.gated};
+    activate_part(hidden, o.function, thread, threads);
+    meeting.wait(threads);
+    multiply_each(o, o.down_tile_rows, at(o.hidden), o.width, at(o.rows), o.size, o.down);
+    combine_part(a, thread, threads);
+  }
+
   template <class R>
   void turn_as(const TurnWhat& o) const {
-    const Pages& pages = *o.pages;
+    const Pages pages = o.pages ? *o.pages : Pages{};
     T* heads = at(o.heads);
     const bool same = pages.format == (sizeof(T) == 4 ? PAGE_F32 : PAGE_BF16);
     const Turn<T, R> a{heads,
@@ -63,7 +117,7 @@ struct Runner {
                        static_cast<const R*>(o.cosines),
                        static_cast<const R*>(o.sines),
                        step.positions,
-                       step.slots,
+                       o.pages ? step.slots : nullptr,
                        pages.keys,
                        pages.values,
                        pages.key_scales,
@@ -90,14 +144,19 @@ struct Runner {
 
   void run(const AttendWhat& o) const {
     Attention a = *step.calls[o.call];
-    const Pages& pages = *o.pages;
     a.q = at(o.q), a.out = at(o.out);
     a.q_token = o.q.stride, a.q_head = a.head_dim;
-    a.keys = pages.keys, a.values = pages.values;
-    a.key_scales = pages.key_scales, a.value_scales = pages.value_scales;
-    a.key_token = a.value_token = a.kv_heads * a.head_dim;
     a.key_head = a.value_head = a.head_dim;
-    a.centre = o.centred ? pages.centre : nullptr;
+    if (o.pages) {
+      const Pages& pages = *o.pages;
+      a.keys = pages.keys, a.values = pages.values;
+      a.key_scales = pages.key_scales, a.value_scales = pages.value_scales;
+      a.key_token = a.value_token = a.kv_heads * a.head_dim;
+      a.centre = o.centred ? pages.centre : nullptr;
+    } else {
+      a.keys = at(o.k), a.values = at(o.v);
+      a.key_token = o.k.stride, a.value_token = o.v.stride;
+    }
     a.bias = o.bias, a.bias_kind = o.bias_kind, a.bias_columns = o.bias_columns, a.bias_zero = o.bias_zero;
     a.scale = o.scale, a.softcap = o.softcap;
     a.outside = 0;
@@ -145,6 +204,7 @@ struct Runner {
       case ACTIVATE: return run(*static_cast<const ActivateWhat*>(o.what));
       case ADD: return run(*static_cast<const AddWhat*>(o.what));
       case CLIP: return run(*static_cast<const ClipWhat*>(o.what));
+      case EXPERTS: return run(*static_cast<const ExpertsWhat*>(o.what));
     }
   }
 };
@@ -162,12 +222,12 @@ int64_t find_outside(const Step& step, const Operation* operations, int64_t coun
     if (operations[i].kind != TURN) continue;
     const TurnWhat& o = *static_cast<const TurnWhat*>(operations[i].what);
     if (o.dim) positions = smaller(positions, static_cast<uint64_t>(o.length));
-    slots = smaller(slots, static_cast<uint64_t>(o.pages->slots));
+    if (o.pages) slots = smaller(slots, static_cast<uint64_t>(o.pages->slots));
   }
   // What is negative is large without a sign.
   for (int64_t i = 0; i < step.tokens; ++i)
     if (static_cast<uint64_t>(step.positions[i]) >= positions && positions != UINT64_MAX) return POSITION;
-  for (int64_t i = 0; i < step.stored; ++i)
+  for (int64_t i = 0; i < step.stored && slots != UINT64_MAX; ++i)
     if (static_cast<uint64_t>(step.slots[i]) >= slots) return SLOT;
   return 0;
 }
@@ -177,7 +237,7 @@ void run_program(Step& step, const Operation* operations, int64_t count) {
   if ((step.outside = find_outside(step, operations, count))) return;
   Meeting meeting;
   parallel(true, [&](int thread, int threads) {
-    const Runner<T> runner{step, thread, threads};
+    const Runner<T> runner{step, meeting, thread, threads};
     const bool timed = step.times && thread == 0;
     int64_t begun = timed ? now() : 0;
     for (int64_t i = 0; i < count; ++i) {

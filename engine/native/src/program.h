@@ -14,7 +14,7 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, TURN = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, TURN = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7 };
 
 struct Operation {
   int64_t kind;
@@ -65,11 +65,11 @@ struct TurnWhat {
   Place heads;  // queries, keys, values
   const void *cosines, *sines;  // of `length` positions
   int64_t length, query_heads, kv_heads, head_dim, dim, interleaved, in_float32;
-  const Pages* pages;
+  const Pages* pages;  // null: keys are turned where they lie, and nothing is stored
 };
 
 struct AttendWhat {
-  Place q, out;
+  Place q, k, v, out;  // k and v where there are no pages
   const Pages* pages;
   const float* bias;
   int64_t call, centred, bias_kind, bias_columns, bias_zero;  // centred: the pages' centre belongs to these keys
@@ -79,6 +79,16 @@ struct AttendWhat {
 struct ActivateWhat {
   Place x, out;
   int64_t width, gated, function;
+};
+
+// `rows`, `wide` and `hidden` have a row for each token and each of its experts, `routes` room for three numbers of 32
+// bits. What experts read lies in `rows`, and then what they answer.
+struct ExpertsWhat {
+  Place routed, x, rows, wide, hidden, routes, out;
+  const void* const* up;    // [count] weights
+  const void* const* down;  // [count]
+  int64_t* starts;          // [count + 1] room
+  int64_t kind, up_tile_rows, down_tile_rows, count, active, normalize, function, gated, size, width;
 };
 
 struct AddWhat {

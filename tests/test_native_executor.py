@@ -15,6 +15,8 @@ import torch
 from support.checkpoints import SHAPES as PLAIN_SHAPES
 from support.checkpoints import make_checkpoint, random_prompt
 from support.driving import Job, make_engine, run
+from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.executors import by_torch, counted, stacks_of, use_torch
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.native import ISAS, kernels_of, needs_native
 from support.pages import BLOCK, Pages, load, scattered_tables
@@ -23,13 +25,16 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine import SamplingParams
+from engine.attention import select
 from engine.attention.base import AttentionMetadata
 from engine.attention.native import NativeAttention
 from engine.attention.reference import TorchReference
-from engine.model import families, kernels, spec
+from engine.model import checkpoint, families, kernels, spec
 from engine.model.activations import ACTIVATIONS
-from engine.model.lowering import LoweredStack
+from engine.model.layers import Linear
+from engine.model.native_executor import NativeExecutor
 from engine.model.quantisation import Quantization
+from engine.model.torch_executor import TorchExecutor
 from engine.model.transformer import Transformer
 from engine.native import program as programs
 
@@ -89,23 +94,14 @@ def hidden_states(model: Transformer, padding: int) -> list[Tensor]:
 
 
 def both_ways(model: Transformer, padding: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    assert model.decoder is not None
-    with mock.patch.object(LoweredStack, "forward", autospec=True, side_effect=LoweredStack.forward) as forward:
+    passes = 3 + (model.encoder is not None)
+    with counted() as runs:
         ours = hidden_states(model, padding)
-        assert forward.call_count == 3
-        lowered, model.decoder.lowered = model.decoder.lowered, None
-        theirs = hidden_states(model, padding)
-        assert forward.call_count == 3
-        model.decoder.lowered = lowered
+        assert runs.call_count == passes
+        with by_torch(model):
+            theirs = hidden_states(model, padding)
+        assert runs.call_count == passes
     return zip(ours, theirs, strict=True)
-
-
-def is_lowered(model: Transformer) -> bool:
-    assert model.decoder is not None
-    assert model.spec.decoder is not None
-    lowered = model.decoder.lowered is not None
-    assert lowered != any(isinstance(block.ffn, spec.Experts) for block in model.spec.decoder.blocks)
-    return lowered
 
 
 def equal(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
@@ -113,18 +109,28 @@ def equal(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+def agree(model: Transformer, padding: int = 0) -> None:
+    """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise."""
+    if not any(isinstance(block.ffn, spec.Experts) for block in model.spec.trunk.blocks):
+        equal(both_ways(model, padding))
+        return
+    exact = all(
+        one.packed.native.kind == "float32" for one in model.modules() if isinstance(one, Linear) and one.packed
+    )
+    for ours, theirs in both_ways(model, padding):
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+        difference = (ours - theirs).float().nan_to_num(0.0).norm()
+        assert difference <= (1e-6 if exact else 1e-2) * theirs.float().nan_to_num(0.0).norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_hidden_states_and_pages_are_those_of_the_modules(subject: Subject, dtype: torch.dtype) -> None:
-    model = subject.load(dtype)
-    if is_lowered(model):
-        equal(both_ways(model))
+    agree(subject.load(dtype))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_weights_and_padding(subject: Subject, quantization: Quantization) -> None:
-    model = subject.load(torch.bfloat16, quantization)
-    if is_lowered(model):
-        equal(both_ways(model, padding=3))
+    agree(subject.load(torch.bfloat16, quantization), padding=3)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +145,6 @@ def test_every_instruction_set_and_number_of_threads(llama: Subject, isa: str, t
     with kernels_of(isa, threads):
         model = load(llama.path, torch.float32, max_model_len=40, backend=NativeAttention())
         model.pack("int8")  # whose kernels are used whatever the instruction set
-        assert is_lowered(model)
         equal(both_ways(model))
 
 
@@ -155,23 +160,19 @@ def test_steps_of_all_sizes_share_buffers(llama: Subject) -> None:
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float16", "int8"])
 def test_tokens_with_pages_of_every_format(llama: Subject, cache_dtype: str) -> None:
     jobs = [Job(random_prompt(VOCABULARY, n, n), SamplingParams(temperature=0.0, max_tokens=12)) for n in LENGTHS]
+    with counted() as runs:
+        ours = run(make_engine(llama.path, kv_cache_dtype=cache_dtype), jobs)
+    assert runs.call_count > 12
     engine = make_engine(llama.path, kv_cache_dtype=cache_dtype)
-    decoder = engine.runner.model.decoder
-    assert decoder is not None
-    assert decoder.lowered is not None
-    ours = run(engine, jobs)
-    engine = make_engine(llama.path, kv_cache_dtype=cache_dtype)
-    decoder = engine.runner.model.decoder
-    assert decoder is not None
-    decoder.lowered = None
+    use_torch(engine.runner.model)
     assert run(engine, jobs) == ours
 
 
 def test_a_watched_step_says_where_its_time_went(llama: Subject) -> None:
     model = llama.load(torch.float32)
     assert model.decoder is not None
-    assert model.decoder.lowered is not None
-    program, seen = model.decoder.lowered.program, []
+    assert isinstance(model.decoder.executor, NativeExecutor)
+    program, seen = model.decoder.executor.native, []
     unseen = hidden_states(model, 0)
     program.watch = seen.append
     equal(iter(zip(hidden_states(model, 0), unseen, strict=True)))
@@ -186,17 +187,17 @@ def test_a_watched_step_says_where_its_time_went(llama: Subject) -> None:
         assert sum(work for _, work, _ in step) > 0
 
 
-def test_what_has_no_operation_runs_part_by_part(llama: Subject) -> None:
+def test_formats_and_attentions_without_kernels_are_left_to_torch(llama: Subject) -> None:
     for dtype, backend in ((torch.float16, NativeAttention()), (torch.float32, TorchReference())):
         model = load(llama.path, dtype, max_model_len=40, backend=backend)
         model.pack()
         assert model.decoder is not None
-        assert model.decoder.lowered is None
+        assert isinstance(model.decoder.executor, TorchExecutor)
 
 
 def test_engines_run_layers_so(subject: Subject) -> None:
     engine = make_engine(subject.path)
-    is_lowered(engine.runner.model)
+    assert all(isinstance(stack.executor, NativeExecutor) for stack in stacks_of(engine.runner.model))
     assert engine.runner.model.decoder is not None
     buffers, pages = weakref.ref(engine.runner.model.decoder), weakref.ref(engine.runner.cache.layers[0][0])
     engine.close()
@@ -276,3 +277,41 @@ def test_pages_outside_the_cache_are_refused(llama: Subject) -> None:
         step(pages, 3, 7)
     pages.tables[0, 0] = 1
     step(pages, 3, 7)
+
+
+# ---------------------------------------------------------------- encoders
+
+
+def read(model: Transformer, padding: int = 0) -> Tensor:
+    """Hidden states of several inputs."""
+    ids = torch.tensor(random_prompt(model.vocab_size, 3, sum(LENGTHS)) + [0] * padding)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    with torch.inference_mode():
+        return model.read(
+            ids,
+            torch.cat([positions, positions.new_zeros(padding)]),
+            AttentionMetadata.build(list(LENGTHS), list(LENGTHS), torch.device("cpu")),
+            tokens=sum(LENGTHS),
+        )[: sum(LENGTHS)]
+
+
+@pytest.fixture(scope="module", params=ENCODER_SHAPES)
+def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each shape of an encoder in turn."""
+    return make_encoder_checkpoint(ENCODER_SHAPES[request.param], tmp_path_factory.mktemp("encoder")).path
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [(torch.float32, None), (torch.bfloat16, "int8")])
+def test_hidden_states_of_encoders(encoder: Path, dtype: torch.dtype, quantization: Quantization | None) -> None:
+    """Where attention or a convolution has no kernel, torch computes it on the library's rows."""
+    config = checkpoint.read_config(encoder)
+    parts = [block.attention for block in families.build_spec(config).trunk.blocks]
+    backend = select(torch.device("cpu"), parts, None)
+    model = load(encoder, dtype, max_model_len=40, backend=backend)
+    model.pack(quantization)
+    with counted() as runs:
+        found = [read(model), read(model, padding=3)]
+    assert runs.call_count == 2
+    with by_torch(model):
+        equal(iter(zip(found, [read(model), read(model, padding=3)], strict=True)))
+    assert found[0].isfinite().all()

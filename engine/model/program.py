@@ -1,0 +1,440 @@
+"""What a stack computes, as a flat list of operations on rows of features.
+
+The modules of a stack hold its weights; `compile_stack` walks them once and writes down what is computed with them. The
+list is run by an executor: torch (`engine.model.torch_executor`, the oracle, for all devices and formats), the CPU's
+library (`engine.model.native_executor`) or kernels for GPUs (`engine.model.triton_executor`). What an executor has no
+kernel for it leaves to torch, operation by operation.
+
+Rows lie in buffers, one row for each token. An operation may overwrite what it reads only where its docstring says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from engine.attention.base import AttentionBackend, AttentionMetadata, Paged, Window
+from engine.model import spec
+from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
+from engine.model.convolution import TokenConvolution
+from engine.model.embedding import TokenEmbedding
+from engine.model.experts import ExpertsFeedForward
+from engine.model.layers import (
+    CrossAttention,
+    CrossPages,
+    DenseFeedForward,
+    GatedFeedForward,
+    Linear,
+    QkNorm,
+    SelfAttention,
+)
+from engine.native.program import Rows
+
+
+class Adapters(Protocol):
+    """What low-rank adapters add to products (arXiv:2106.09685); each row of a pass has one or none."""
+
+    def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
+        """[Tp, out] for the rows x [Tp, in] of this product; None where no row has an adapter for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What one pass through a stack is given: T = `tokens` tokens laid end to end, then padding up to Tp.
+
+    Attributes:
+        token_ids, positions: [Tp].
+        metadata: the rows that the T tokens form.
+        min_rows: fewest rows of a matrix product whose rows do not depend on each other
+            (`engine.execution.invariance`).
+        caches: the pages of each decoder layer; None for an encoder alone.
+        slots: [T] int64, where the new tokens' K and V go in the flattened pages; None: executors work them out.
+        cross: where each row finds the encoder's K and V, for decoders that attend to one.
+        types: [Tp] the segment of each token; None: all are of the first.
+        turns: [Tp] the rows of rotary tables; None: positions are.
+        adapters: None where no row has one.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    metadata: AttentionMetadata
+    tokens: int
+    min_rows: int = 1
+    caches: Sequence[Paged] | None = None
+    slots: Tensor | None = None
+    cross: CrossPages | None = None
+    types: Tensor | None = None
+    turns: Tensor | None = None
+    adapters: Adapters | None = None
+
+    @property
+    def rotary_rows(self) -> Tensor:
+        """[Tp] the rows of rotary tables."""
+        return self.positions if self.turns is None else self.turns
+
+
+# ---------------------------------------------------------------- operations
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embed:
+    """out = the vectors of token ids, with positions and segments."""
+
+    module: TokenEmbedding
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normalize:
+    """out = norm of x, or of x + residual, which then becomes x; out may be x."""
+
+    module: nn.Module
+    x: Rows
+    out: Rows
+    residual: Rows | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Multiply:
+    """out = x @ weight.T + bias."""
+
+    linear: Linear
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddAdapters:
+    """out += what the adapters of a product make of its x; nothing where no row has an adapter."""
+
+    linear: Linear
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllReduce:
+    """x = the sum of all devices' x, each of which has a part of the layer; x itself on one device."""
+
+    x: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrepareHeads:
+    """Queries, keys and values as attention reads them: limited, normed, rotated; written to a layer's pages where the
+    stack has pages. The heads are overwritten.
+
+    Attributes:
+        layer: whose pages; None for an encoder.
+        queries, keys, values: the parts of `heads`.
+    """
+
+    part: spec.Attention
+    qk_norm: QkNorm | None
+    heads: Rows
+    layer: int | None
+
+    @property
+    def queries(self) -> Rows:
+        return self.heads.part(0, self.part.heads * self.part.head_dim)
+
+    @property
+    def keys(self) -> Rows:
+        return self.heads.part(self.queries.width, self.part.kv_heads * self.part.head_dim)
+
+    @property
+    def values(self) -> Rows:
+        width = self.part.kv_heads * self.part.head_dim
+        return self.heads.part(self.queries.width + width, width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreEncoded:
+    """Write keys and values of an encoder's hidden states to a decoder layer's pages."""
+
+    part: spec.Attention
+    kv: Rows
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attend:
+    """out = attention of the queries to the keys and values of their own rows: those in pages, those that lie beside
+    them (an encoder's), or the encoder's pages.
+
+    Attributes:
+        module: what it belongs to.
+        kv: keys and values that lie beside the queries; None where they are in pages.
+        layer: whose pages; None for an encoder.
+    """
+
+    module: SelfAttention | CrossAttention
+    queries: Rows
+    kv: tuple[Rows, Rows] | None
+    out: Rows
+    layer: int | None
+
+    @property
+    def part(self) -> spec.Attention:
+        return self.module.part
+
+    @property
+    def backend(self) -> AttentionBackend:
+        return self.module.backend
+
+    @property
+    def is_cross(self) -> bool:
+        """The keys are an encoder's."""
+        return isinstance(self.module, CrossAttention)
+
+    @property
+    def causal(self) -> bool:
+        """A query sees no later key."""
+        return self.part.causal and not self.is_cross
+
+    @property
+    def window(self) -> Window | None:
+        """What a query sees at most."""
+        return None if self.is_cross else self.part.window
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activate:
+    """out = function(x), or function(a) * b of x = [a | b]."""
+
+    function: spec.Activation
+    x: Rows
+    out: Rows
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixExperts:
+    """out = what each token's experts make of x."""
+
+    module: ExpertsFeedForward
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Convolve:
+    """out = activation(convolution of x over the tokens of each input)."""
+
+    module: TokenConvolution
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Add:
+    """out = x + y; out may be either."""
+
+    x: Rows
+    y: Rows
+    out: Rows
+
+
+Operation = (
+    Embed
+    | Normalize
+    | Multiply
+    | AddAdapters
+    | AllReduce
+    | PrepareHeads
+    | StoreEncoded
+    | Attend
+    | Activate
+    | MixExperts
+    | Convolve
+    | Add
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The operations of a stack.
+
+    Attributes:
+        operations: in their order; the first one embeds.
+        widths: features of each buffer's rows.
+        stream: the residual stream.
+        result: what the stack gives.
+    """
+
+    operations: tuple[Operation, ...]
+    widths: tuple[int, ...]
+    stream: Rows
+    result: Rows
+
+
+# ---------------------------------------------------------------- from modules to operations
+
+
+def compile_stack(
+    embedding: TokenEmbedding,
+    blocks: Iterable[nn.Module],
+    final_norm: nn.Module | None,
+    projection: Linear | None,
+    *,
+    hidden_size: int,
+    paged: bool,
+    readers: Sequence[CrossAttention | None] = (),
+) -> Program:
+    """The program of a stack.
+
+    Args:
+        hidden_size: features of the residual stream.
+        paged: keys and values are kept in pages.
+        readers: the attentions of a decoder's layers that read what this stack, an encoder, gives.
+    """
+    builder = Builder(hidden_size, paged)
+    builder.add(Embed(embedding, builder.stream))
+    for layer, block in enumerate(blocks):
+        builder.block(block, layer)
+    result = builder.normed(final_norm)
+    if projection is not None:
+        result = builder.product(projection, result, "projected")
+    for layer, reader in enumerate(readers):
+        if reader is not None:
+            builder.add(StoreEncoded(reader.part, builder.product(reader.kv, result, "encoded"), layer))
+    return Program(tuple(builder.operations), tuple(builder.widths), builder.stream, result)
+
+
+class Builder:
+    """Operations as they are added. What a sublayer gives joins the stream together with the next norm of it."""
+
+    def __init__(self, hidden_size: int, paged: bool):
+        self.operations: list[Operation] = []
+        self.widths: list[int] = []
+        self._buffers: dict[tuple[str, int], Rows] = {}
+        self._paged = paged
+        self._pending: Rows | None = None  # what the stream still lacks
+        self.stream = self.rows("stream", hidden_size)
+
+    def add(self, operation: Operation) -> None:
+        """Add an operation."""
+        self.operations.append(operation)
+
+    def rows(self, name: str, width: int) -> Rows:
+        """A buffer that all layers use."""
+        key = (name, width)
+        if key not in self._buffers:
+            self._buffers[key] = Rows(len(self.widths), 0, width, width)
+            self.widths.append(width)
+        return self._buffers[key]
+
+    # ---- layers
+
+    def block(self, block: nn.Module, layer: int) -> None:
+        """Add a layer."""
+        match block:
+            case ConvolvedBlock():
+                self._convolved(block, layer)
+            case ParallelBlock():
+                self._parallel(block, layer)
+            case SequentialBlock():
+                for sublayer in (block.attention, block.cross, block.ffn):
+                    if sublayer is not None:
+                        self.sublayer(sublayer, layer)
+            case _:
+                raise TypeError(f"{type(block).__name__} is no block")
+
+    def sublayer(self, part: Sublayer, layer: int) -> None:
+        """Add outer(y + after(f(before(y)))) of y = first(x), where each norm may be absent."""
+        if part.first is not None:
+            self.add(Normalize(part.first, self.stream, self.stream, self._take_pending()))
+        y = self._inner(part.inner, self.normed(part.before), "sublayer", layer)
+        if part.after is not None:
+            self.add(Normalize(part.after, y, y))
+        self._pending = y
+        if part.outer is not None:
+            self.add(Normalize(part.outer, self.stream, self.stream, self._take_pending()))
+
+    def _parallel(self, block: ParallelBlock, layer: int) -> None:
+        """x + attention(norm(x)) + ffn(norm(x)), where both may read the same norm."""
+        normed = self.normed(block.attention.before)
+        attended = self._inner(block.attention.inner, normed, "sublayer", layer)
+        if block.ffn.before is not None:
+            normed = self.normed(block.ffn.before)
+        fed = self._inner(block.ffn.inner, normed, "second sublayer", layer)
+        self.add(Add(self.stream, attended, self.stream))
+        self._pending = fed
+
+    def _convolved(self, block: ConvolvedBlock, layer: int) -> None:
+        """norm(y + convolution(x)) of y = inner(x), a layer."""
+        convolved = self.rows("convolved", self.stream.width)
+        self.add(Convolve(block.convolution, self.normed(None), convolved))
+        self.block(block.inner, layer)
+        assert block.norm is not None
+        self.add(Normalize(block.norm, self.normed(None), self.stream, convolved))
+
+    def _take_pending(self) -> Rows | None:
+        pending, self._pending = self._pending, None
+        return pending
+
+    def normed(self, norm: nn.Module | None) -> Rows:
+        """The norm of the stream, which is complete afterwards; the stream itself without one."""
+        pending = self._take_pending()
+        if norm is None:
+            if pending is not None:
+                self.add(Add(self.stream, pending, self.stream))
+            return self.stream
+        out = self.rows("normed", self.stream.width)
+        self.add(Normalize(norm, self.stream, out, pending))
+        return out
+
+    # ---- sublayers
+
+    def _inner(self, module: nn.Module, x: Rows, name: str, layer: int) -> Rows:
+        match module:
+            case SelfAttention():
+                return self._self_attention(module, x, name, layer)
+            case CrossAttention():
+                queries = self.product(module.queries, x, "queries")
+                attended = self.rows("attended", queries.width)
+                self.add(Attend(module, queries, None, attended, layer))
+                return self._reduced(module.out, attended, name)
+            case DenseFeedForward() | GatedFeedForward():
+                return self._feed_forward(module, x, name)
+            case ExpertsFeedForward():
+                out = self.rows(name, self.stream.width)
+                self.add(MixExperts(module, x, out))
+                self.add(AllReduce(out))
+                return out
+            case _:
+                raise TypeError(f"{type(module).__name__} is no sublayer")
+
+    def _self_attention(self, module: SelfAttention, x: Rows, name: str, layer: int) -> Rows:
+        heads = self.product(module.qkv, x, "heads")
+        own = layer if self._paged else None
+        prepared = PrepareHeads(module.part, module.qk_norm, heads, own)
+        self.add(prepared)
+        kv = None if self._paged else (prepared.keys, prepared.values)
+        attended = self.rows("attended", prepared.queries.width)
+        self.add(Attend(module, prepared.queries, kv, attended, own))
+        return self._reduced(module.out, attended, name)
+
+    def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:
+        gated = isinstance(module, GatedFeedForward)
+        wide = self.product(module.gate_up if isinstance(module, GatedFeedForward) else module.up, x, "wide")
+        hidden = self.rows("hidden", module.down.inputs)
+        self.add(Activate(module.activation, wide, hidden, gated))
+        return self._reduced(module.down, hidden, name)
+
+    def product(self, linear: Linear, x: Rows, name: str) -> Rows:
+        """The product, with what adapters add."""
+        out = self.rows(name, linear.outputs)
+        self.add(Multiply(linear, x, out))
+        self.add(AddAdapters(linear, x, out))
+        return out
+
+    def _reduced(self, linear: Linear, x: Rows, name: str) -> Rows:
+        """The product, summed over devices."""
+        out = self.product(linear, x, name)
+        self.add(AllReduce(out))
+        return out

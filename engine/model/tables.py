@@ -1,0 +1,50 @@
+"""The tables of positions that the layers of a stack share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import Bias
+from engine.model.bias import BiasTable, BucketTable
+from engine.model.disentangled import DisentangledAttention
+from engine.model.distances import DistanceTable
+from engine.model.layers import CrossAttention, SelfAttention
+from engine.model.positions import AttentionPosition, Rotary
+from engine.model.rotary import RotaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Layers with the same position part share one table.
+
+    Attributes:
+        rotary: cosines and sines by rotary part.
+        slopes: biases by the part that has a slope for each head.
+        shared_bias: the bias that all self-attentions without a part of their own add.
+        distances: the vectors that disentangled attentions read.
+    """
+
+    rotary: Mapping[Rotary, RotaryTable]
+    slopes: Mapping[AttentionPosition, BiasTable]
+    shared_bias: BucketTable | None = None
+    distances: DistanceTable | None = None
+
+    def rotation(self, part: Rotary, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) in these rows [T], for heads of a format."""
+        return self.rotary[part](rows, dtype)  # type: ignore[no-any-return]
+
+    def bias(self, module: SelfAttention | CrossAttention) -> Bias | None:
+        """What an attention adds to its scores."""
+        if isinstance(module, CrossAttention):
+            return None
+        if isinstance(module, DisentangledAttention):
+            assert self.distances is not None
+            return module.bias(self.distances)
+        position = module.part.position
+        if position is None:
+            return None if self.shared_bias is None else self.shared_bias()
+        return self.slopes[position]() if position in self.slopes else None

@@ -1,0 +1,146 @@
+"""The program of a stack: what is in it, and the operations that later features fill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import make_checkpoint, random_prompt
+from support.families import FAMILY_SHAPES, make_family_checkpoint
+from support.pages import Pages, close, load, scattered_tables
+from support.seq2seq import make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
+from torch import Tensor
+
+from engine.attention.native import NativeAttention
+from engine.model.layers import Linear
+from engine.model.program import (
+    AddAdapters,
+    AllReduce,
+    Attend,
+    Embed,
+    Inputs,
+    MixExperts,
+    Multiply,
+    PrepareHeads,
+    StoreEncoded,
+)
+from engine.model.transformer import Transformer
+
+RANK = 3
+PROMPTS = [random_prompt(60, seed, length) for seed, length in enumerate((5, 9))]
+
+
+class Merged:
+    """Low-rank changes of all products, for the tokens of one row of a batch."""
+
+    def __init__(self, model: Transformer, first: int, last: int):
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = slice(first, last)
+        assert model.decoder is not None
+        self._changes = {
+            operation.linear: 0.1
+            * torch.randn(operation.linear.outputs, RANK, generator=generator)
+            @ torch.randn(RANK, operation.linear.inputs, generator=generator)
+            for operation in model.decoder.program.operations
+            if isinstance(operation, Multiply)
+        }
+        self.num_asked = 0
+
+    def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
+        self.num_asked += 1
+        added = x.new_zeros(len(x), linear.outputs)
+        added[self._tokens] = x[self._tokens] @ self._changes[linear].T
+        return added
+
+    def merge(self) -> None:
+        """Write the changes into the weights."""
+        for linear, change in self._changes.items():
+            linear.weight.data += change
+
+
+def answers(model: Transformer, adapters: Merged | None = None) -> list[Tensor]:
+    """Hidden states of both prompts in one step."""
+    assert model.decoder is not None
+    run = model.decoder.executor.run
+
+    class WithAdapters:
+        def run(self, inputs: Inputs) -> Tensor:
+            return run(replace(inputs, adapters=adapters))
+
+    kept, model.decoder.executor = model.decoder.executor, WithAdapters()
+    try:
+        return Pages(model, scattered_tables([len(prompt) for prompt in PROMPTS])).step(PROMPTS)
+    finally:
+        model.decoder.executor = kept
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_add_to_the_products_of_their_rows_alone(tmp_path: Path, packed: bool) -> None:
+    path = make_checkpoint("llama-grouped", tmp_path).path
+    model = load(path, backend=NativeAttention() if packed else None)
+    if packed:
+        model.pack()
+    plain = answers(model)
+    adapters = Merged(model, len(PROMPTS[0]), len(PROMPTS[0]) + len(PROMPTS[1]))
+    found = answers(model, adapters)
+    assert adapters.num_asked == 4 * len(model.spec.trunk.blocks)
+    close(found[0], plain[0])
+    changed = load(path)
+    other = Merged(changed, 0, 0)
+    other.merge()
+    close(found[1], answers(changed)[1])
+    assert not torch.allclose(found[1], plain[1], atol=1e-2)
+
+
+def kinds(model: Transformer, name: str = "decoder") -> Counter[type]:
+    return Counter(map(type, getattr(model, name).program.operations))
+
+
+def test_operations_of_a_decoder(tmp_path: Path) -> None:
+    model = load(make_checkpoint("llama-grouped", tmp_path).path)
+    layers = len(model.spec.trunk.blocks)
+    found = kinds(model)
+    assert found[Embed] == 1
+    assert found[Multiply] == found[AddAdapters] == 4 * layers
+    assert found[PrepareHeads] == found[Attend] == layers
+    assert found[AllReduce] == 2 * layers, "after attention and after the feed-forward network"
+    assert not found[StoreEncoded]
+
+
+def test_every_product_is_followed_by_its_adapters(tmp_path: Path) -> None:
+    for model in (
+        load(make_family_checkpoint(FAMILY_SHAPES["gptj"], tmp_path / "parallel").path),
+        load(make_seq2seq_checkpoint(SEQ2SEQ_SHAPES["bart"], tmp_path / "bart").path),
+    ):
+        for stack in (model.encoder, model.decoder):
+            if stack is None:
+                continue
+            operations = stack.program.operations
+            products = [i for i, one in enumerate(operations) if isinstance(one, Multiply)]
+            assert products
+            for i in products:
+                product, adapters = operations[i : i + 2]
+                assert isinstance(product, Multiply)
+                assert isinstance(adapters, AddAdapters)
+                assert (adapters.linear, adapters.x, adapters.out) == (product.linear, product.x, product.out)
+
+
+def test_experts_are_summed_over_devices_like_others(tmp_path: Path) -> None:
+    model = load(make_family_checkpoint(FAMILY_SHAPES["mixtral"], tmp_path).path)
+    layers = len(model.spec.trunk.blocks)
+    found = kinds(model)
+    assert found[MixExperts] == layers
+    assert found[AllReduce] == 2 * layers
+
+
+def test_an_encoder_stores_what_each_layer_of_the_decoder_reads(tmp_path: Path) -> None:
+    model = load(make_seq2seq_checkpoint(SEQ2SEQ_SHAPES["bart"], tmp_path).path)
+    assert model.decoder is not None
+    operations = [one for one in model.encoder.program.operations if isinstance(one, StoreEncoded)]  # type: ignore[union-attr]
+    assert [one.layer for one in operations] == list(range(len(model.decoder.blocks)))
+    across = [one for one in model.decoder.program.operations if isinstance(one, Attend) and one.is_cross]
+    assert [one.layer for one in across] == [one.layer for one in operations]
