@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from support.gpu import kernels
+from test_philox import VECTORS, words
 
 from engine.gpu import philox
 from engine.scheduling.philox import uniforms
-from tests.test_philox import VECTORS, words
 
 
 @triton.jit

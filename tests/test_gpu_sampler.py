@@ -19,6 +19,8 @@ pytest.importorskip("triton")
 
 from support.gpu import check_compiled, compile_variants, kernels
 from support.poison import poisoned
+from test_native_sampling import KINDS, by_rank, used
+from test_sampler import FILTERS, batch_of, distribution, mixed_rows, warped
 
 from engine.execution import sampler, sampler_captured, sampler_device, sampler_torch
 from engine.execution.pending import PendingStep
@@ -29,8 +31,6 @@ from engine.gpu import sampling, sampling_best, sampling_draw, sampling_edit, sa
 from engine.gpu.sampling import SIZES, Sizes
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, StepResult
-from tests.test_native_sampling import KINDS, by_rank, used
-from tests.test_sampler import FILTERS, batch_of, distribution, mixed_rows, warped
 
 pytestmark = pytest.mark.slow
 

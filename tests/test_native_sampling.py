@@ -11,13 +11,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.native import ISAS, kernels_of, needs_native
+from test_sampler import batch_of
 from torch import Tensor
 
 from engine import native
 from engine.execution import sampler, sampler_torch
 from engine.native.sampling import Draws, Edits, Listed, LogitRows
 from engine.scheduling.plan import PromptLogprobRows, StepResult
-from tests.test_sampler import batch_of
 
 pytestmark = needs_native
 each_isa = pytest.mark.parametrize("isa", ISAS)
