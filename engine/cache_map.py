@@ -1,4 +1,4 @@
-"""What the pages of the KV cache hold at a moment, and for whom: for people who watch the engine at work."""
+"""What the pages of the KV cache hold at a moment, and for which requests: a view of the engine at work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CellKinds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMap:
-    """All pages in their order, as cells, and who runs and waits.
+    """All pages in their order, as cells, and the requests that run and wait.
 
     Attributes:
         pages_per_cell: pages that a cell stands for, the last one perhaps fewer: 1 unless there are very many.

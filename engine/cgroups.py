@@ -68,6 +68,6 @@ def _left(group: Path, limit_file: str, usage_file: str, cache: str) -> list[int
     limit, used = text_of(group / limit_file).strip(), text_of(group / usage_file).strip()
     if not limit.isdigit() or not used.isdigit():  # "max", or no such group
         return []
-    # Cached files count as used, and give way when memory is needed.
+    # Cached files count as used, and are dropped when memory is needed.
     files = re.search(rf"^{cache} (\d+)$", text_of(group / "memory.stat"), re.MULTILINE)
     return [int(limit) - int(used) + (int(files[1]) if files else 0)]

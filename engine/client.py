@@ -258,7 +258,7 @@ class ProcessEngineClient(EngineClient):
         if self.on_news is not None:
             try:
                 self.on_news(news.deltas, news.stats)
-            except Exception:  # who only looks on must not stop the news
+            except Exception:  # an observer must not stop the news
                 logger.exception("what listens to the engine's news failed")
         for request_id, failure in news.failed.items():
             self._hand_over(request_id, failure.error(), news.num_commands)

@@ -195,7 +195,7 @@ class Loop:
     def _look(self) -> CacheMap | None:
         try:
             return self._engine.cache_map()
-        except Exception:  # who only looks on must not stop the work
+        except Exception:  # an observer must not stop the work
             logger.exception("the map of the cache could not be drawn")
             return None
 

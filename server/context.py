@@ -38,7 +38,7 @@ class Service:
         admission: bounds what generates.
         pooling: bounds requests for vectors, classes and masked tokens; each counts as one, whatever it holds.
         turns: hands their inputs to the engine.
-        live: what those who watch the engine are shown.
+        live: what clients of the live feed are shown.
         tokenizing: bounds calls of /tokenize and /detokenize.
         drain: whether the service stops.
         memory: whether the process has too much.

@@ -1,4 +1,4 @@
-"""The live feed: what the pages of the KV cache hold, and who runs and waits, for all who watch.
+"""The live feed: what the pages of the KV cache hold, and the requests that run and wait.
 
 The engine is asked a few times a second while somebody watches, once for all of them, and not at all otherwise. Nothing
 in a frame is a request's content or id.
@@ -23,7 +23,7 @@ MAX_WATCHERS = 32
 
 
 class LiveFeed:
-    """Asks the engine for those who watch.
+    """Asks the engine once for all clients of the feed.
 
     Args:
         client: the engine.
@@ -51,7 +51,7 @@ class LiveFeed:
             raise ApiError(503, message, code="overloaded", headers={"Retry-After": "5"})
 
     async def frames(self) -> AsyncGenerator[str, None]:
-        """The frame of this moment and each one that differs from the one before, as JSON; who is slow misses some.
+        """The frame of this moment and each one that differs from the one before, as JSON; a slow client misses some.
         Empty where there was nothing new for too long. It ends when the service stops."""
         self.num_watchers += 1
         if self._task is None or self._task.done():

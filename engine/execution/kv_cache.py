@@ -201,7 +201,7 @@ def count_blocks(
 
 
 def _within_memory(blocks: int, size: int, setting: str, device: torch.device, reserved: int) -> int:
-    """The number of pages, if a CPU's memory holds them: the system would hand out more, and kill who uses it."""
+    """The number of pages, if a CPU's memory holds them: the system would hand out more, and kill the process."""
     free = max(available_memory() - reserved, 0) if device.type == "cpu" else math.inf
     if blocks * size > free:
         raise ConfigError(

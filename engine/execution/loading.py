@@ -33,7 +33,7 @@ def check_weights_fit(
 ) -> None:
     """Refuse weights that exceed the free memory, before they are read.
 
-    A CPU's system hands out memory that it does not have, and kills who uses it.
+    A CPU's system hands out memory that it does not have, and kills the process that uses it.
 
     Args:
         utilization: share of a GPU's memory that may be used.

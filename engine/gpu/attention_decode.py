@@ -5,7 +5,7 @@ Chunks are merged in their order. A program that has all chunks of a row and a h
 the result; where the chunks of a row are spread over programs each writes partial results, and the one that finishes
 last merges them. Merging in a second kernel would cost a launch and a wait for the slowest program at each layer, which
 a small batch should feel: an estimated 2 microseconds at each of 28 layers would be 6% of a step of one millisecond.
-Who merges changes no bit.
+Which program merges changes no bit.
 
 Up to 16 pairs of query and head are the rows of a product (more if more heads share keys): the least that tensor cores
 multiply. Single queries leave most of them empty, which should cost little, since memory is what is waited for. A tile

@@ -47,7 +47,7 @@ def warn_if_slow() -> None:
 
 
 def quantiser() -> str:
-    """Who quantises, in words: others may round otherwise."""
+    """What quantises, in words: another may round otherwise."""
     return "native" if native.available() else f"torch {torch.__version__}"
 
 

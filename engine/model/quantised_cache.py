@@ -1,7 +1,7 @@
 """Quantised matrices kept on disk, so that a later start reads them instead of the plain ones.
 
 An entry is a safetensors file, named by a hash of all that decides its numbers: the checkpoint's files, what each
-matrix is filled with, the format that it was read in, and who quantised it. It is written beside its place and renamed
+matrix is filled with, the format that it was read in, and what quantised it. It is written beside its place and renamed
 into it, so that no reader sees half of one, and two processes may write the same. Its checksums are verified before it
 is used.
 """

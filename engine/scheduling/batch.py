@@ -47,7 +47,7 @@ class Row:
 
     @property
     def is_void(self) -> bool:
-        """The sequence has ended or given way since: what is computed here is for nothing."""
+        """The sequence has ended or was preempted since: what is computed here is for nothing."""
         return self.num_releases != self.sequence.num_releases
 
     @property

@@ -46,7 +46,7 @@ class PageHasher:
 
 
 class BlockPool:
-    """All pages and who refers to them. Only this class changes reference counts and hashes."""
+    """All pages and how often each is referred to. Only this class changes reference counts and hashes."""
 
     def __init__(self, num_blocks: int):
         """A pool of num_blocks pages, numbered from 1."""

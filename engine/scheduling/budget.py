@@ -5,7 +5,7 @@ a token that they took when the engine started (`Costs`). So a chunk late in a l
 counts more. Each of the last steps with prompts says how much work would have taken the time that is aimed at; the
 next step may hold the median. One slow step does not move that; a machine that has become slower does, after three.
 
-Nothing here decides who runs: the scheduler is given a `StepLimit` per step and keeps to it.
+Nothing here decides what runs: the scheduler is given a `StepLimit` per step and keeps to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pages of encoder inputs: who gets them, when the encoder runs, and who may find them later."""
+"""Pages of encoder inputs: when they are allocated, when the encoder runs, and what may find them later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for a place in a step, and whose time is limited."""
+"""Requests that wait for a place in a step, and those with a deadline."""
 
 from __future__ import annotations
 

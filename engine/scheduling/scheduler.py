@@ -114,7 +114,7 @@ class Scheduler:
         """Plan the next step; None if nothing can run.
 
         Args:
-            limit: how long the step may take, or who is to be asked about it if there are prompts; how they are cut
+            limit: how long the step may take, or what is to be asked about it if there are prompts; how they are cut
                 depends on it, and no answer does.
         """
         if self.flights:
@@ -230,7 +230,7 @@ class Scheduler:
     # ---------------------------------------------------------------- planning
 
     def _plan_prompts(self, step: Step, chunked: list[SequenceGroup]) -> None:
-        """Give what is left to those who have several tokens to compute, and to those who wait."""
+        """Give what is left to sequences with several tokens to compute, and to waiting requests."""
         step.begin_prompts()
         for group in chunked:
             if group.status is Status.RUNNING and step.is_open:
@@ -266,7 +266,7 @@ class Scheduler:
 
     def _reserve(self, step: Step, group: SequenceGroup, sequence: Sequence, end: int) -> bool:
         """Make the pages up to token `end` writable by this sequence alone; False if the group itself
-        had to give way."""
+        was preempted."""
         needed, shared = self._tables.missing(sequence, end)
         while (pages := self.pool.reserve(needed)) is None:
             victim = self._running[-1]

@@ -99,7 +99,7 @@ class Step:
         found = self.encodings.get(memory.key)
         if found is None:
             found = self.encodings[memory.key] = Encoding()
-            # However long it is, the group has a row: who has none is not among those that a failed step ends.
+            # However long it is, the group has a row: a failed step ends only those that have one.
             counts = [count for _, count in group.work()]
             least = len(counts) if max(counts) == 1 else 1
             self.budget = max(self.budget - len(memory.tokens), least)

@@ -121,7 +121,7 @@ class RequestRecord:
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: Any) -> None:
         if isinstance(problem, GeneratorExit | asyncio.CancelledError):
-            return  # who ended it knows why, and says so with `abort`
+            return  # the code that ended it knows why, and says so with `abort`
         if isinstance(problem, ApiError) and self._cut is not None:
             self._say(f"aborted:{self._cut}", status=problem.status_code, code=problem.code)
         elif isinstance(problem, ApiError):

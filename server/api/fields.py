@@ -22,7 +22,7 @@ HARMLESS = frozenset(
         "include_obfuscation",
     }
 )  # fmt: skip
-# Fields that would change what is answered, or who may see it, and are not supported, with the values at which they
+# Fields that would change what is answered, or what may see it, and are not supported, with the values at which they
 # ask for nothing. Any other unknown field is a hint that may be missed: it is ignored, and said to be.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),

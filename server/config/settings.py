@@ -85,7 +85,7 @@ class ServerSettings(BaseModel):
         max_queue_time: seconds that a prompt may have to wait for its first token while no place or page is free, by
             the recent pace; what would wait longer is refused with 503; 0: the two bounds above alone count (default:
             half as long as a first token takes while there is room).
-        prefix_cache_scope: who shares cached pages where keys are set: requests of the same key, or all (global).
+        prefix_cache_scope: where keys are set, the requests that share cached pages: those of the same key, or all.
         stream_keepalive: seconds of silence after which a stream sends a comment; 0 for never.
         stream_stall_timeout: seconds after which a client that takes nothing of its answer loses its
             connection.

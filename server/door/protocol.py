@@ -120,7 +120,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The server stops: nothing more is read from those who have their answer."""
+        """The server stops: nothing more is read from connections that have their answer."""
         super().shutdown()
         if self.lingers:
             self.transport.close()
