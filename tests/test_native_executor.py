@@ -315,3 +315,14 @@ def test_hidden_states_of_encoders(encoder: Path, dtype: torch.dtype, quantizati
     with by_torch(model):
         equal(iter(zip(found, [read(model), read(model, padding=3)], strict=True)))
     assert found[0].isfinite().all()
+
+
+def test_what_torch_computes_between_two_calls_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_encoder_checkpoint(ENCODER_SHAPES["deberta-v2"], tmp_path).path
+    model = load(path, max_model_len=40)
+    with caplog.at_level("INFO", "octavo.model"):
+        model.pack()
+        read(model)
+    said = [record.message for record in caplog.records if "torch computes a part" in record.message]
+    assert len(said) == 1
+    assert "attention to contents and distances has no kernel" in said[0]

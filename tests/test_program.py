@@ -27,6 +27,7 @@ from engine.model.program import (
     Multiply,
     PrepareHeads,
     StoreEncoded,
+    last_uses,
 )
 from engine.model.transformer import Transformer
 
@@ -144,3 +145,22 @@ def test_an_encoder_stores_what_each_layer_of_the_decoder_reads(tmp_path: Path) 
     assert [one.layer for one in operations] == list(range(len(model.decoder.blocks)))
     across = [one for one in model.decoder.program.operations if isinstance(one, Attend) and one.is_cross]
     assert [one.layer for one in across] == [one.layer for one in operations]
+
+
+def test_rows_are_let_go_after_their_last_use(tmp_path: Path) -> None:
+    """Nothing is read that was let go, and what is let go is not read again before it is written."""
+    for name in ("gptj", "gemma3", "mixtral"):
+        model = load(make_family_checkpoint(FAMILY_SHAPES[name], tmp_path / name).path)
+        assert model.decoder is not None
+        program = model.decoder.program
+        uses = last_uses(program.operations, program.result)
+        held: set[int] = set()
+        most = 0
+        for operation, dead in zip(program.operations, uses, strict=True):
+            assert {rows.buffer for rows in operation.reads} <= held
+            held |= {rows.buffer for rows in operation.writes}
+            most = max(most, len(held))
+            assert held.issuperset(dead)
+            held -= set(dead)
+        assert held == {program.result.buffer}
+        assert most < len(program.widths)

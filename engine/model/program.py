@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -80,18 +80,52 @@ class Inputs:
 # ---------------------------------------------------------------- operations
 
 
+class HasRows:
+    """What an operation reads and writes."""
+
+    __slots__ = ()
+    READS: ClassVar[tuple[str, ...]] = ()
+    WRITES: ClassVar[tuple[str, ...]] = ()
+    """Names of its fields."""
+
+    @property
+    def reads(self) -> tuple[Rows, ...]:
+        """The rows that it reads."""
+        return self._rows(self.READS)
+
+    @property
+    def writes(self) -> tuple[Rows, ...]:
+        """The rows that it writes."""
+        return self._rows(self.WRITES)
+
+    def _rows(self, names: tuple[str, ...]) -> tuple[Rows, ...]:
+        found: list[Rows] = []
+        for value in (getattr(self, name) for name in names):
+            found += [value] if isinstance(value, Rows) else value or ()
+        return tuple(found)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Embed:
+class Embed(HasRows):
     """out = the vectors of token ids, with positions and segments."""
 
+    WRITES = ("out",)
     module: TokenEmbedding
     out: Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Normalize:
+class Normalize(HasRows):
     """out = norm of x, or of x + residual, which then becomes x; out may be x."""
 
+    READS = (
+        "x",
+        "residual",
+    )
+    WRITES = (
+        "x",
+        "out",
+    )
     module: nn.Module
     x: Rows
     out: Rows
@@ -99,32 +133,41 @@ class Normalize:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Multiply:
+class Multiply(HasRows):
     """out = x @ weight.T + bias."""
 
+    READS = ("x",)
+    WRITES = ("out",)
     linear: Linear
     x: Rows
     out: Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AddAdapters:
+class AddAdapters(HasRows):
     """out += what the adapters of a product make of its x; nothing where no row has an adapter."""
 
+    READS = (
+        "x",
+        "out",
+    )
+    WRITES = ("out",)
     linear: Linear
     x: Rows
     out: Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AllReduce:
+class AllReduce(HasRows):
     """x = the sum of all devices' x, each of which has a part of the layer; x itself on one device."""
 
+    READS = ("x",)
+    WRITES = ("x",)
     x: Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrepareHeads:
+class PrepareHeads(HasRows):
     """Queries, keys and values as attention reads them: limited, normed, rotated; written to a layer's pages where the
     stack has pages. The heads are overwritten.
 
@@ -133,6 +176,8 @@ class PrepareHeads:
         queries, keys, values: the parts of `heads`.
     """
 
+    READS = ("heads",)
+    WRITES = ("heads",)
     part: spec.Attention
     qk_norm: QkNorm | None
     heads: Rows
@@ -153,16 +198,17 @@ class PrepareHeads:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoreEncoded:
+class StoreEncoded(HasRows):
     """Write keys and values of an encoder's hidden states to a decoder layer's pages."""
 
+    READS = ("kv",)
     part: spec.Attention
     kv: Rows
     layer: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Attend:
+class Attend(HasRows):
     """out = attention of the queries to the keys and values of their own rows: those in pages, those that lie beside
     them (an encoder's), or the encoder's pages.
 
@@ -172,6 +218,11 @@ class Attend:
         layer: whose pages; None for an encoder.
     """
 
+    READS = (
+        "queries",
+        "kv",
+    )
+    WRITES = ("out",)
     module: SelfAttention | CrossAttention
     queries: Rows
     kv: tuple[Rows, Rows] | None
@@ -203,9 +254,11 @@ class Attend:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Activate:
+class Activate(HasRows):
     """out = function(x), or function(a) * b of x = [a | b]."""
 
+    READS = ("x",)
+    WRITES = ("out",)
     function: spec.Activation
     x: Rows
     out: Rows
@@ -213,27 +266,36 @@ class Activate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MixExperts:
+class MixExperts(HasRows):
     """out = what each token's experts make of x."""
 
+    READS = ("x",)
+    WRITES = ("out",)
     module: ExpertsFeedForward
     x: Rows
     out: Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Convolve:
+class Convolve(HasRows):
     """out = activation(convolution of x over the tokens of each input)."""
 
+    READS = ("x",)
+    WRITES = ("out",)
     module: TokenConvolution
     x: Rows
     out: Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Add:
+class Add(HasRows):
     """out = x + y; out may be either."""
 
+    READS = (
+        "x",
+        "y",
+    )
+    WRITES = ("out",)
     x: Rows
     y: Rows
     out: Rows
@@ -270,6 +332,17 @@ class Program:
     widths: tuple[int, ...]
     stream: Rows
     result: Rows
+
+
+def last_uses(operations: Sequence[HasRows], result: Rows) -> list[tuple[int, ...]]:
+    """For each operation the buffers that nothing reads after it before they are written again."""
+    found: list[tuple[int, ...]] = []
+    needed = {result.buffer}
+    for operation in reversed(operations):
+        reads, writes = ({rows.buffer for rows in which} for which in (operation.reads, operation.writes))
+        found.append(tuple((reads | writes) - needed))
+        needed = needed - writes | reads
+    return found[::-1]
 
 
 # ---------------------------------------------------------------- from modules to operations

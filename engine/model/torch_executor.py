@@ -5,7 +5,7 @@ Single operations are handed to kernels of our own where there are some (`engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from engine.model.program import (
     Attend,
     Convolve,
     Embed,
+    HasRows,
     Inputs,
     MixExperts,
     Multiply,
@@ -31,6 +32,7 @@ from engine.model.program import (
     PrepareHeads,
     Program,
     StoreEncoded,
+    last_uses,
 )
 from engine.model.rotary import rotate
 from engine.model.slots import find_slots
@@ -94,26 +96,38 @@ class Pass:
 Handler = Callable[[Any, Pass], None]
 
 
+class Calls:
+    """Operations with what computes them, in their order; rows are let go after their last use."""
+
+    def __init__(self, operations: Sequence[HasRows], handlers: Mapping[type, Handler], result: Rows):
+        self._result = result
+        uses = last_uses(operations, result)
+        self._calls = [(handlers[type(one)], one, dead) for one, dead in zip(operations, uses, strict=True)]
+
+    def run(self, state: Pass, values: dict[Rows, Tensor]) -> Tensor:
+        """The result's rows."""
+        for handler, operation, dead in self._calls:
+            handler(operation, state)
+            for buffer in dead:
+                for rows in [rows for rows in values if rows.buffer == buffer]:
+                    del values[rows]
+        return values[self._result]
+
+
 class TorchExecutor:
-    """Runs a program operation by operation.
+    """Runs a program operation by operation."""
 
-    Args:
-        operations: what is run in the place of the program's own, all of them with handlers.
-    """
-
-    def __init__(self, program: Program, tables: Tables, operations: Iterable[Operation] | None = None):
+    def __init__(self, program: Program, tables: Tables):
         self.program, self.tables = program, tables
-        self._calls = [(HANDLERS[type(one)], one) for one in operations or program.operations]
+        self._calls = Calls(program.operations, HANDLERS, program.result)
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]."""
         if inputs.caches is not None and inputs.slots is None:
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
-        state = Pass(inputs, self.tables, {})
-        for handler, operation in self._calls:
-            handler(operation, state)
-        return state.values[self.program.result]
+        values: dict[Rows, Tensor] = {}
+        return self._calls.run(Pass(inputs, self.tables, values), values)
 
 
 def execute(operation: Operation, state: Pass) -> None:

@@ -41,7 +41,7 @@ from engine.model.program import (
 )
 from engine.model.slots import find_slots
 from engine.model.tables import Tables
-from engine.model.torch_executor import HANDLERS, Biases, Pass, TorchExecutor
+from engine.model.torch_executor import HANDLERS, Biases, Calls, Pass, TorchExecutor
 from engine.model.triton_operations import Fused, Join, StoreHeads
 from engine.native.program import Rows
 
@@ -63,8 +63,8 @@ class TritonExecutor:
         self.operations: Sequence[Fused] = fusing.operations
         self.row_operations = triton_row.row_operations(self.operations, program.stream)
         handlers = HANDLERS | triton_operations.HANDLERS | triton_row.HANDLERS
-        self._calls = [(handlers[type(one)], one) for one in self.operations]
-        self._row_calls = [(handlers[type(one)], one) for one in self.row_operations]
+        self._calls = Calls(self.operations, handlers, program.result)
+        self._row_calls = Calls(self.row_operations, handlers, program.result)
         # Kernels find the slots of rows with one token each themselves, torch does not.
         self._finds_slots = not any(isinstance(one, PrepareHeads) for one in self.operations)
         self._biases: Biases = {}
@@ -83,10 +83,9 @@ class TritonExecutor:
         if inputs.caches is not None and inputs.slots is None and not self._finds(inputs):
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
-        state = Pass(inputs, self._tables, {}, self._biases)
-        for handler, operation in self._row_calls if self.by_row and len(inputs.token_ids) == 1 else self._calls:
-            handler(operation, state)
-        return state.values[self._program.result]
+        values: dict[Rows, Tensor] = {}
+        calls = self._row_calls if self.by_row and len(inputs.token_ids) == 1 else self._calls
+        return calls.run(Pass(inputs, self._tables, values, self._biases), values)
 
     def _finds(self, inputs: Inputs) -> bool:
         """Kernels work the slots out: each row has one token, whose position is also its row of rotary tables."""

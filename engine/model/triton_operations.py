@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from engine.gpu import norms
 from engine.gpu.norms import Norm
 from engine.gpu.rotary import Angles, HeadNorms, turn_and_store
-from engine.model.program import Operation, PrepareHeads
+from engine.model.program import HasRows, Operation, PrepareHeads
 from engine.model.torch_executor import Handler, Pass
 from engine.native.program import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Join:
+class Join(HasRows):
     """The stream receives after(first addend) and the second one, two at most; out is the norm of the sum.
 
     Attributes:
@@ -22,6 +22,8 @@ class Join:
         out: the stream, where there is no norm or the norm takes the sum's place.
     """
 
+    READS = ("stream", "addends")
+    WRITES = ("stream", "out")
     stream: Rows
     addends: tuple[Rows, ...]
     after: Norm | None
@@ -30,7 +32,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoreHeads:
+class StoreHeads(HasRows):
     """What `PrepareHeads` does, for a decoder.
 
     Attributes:
@@ -39,10 +41,16 @@ class StoreHeads:
         whole: of all queries at once, and of all keys.
     """
 
+    READS = WRITES = ("heads",)
     operation: PrepareHeads
     angles: Angles | None
     norms: HeadNorms | None
     whole: HeadNorms | None
+
+    @property
+    def heads(self) -> Rows:
+        """Queries, keys and values."""
+        return self.operation.heads
 
 
 Fused = Operation | Join | StoreHeads

@@ -18,25 +18,14 @@ from itertools import pairwise
 from engine.gpu import matvec
 from engine.gpu.norms import Norm
 from engine.model.layers import Linear
-from engine.model.program import (
-    Activate,
-    Add,
-    Attend,
-    Convolve,
-    Embed,
-    MixExperts,
-    Multiply,
-    Normalize,
-    PrepareHeads,
-    StoreEncoded,
-)
+from engine.model.program import Activate, HasRows, Multiply
 from engine.model.torch_executor import Handler, Pass
-from engine.model.triton_operations import Fused, Join, StoreHeads
+from engine.model.triton_operations import Fused, Join
 from engine.native.program import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MultiplyRow:
+class MultiplyRow(HasRows):
     """The product of one row, with what lies around it.
 
     Attributes:
@@ -45,6 +34,8 @@ class MultiplyRow:
         joins: the results are added to `out`, the stream, after `also`.
     """
 
+    READS = ("x", "also", "joined")
+    WRITES = ("out",)
     linear: Linear
     x: Rows
     out: Rows
@@ -53,6 +44,11 @@ class MultiplyRow:
     gated: bool = False
     joins: bool = False
     also: Rows | None = None
+
+    @property
+    def joined(self) -> Rows | None:
+        """The stream, if the results are added to it."""
+        return self.out if self.joins else None
 
 
 RowOperation = Fused | MultiplyRow
@@ -140,57 +136,15 @@ def _readers(operations: list[RowOperation | None], start: int, rows: Rows, stre
         one = operations[place]
         if one is None:
             continue
-        if rows in _read(one):
+        if rows in one.reads:
             if changed or not (isinstance(one, MultiplyRow) and _served(one.linear, alone=False)):
                 return None
             readers.append(place)
-        written = _written(one)
+        written = one.writes
         if rows in written:
             return readers or None
         changed = changed or stream in written
     return None  # it is what the stack gives
-
-
-def _read(operation: RowOperation) -> tuple[Rows, ...]:
-    match operation:
-        case Multiply() | MultiplyRow() | Activate() | MixExperts() | Convolve():
-            return (operation.x,)
-        case Join():
-            return (operation.stream, *operation.addends)
-        case Normalize():
-            return (operation.x,) if operation.residual is None else (operation.x, operation.residual)
-        case Add():
-            return operation.x, operation.y
-        case PrepareHeads():
-            return (operation.heads,)
-        case StoreHeads():
-            return (operation.operation.heads,)
-        case Attend():
-            return (operation.queries, *(operation.kv or ()))
-        case StoreEncoded():
-            return (operation.kv,)
-        case Embed():
-            return ()
-        case _:
-            raise TypeError(f"what {type(operation).__name__} reads is not known")
-
-
-def _written(operation: RowOperation) -> tuple[Rows, ...]:
-    match operation:
-        case Join():
-            return operation.stream, operation.out
-        case Normalize():
-            return operation.x, operation.out
-        case PrepareHeads():
-            return (operation.heads,)
-        case StoreHeads():
-            return (operation.operation.heads,)
-        case StoreEncoded():
-            return ()
-        case Multiply() | MultiplyRow() | Activate() | MixExperts() | Convolve() | Add() | Attend() | Embed():
-            return (operation.out,)
-        case _:
-            raise TypeError(f"what {type(operation).__name__} writes is not known")
 
 
 def _served(linear: Linear, *, alone: bool = True) -> bool:
