@@ -55,6 +55,7 @@ def test_the_engine_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert shown.err == ""
 
 
+@pytest.mark.slow
 def test_levels_and_plots_of_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path, plots = tmp_path / "result.json", tmp_path / "plots"
@@ -97,6 +98,7 @@ def test_what_is_wrong(arguments: list[str], status: int, said: str, capsys: pyt
     assert shown.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_levels_and_plots_of_a_server(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path, plots = tmp_path / "result.json", tmp_path / "plots"

@@ -366,6 +366,7 @@ def test_tokens_that_come_together_are_told_of(
     assert not any("Events hold" in note for note in result["notes"])
 
 
+@pytest.mark.slow
 def test_connections_that_break_and_answers_that_never_come(server: FakeServer, tmp_path: Path) -> None:
     server.play = hang_up
     result = bench(server, tmp_path, "--num-requests 4 --concurrency 4 --output-len 2 --timeout 4", status=1)

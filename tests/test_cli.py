@@ -72,6 +72,7 @@ def test_the_overview_shows_the_commands_in_their_groups() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.slow
 def test_every_command_has_help(name: str) -> None:
     for kind in ("", *dict(COMMANDS[name].kinds)):
         run = octavo(*filter(None, [name, kind]), "--help")
@@ -102,6 +103,7 @@ def test_the_overview_and_the_families_are_there_at_once() -> None:
      (["config"], "max_num_seqs")],
     ids=["overview", "help", "models", "config"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_terminal_gets_colours_unless_they_are_not_wanted(arguments: list[str], sign: str) -> None:
     status, shown = in_terminal(*arguments)
     assert status == 0
@@ -161,6 +163,7 @@ def test_an_error_is_coloured_in_a_terminal_only() -> None:
         (["bench", "serve", "--endpoint", "chats"], "one of completions, chat, got 'chats'; did you mean chat?"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_wrong_turn_names_the_right_one(arguments: list[str], said: str) -> None:
     run = octavo(*arguments)
     assert run.returncode == 2

@@ -35,6 +35,7 @@ async def ask(client: EngineClient, request_id: str, **terms: Any) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow
 def test_a_taken_id_is_refused_and_its_owner_goes_on(client: EngineClient) -> None:
     async def scenario() -> tuple[list[int], list[int]]:
         owner = asyncio.create_task(ask(client, "same"))
@@ -57,6 +58,7 @@ def test_terms_of_the_wrong_type_are_refused(terms: dict[str, Any], client: Engi
     assert client.is_alive
 
 
+@pytest.mark.slow
 def test_after_close_everything_says_so(checkpoint: Callable[[str], Checkpoint]) -> None:
     client = load(checkpoint)
 

@@ -78,6 +78,7 @@ def test_greedy_equals_reference(subject: Subject) -> None:
     assert reasons == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_beams_equal_reference(subject: Subject) -> None:
     """Four beams, all answers in order with their scores, for several rules of ending; some end by
     themselves, at several lengths."""

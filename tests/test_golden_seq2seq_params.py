@@ -129,6 +129,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.slow
 def test_setting(setting: str, num_beams: int, models: Models) -> None:
     """Each parameter alone and all together; each changes at least one of the answers."""
     reference.skip_if_older(num_beams > 1 and setting in ("encoder_penalty", "encoder_reward", "together"))

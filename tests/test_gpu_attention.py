@@ -80,6 +80,7 @@ def problems(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Tensor, Paged | Ra
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(problem=problems(), surplus=st.integers(0, 3))
+@pytest.mark.slow
 def test_any_batch_equals_the_reference(device: torch.device, problem: Any, surplus: int) -> None:
     sizes, q, kv, how = problem
     q = torch.cat([q, torch.full((surplus, *q.shape[1:]), math.nan, dtype=q.dtype)])
@@ -125,6 +126,7 @@ CROWD = [(1, 300), (1, 30), (3, 130), (40, 170), (1, 620), (2, 2), (70, 70), (1,
 @pytest.mark.parametrize(
     "how", [{}, {"window": Window(150), "softcap": 4.0, "bias": table(6, 65, 60)}], ids=["plain", "all"]
 )
+@pytest.mark.slow
 def test_alone_equals_in_a_crowd_to_the_bit(
     device: torch.device, how: dict[str, Any], pages: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,8 @@ from engine.model.triton_executor import TritonExecutor
 from engine.model.triton_operations import Join
 from engine.model.triton_row import MultiplyRow
 
+pytestmark = pytest.mark.slow
+
 # Of each placement, norm and feed-forward network one, with the products of a layer that kernels compute, and the norms
 # of a step that are no part of one: the last of all, and where a sublayer's result is normed, or the sum with it.
 SUBJECTS = {

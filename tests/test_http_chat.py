@@ -441,6 +441,7 @@ def test_a_runaway_template_is_stopped_and_holds_up_no_other(pool: WorkerPool) -
         "{% for i in range(60) %}{{ 'x' * 2**24 }}{% endfor %}",
     ],
 )
+@pytest.mark.slow
 def test_a_template_that_takes_gigabytes_takes_them_elsewhere(template: str, pool: WorkerPool) -> None:
     async def render() -> None:
         renderer = ChatRenderer(workers=pool)
@@ -502,6 +503,7 @@ NEED_TOOLS = {
 
 
 @pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+@pytest.mark.slow
 def test_real_templates_serve_a_conversation() -> None:
     refused = set()
     for path in sorted(TEMPLATES.glob("*.jinja")):
@@ -551,6 +553,7 @@ def client(bundled: Callable[..., Service]) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.slow
 def test_openai_client(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     options: Any = {"model": "octavo-demo", "messages": messages, "temperature": 0, "max_completion_tokens": 12}

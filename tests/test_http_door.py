@@ -309,6 +309,7 @@ def test_no_spelling_of_a_path_goes_round_the_key(path: str) -> None:
         ("/health", "/health", 401), ("/health", "/health/v1/models", 401), ("/health", "/health/health/live", 200),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_the_root_path_is_no_way_round_the_key(root: str, path: str, status: int) -> None:
     assert call(Door(api_key=(KEY,)).app, path, root_path=root).status == status
 
@@ -672,6 +673,7 @@ _CHECKS = [
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.slow
 def test_the_app_keeps_to_its_document(mode: GenerationMode) -> None:
     tokenizer = hf_byte_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -126,6 +126,7 @@ def test_an_encoders_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_the_other_routes_do_without_pages(kind: str) -> None:
     api = Api(kind)
     for path in ("/health", "/health/live", "/health/ready", "/version", "/openapi.json"):

@@ -330,6 +330,7 @@ def test_the_documentation_is_closed_against_others_as_the_playground_is(root: s
         assert answer.headers["referrer-policy"] == "no-referrer"
 
 
+@pytest.mark.slow
 def test_a_service_refuses_a_rebound_page(tmp_path: Any) -> None:
     """The whole way, over TCP."""
     service = Service("--allowed-hosts", "llm.example.org", "--allowed-origins", APP, log=tmp_path / "log")

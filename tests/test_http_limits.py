@@ -257,6 +257,7 @@ def test_depth_is_no_server_error(path: str, opening: bytes, closing: bytes, dep
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.slow
 def test_fields_that_would_change_the_answer_are_refused_by_name(name: str) -> None:
     api = Api()
     known = api.app.openapi()["components"]["schemas"]["CompletionRequest"]["properties"]
@@ -499,6 +500,7 @@ def test_a_conversation_has_so_many_messages() -> None:
         (CHAT, {"n": 128, "max_tokens": 60, "logprobs": True, "top_logprobs": 20}, "logprobs"),
     ],
 )
+@pytest.mark.slow
 def test_an_answer_is_bounded_by_what_it_holds(path: str, fields: dict[str, Any], param: str) -> None:
     problem = error(Api(max_num_queued_reqs=1000, max_answer_size="4MiB").post(path, **fields))
     assert (problem["param"], problem["code"]) == (param, "answer_too_large")

@@ -129,6 +129,7 @@ def mbart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         ),
     ],
 )
+@pytest.mark.slow
 def test_answers_are_the_references(t5: Api, asked: dict[str, Any], meant: dict[str, Any]) -> None:
     one = t5.checkpoint
     ids = [one.encode(text) for text in TEXTS]
@@ -247,6 +248,7 @@ def test_openai_client(t5: Api) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.slow
 def test_languages(mbart: Api, beams: int) -> None:
     one = mbart.checkpoint
     how = {"num_beams": beams, "max_new_tokens": 9, "no_repeat_ngram_size": 2}

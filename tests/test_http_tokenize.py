@@ -106,6 +106,7 @@ def test_version() -> None:
     assert call("/version").json() == {"version": "1.2.3"}
 
 
+@pytest.mark.slow
 def test_the_bundled_model(bundled: Callable[..., Service]) -> None:
     with httpx.Client(base_url=bundled().url, timeout=PATIENCE) as http:
         text = "The sailor sings: héllo ☃"

@@ -21,7 +21,10 @@ from engine import ChoiceDelta, Logprob, RequestDelta, SamplingParams, TokenInpu
 from engine.text import Tokenizer
 from server.app import create_app
 
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="no shared data beside the checkout")
+pytestmark = [
+    pytest.mark.skipif(not DATA.is_dir(), reason="no shared data beside the checkout"),
+    pytest.mark.slow,
+]
 INDIC = "नमस्ते दुनिया। தமிழ் எழுத்து ಕನ್ನಡ বাংলা ക്ഷ"
 FLAGS = "🇫🇷👩🏽\u200d🚀 ok🙂🙂 ﷽ \u200b\ufeff e\u0301"
 PROMPT = [5, 6, 7]

@@ -120,6 +120,7 @@ def test_offline(ahead: bool, checkpoint: Callable[[str], Checkpoint], alone: li
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.slow
 def test_through_the_client(
     ahead: bool,
     checkpoint: Callable[[str], Checkpoint],

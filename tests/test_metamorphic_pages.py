@@ -33,6 +33,7 @@ from engine import Engine, InvalidRequestError, RequestOutput, SamplingParams
     "number", [0, 3, 5, 6, 8], ids=["greedy", "three answers", "penalties", "four beams", "two beams, never"]
 )
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "recomputed"])
+@pytest.mark.slow
 def test_preempted_at_every_step(
     number: int, caching: bool, engines: Callable[..., Engine], mixed_answers: list[Tokens]
 ) -> None:

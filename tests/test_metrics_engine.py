@@ -201,6 +201,7 @@ def test_beams_and_a_client_that_leaves(run: Callable[..., None], gate: Gate) ->
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_restart_and_a_listener_that_fails(
     run: Callable[..., None], gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -241,6 +241,7 @@ each_format = pytest.mark.parametrize(("dtype", "pages"), PAIRS, ids=lambda kind
     ),
     seed=st.integers(0, 99),
 )
+@pytest.mark.slow
 def test_chunks_crowds_and_threads_change_no_bit(
     isa: str,
     dtype: torch.dtype,
@@ -288,6 +289,7 @@ def test_chunks_crowds_and_threads_change_no_bit(
         [{}, {"window": Window(70)}, {"softcap": 4.0}, {"bias": "distance"}, {"bias": "position", "window": Window(9)}]
     ),
 )
+@pytest.mark.slow
 def test_few_queries_get_the_bits_of_many(
     isa: str,
     dtype: torch.dtype,

@@ -103,6 +103,7 @@ def answers(engine: Engine, jobs: list[Job], between: Callable[[int], None] | No
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("when", ["before", "launched", "read"])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.slow
 def test_nothing_that_is_said_differs(fault: Fault, when: str, ahead: bool, engines: Callable[..., Engine]) -> None:
     settings = {"block_size": 4, "num_gpu_blocks_override": 150}
     plain, one = engines(**settings), engines(async_scheduling=ahead, **settings)

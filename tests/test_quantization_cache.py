@@ -151,6 +151,7 @@ def assert_same(one: Transformer, other: Transformer) -> None:
 
 
 @pytest.mark.parametrize(("shape", "make"), list(cases()))
+@pytest.mark.slow
 def test_every_family(
     shape: Any, make: Callable[[Any, Path], Any], tmp_path: Path, cache: Path, reads: list[str], quantised: list[str]
 ) -> None:

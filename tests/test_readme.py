@@ -76,6 +76,7 @@ def whole(printed: str) -> str:
     return printed.replace("|", "").strip()
 
 
+@pytest.mark.slow
 def test_requests(serve: Serve) -> None:
     compared = 0
     for other, path, body, shown in shown_requests():

@@ -213,6 +213,7 @@ class TestRoom:
 
     @pytest.mark.parametrize("kind", ["n", "num_beams"])
     @pytest.mark.parametrize(("width", "window", "size"), [(1, 5, 2), (2, 4, 2), (2, 9, 4), (3, 6, 3), (3, 2, 1)])
+    @pytest.mark.slow
     def test_a_pool_of_exactly_that_is_enough(self, kind: str, width: int, window: int, size: int) -> None:
         """At every length, and to come back after giving way at any moment."""
         came_back = 0

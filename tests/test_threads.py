@@ -180,6 +180,7 @@ def test_the_engines_process_is_told_before_it_loads_anything(machine: Path, mon
 
 
 @pytest.mark.parametrize("given", [None, "3"])
+@pytest.mark.slow
 def test_a_process_that_leaves_the_cores_to_the_engine(given: str | None) -> None:
     """It computes in one thread, and the engine's gets what the user has given."""
     script = """

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parent
 
 SUITE = {
@@ -30,6 +32,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_packages_beyond_the_core_are_not_asked_for(tmp_path: Path) -> None:
     status, said = run(tmp_path, "--without-server")
     assert "1 failed, 1 passed, 2 skipped" in said
@@ -41,6 +44,7 @@ def test_packages_beyond_the_core_are_not_asked_for(tmp_path: Path) -> None:
     assert status == 0
 
 
+@pytest.mark.slow
 def test_without_the_option_a_missing_package_is_an_error(tmp_path: Path) -> None:
     status, said = run(tmp_path, "--continue-on-collection-errors")
     assert "2 failed, 1 passed" in said
