@@ -118,14 +118,8 @@ class Embed(HasRows):
 class Normalize(HasRows):
     """out = norm of x, or of x + residual, which then becomes x; out may be x."""
 
-    READS = (
-        "x",
-        "residual",
-    )
-    WRITES = (
-        "x",
-        "out",
-    )
+    READS = ("x", "residual")
+    WRITES = ("x", "out")
     module: nn.Module
     x: Rows
     out: Rows
@@ -147,10 +141,7 @@ class Multiply(HasRows):
 class AddAdapters(HasRows):
     """out += what the adapters of a product make of its x; nothing where no row has an adapter."""
 
-    READS = (
-        "x",
-        "out",
-    )
+    READS = ("x", "out")
     WRITES = ("out",)
     linear: Linear
     x: Rows
@@ -218,10 +209,7 @@ class Attend(HasRows):
         layer: whose pages; None for an encoder.
     """
 
-    READS = (
-        "queries",
-        "kv",
-    )
+    READS = ("queries", "kv")
     WRITES = ("out",)
     module: SelfAttention | CrossAttention
     queries: Rows
@@ -291,10 +279,7 @@ class Convolve(HasRows):
 class Add(HasRows):
     """out = x + y; out may be either."""
 
-    READS = (
-        "x",
-        "y",
-    )
+    READS = ("x", "y")
     WRITES = ("out",)
     x: Rows
     y: Rows
