@@ -20,14 +20,9 @@ import asyncio
 import json
 import os
 import random
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -37,6 +32,7 @@ from typing import Any
 import torch
 import uvloop
 from offline import ROOT, SHAPE, machine, make_checkpoint
+from serving import served
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -265,42 +261,17 @@ def _first(shots: Iterator[Shot], count: int) -> list[Shot]:
 @contextmanager
 def serving(model: str, dtype: str, concurrency: int, log: Path) -> Iterator[HttpService]:
     """The service as a process, until the end of the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("OCTAVO_")} | {
+    settings = {
         "OCTAVO_DTYPE": dtype,
         "OCTAVO_MAX_NUM_SEQS": str(concurrency),
         "OCTAVO_MAX_QUEUE_TIME": "0",
         "OCTAVO_ENABLE_PREFIX_CACHING": "false",
         "OCTAVO_SHOW_PROGRESS": "false",
     }
-    command = [sys.executable, "-m", "octavo", "serve", model, f"--port={port}"]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-    try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
-        while not _is_ready(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the service did not start:\n{log.read_text()}")
-            time.sleep(0.1)
-        service = HttpService(url, process.pid)
+    with served([model], settings, log) as (port, process):
+        service = HttpService(f"http://127.0.0.1:{port}", process)
         yield service
         service.close()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 # ---------------------------------------------------------------- the measurement

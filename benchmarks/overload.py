@@ -19,24 +19,17 @@ import argparse
 import asyncio
 import gc
 import json
-import os
 import random
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import uvloop
-from offline import ROOT, machine
+from offline import machine
+from serving import served
 
 SLOTS = 128  # max_num_seqs at its default
 MOST_OPEN = 4000  # connections
@@ -178,39 +171,6 @@ class Crowd:
         return seen
 
 
-@contextmanager
-def serving(log: Path, extra: list[str]) -> Iterator[int]:
-    """The service as a process until the end of the block; its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("OCTAVO_")}
-    command = [sys.executable, "-m", "octavo", "serve", f"--port={port}", *extra]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-    try:
-        deadline = time.monotonic() + 300
-        while not _is_ready(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the service did not start:\n{log.read_text()}")
-            time.sleep(0.1)
-        yield port
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
-
-
 def quantiles(values: list[float]) -> dict[str, float]:
     """Number, median, 99th percentile and maximum, in seconds."""
     if len(values) < 2:
@@ -252,7 +212,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to keep the result")
     parser.add_argument("serve", nargs="*", help="further arguments of octavo serve, after --")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "log", options.serve) as port:
+    with tempfile.TemporaryDirectory() as folder, served(options.serve, {}, Path(folder) / "log") as (port, _):
         result = {"machine": machine(), **uvloop.run(measure(port, options))}
     text = json.dumps(result, indent=2)
     print(text)

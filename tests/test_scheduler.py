@@ -197,7 +197,7 @@ class TestOrder:
         assert "b" in order
 
     def test_a_tenants_priority_takes_nothing_from_what_runs(self) -> None:
-        """It would starve others. Nor does it decide who gives way when pages are short."""
+        """It would starve others. Nor does it decide which request is preempted when pages are short."""
         with simulator(num_pages=6, block_size=2, max_num_seqs=2, caching=False) as sim:
             sim.add(make_request("old", prompt(3), max_tokens=6, tenant="a", priority=5))
             sim.add(make_request("new", prompt(3), max_tokens=6, tenant="b", priority=-5))

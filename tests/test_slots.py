@@ -1,4 +1,4 @@
-"""How many connections there may be: who gives way, what is answered all the same, and what files allow."""
+"""How many connections there may be: which are closed for others, what is answered all the same, what files allow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from server.door.slots import Sizes, Slot, Slots, count_slots
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 ORDINARY = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
 
-# ---------------------------------------------------------------- who gives way
+# ---------------------------------------------------------------- which ones are closed for others
 
 
 class Crowd:
@@ -66,7 +66,7 @@ def test_slots_are_ordinary_until_they_are_taken() -> None:
     assert "2 connections" in refusal.message
     assert "--max-connections" in refusal.message
     assert crowd.counts == {"connections": 1}
-    # A slot that is free by now serves who has come before.
+    # A slot that is free by now serves the connection that came before.
     first.close()
     first.close()
     assert late.ask(b"/v1/completions") is None
@@ -266,7 +266,7 @@ def test_kept_alive_connections_give_way_and_others_do_not(loop: Any, pem: Path 
             assert (await opened.ask(ORDINARY))[0] == 200
             assert await first[0].read() == b"", "the one that rested for longest was not closed"
             assert (await status(*second, ORDINARY))[0] == 200
-            # Nobody rests while heads are on their way.
+            # The connections do not rest while heads are on their way.
             for stream in (second, await opened.connect()):
                 stream[1].write(b"GET / HTTP/1.1\r\n")
             while opened.slots.idle:

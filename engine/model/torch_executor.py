@@ -118,7 +118,7 @@ class TorchExecutor:
     """Runs a program operation by operation."""
 
     def __init__(self, program: Program, tables: Tables):
-        self.program, self.tables = program, tables
+        self._tables = tables
         self._calls = Calls(program.operations, HANDLERS, program.result)
 
     def run(self, inputs: Inputs) -> Tensor:
@@ -127,7 +127,7 @@ class TorchExecutor:
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
         values: dict[Rows, Tensor] = {}
-        return self._calls.run(Pass(inputs, self.tables, values), values)
+        return self._calls.run(Pass(inputs, self._tables, values), values)
 
 
 def execute(operation: Operation, state: Pass) -> None:

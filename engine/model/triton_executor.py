@@ -57,7 +57,7 @@ class TritonExecutor:
     """
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
-        self._program, self._tables = program, tables
+        self._tables = tables
         self._torch = TorchExecutor(program, tables)
         fusing = _Fusing(program, tables, dtype)
         self.operations: Sequence[Fused] = fusing.operations
