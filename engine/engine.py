@@ -17,6 +17,7 @@ from engine.cache_map import CacheMap
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.calibration import mean_keys
+from engine.execution.executor import LocalExecutor
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.kv_cache import KVCache, choose_cache_dtype
 from engine.execution.loading import (
@@ -143,7 +144,7 @@ class Engine:
         record(self.runner, backend, 0 if config.enforce_eager else limits.max_num_seqs)
         self.scheduler = Scheduler(limits, BlockPool(num_blocks))
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-        self._stepping = Stepping(self.scheduler, self._budget, depth=int(ahead))
+        self._stepping = Stepping(self.scheduler, LocalExecutor(self.runner), self._budget, depth=int(ahead))
         self.info = EngineInfo(
             model=config.model,
             model_path=str(path),
@@ -298,7 +299,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests that it brought news for, each with its whole answer so far."""
         outputs = []
-        for delta in self._stepping.advance(self.runner):
+        for delta in self._stepping.advance():
             output = self._outputs[delta.request_id]
             output.accumulate(delta)
             outputs.append(output.copy())
@@ -308,7 +309,7 @@ class Engine:
 
     def step_deltas(self) -> list[RequestDelta]:
         """Run one step; only what is new. Do not mix with `step` for the same request."""
-        deltas = self._stepping.advance(self.runner)
+        deltas = self._stepping.advance()
         for delta in deltas:
             if delta.finished:
                 self._outputs.pop(delta.request_id, None)
@@ -330,10 +331,12 @@ class Engine:
         """Free the model and the pages. The engine cannot be used afterwards."""
         for group in list(self.scheduler.groups()):
             self.scheduler.abort(group.request.request_id)
+        while self.scheduler.skip():  # a step in flight holds what it computes
+            pass
         self._outputs.clear()
         if hasattr(self, "runner"):
             on_gpu = self.runner.model.device.type == "cuda"
-            del self.runner, self._stepping  # a step in flight, too
+            del self.runner, self._stepping
             if on_gpu:
                 torch.cuda.empty_cache()
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace, TracebackType
 from unittest import mock
 
 import numpy as np
 
-from engine.execution.isolation import join
 from engine.outputs import ChoiceDelta, RequestDelta, TokenLogprobs
 from engine.request import Decoding, Request
 from engine.scheduling.batch import Row, build_plan
@@ -291,7 +290,7 @@ class Simulator:
         if plan is None:
             deltas = self.scheduler.take_outbox()
         else:
-            deltas = self.scheduler.update(plan, self.execute(plan))
+            deltas = self.scheduler.update(self.execute(plan))
         self._deliver(deltas)
         self.check()
         return deltas
@@ -311,29 +310,34 @@ class Simulator:
         return deltas
 
     def fail_apart(self, last_digits: Collection[str]) -> list[RequestDelta]:
-        """A step that breaks, and is run again request by request: those whose names end with these digits break
-        again, with garbage in the slots that nobody else has written."""
+        """A step that breaks, and is halved until the requests whose names end with these digits are alone: what has
+        one of them breaks again, with garbage in the slots that no other part has written."""
         plan = self._schedule()
         if plan is None:
             deltas = self.scheduler.take_outbox()
         else:
-            parts = self.scheduler.flights.parts()
-            members = {name: [r for r in self._rows() if r.group.request.request_id == name] for name in parts}
-            assert [row for rows in members.values() for row in rows] == self._rows()
-            self._garble(plan, set())
-            for part in parts.values():
-                self._copy(*part.copies.T)
-            results, written = [], set[int]()
-            for name, part in parts.items():
-                if name[-1] in last_digits:
-                    self._garble(part, written)
+            steps, written, deltas = self.scheduler.in_flight, set[int](), list[RequestDelta]()
+            self._garble(plan, written)
+            self._copy(*plan.copies.T)
+            steps.copied()
+            steps.split()
+            ends = {"failed": 0, "computed": 0}
+            while steps:
+                if self.scheduler.skip():  # its request has ended in an earlier part
                     continue
-                results.append(self.execute(replace(part, copies=part.copies[:0]), members[name]))
-                written.update([] if part.encoder is None else part.encoder.slots.tolist())
-            self.events["apart"] += 0 < len(results) < len(parts)
-            deltas = self.scheduler.fail({name: "it broke" for name in parts if name[-1] in last_digits})
-            if results:
-                deltas += self.scheduler.update(self.scheduler.flights.remainder(), join(results))
+                plan, rows = steps.plan(steps.oldest), steps.oldest.rows
+                if not any(row.group.request.request_id[-1] in last_digits for row in rows):
+                    deltas += self.scheduler.update(self.execute(plan, rows))
+                    written.update([] if plan.encoder is None else plan.encoder.slots.tolist())
+                    ends["computed"] += 1
+                    continue
+                self._garble(plan, written)
+                if len({row.group for row in rows}) > 1:
+                    assert steps.split()
+                else:
+                    deltas += self.scheduler.fail("it broke")
+                    ends["failed"] += 1
+            self.events["apart"] += all(ends.values())
         self._deliver(deltas)
         self.check()
         return deltas
@@ -343,7 +347,7 @@ class Simulator:
         self.tokens.reshape(-1)[[slot for slot in slots if slot not in spared]] = -7
 
     def _rows(self) -> list[Row]:
-        return self.scheduler.flights.newest.live() if self.scheduler.flights else []
+        return self.scheduler.in_flight.newest.live() if self.scheduler.in_flight else []
 
     def step_bound(self) -> int:
         """Steps after which everything must be over: in each, the first in line does something."""
@@ -432,7 +436,7 @@ class Simulator:
         plan = schedule()
         if plan is not None:
             self._check_taken_over(plan)
-        in_flight = {row.group for flight in self.scheduler.flights for row in flight.live()}
+        in_flight = {row.group for step in self.scheduler.in_flight for row in step.live()}
         groups = list(self.scheduler.groups())
         for group in groups:
             if group.memory is not None and group.memory.pages:
@@ -554,7 +558,11 @@ class Simulator:
         for row in rows:
             sampled.setdefault(row.group.request.request_id, set()).add(row.sampled)
             if row.sampled:
-                before = row.sequence.num_pending - 1 if row in self.scheduler.flights.newest.rows else 0
+                before = 0  # tokens that steps before this one sample
+                for step in self.scheduler.in_flight:
+                    if row in step.rows:
+                        break
+                    before += sum(r.sampled and r.sequence is row.sequence for r in step.live())
                 assert row.start + row.count == row.sequence.num_tokens + before
                 members = [r.sequence for r in rows if r.group is row.group]
                 assert members == row.group.sequences
@@ -686,7 +694,7 @@ class Simulator:
                     assert owners.setdefault(page, root) == root, "a page is shared across salts or encoder inputs"
             self._check_encoder_pages(group, owners)
         assert self.scheduler.snapshot().num_waiting == waiting
-        pinned = self.scheduler.flights.pinned()
+        pinned = self.scheduler.in_flight.pinned()
         for page in range(1, self.pool.total + 1):
             if not self.pool.references(page) and not is_published(self.pool, page) and page not in pinned:
                 self.tokens[page] = -1
@@ -705,7 +713,7 @@ class Simulator:
         for page in memory.pages:
             self.events["encoder_pages_shared"] += page in owners
             assert owners.setdefault(page, who) == who, "an encoder input's page is somebody else's"
-        if running and not self.scheduler.flights.encodes(memory):
+        if running and not self.scheduler.in_flight.encodes(memory):
             assert self.pool.match(memory.hashes) == memory.pages
             assert self.inputs_seen.get(request.request_id) or self.config.enable_prefix_caching
 

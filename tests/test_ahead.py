@@ -28,7 +28,7 @@ from support.jobs import MIXED, beams, greedy, prompt, sampled
 from engine import Engine, RequestOutput, SamplingParams
 from engine.execution.pending import PendingStep
 from engine.scheduling.budget import Costs, StepBudget, StepWork
-from engine.scheduling.flights import Flight
+from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup
 from engine.scheduling.step import Step
@@ -48,19 +48,19 @@ MORE = [
 @contextmanager
 def void_rows(engine: Engine) -> Iterator[list[int]]:
     """Collects how many rows of each step were for nothing when its answer came."""
-    flights, seen = engine.scheduler.flights, []
-    end = flights.end
+    steps, seen = engine.scheduler.in_flight, []
+    end = steps.end
 
-    def spy() -> Flight:
+    def spy() -> InFlightStep:
         flight = end()
         seen.append(len(flight.rows) - len(flight.live()))
         return flight
 
-    flights.end = spy  # type: ignore[method-assign]
+    steps.end = spy  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        flights.end = end  # type: ignore[method-assign]
+        steps.end = end  # type: ignore[method-assign]
 
 
 def answers(engine: Engine, jobs: list[Job]) -> list[RequestOutput]:
@@ -119,13 +119,13 @@ def test_what_must_know_an_answer_is_launched_before_that_is_told(
 ) -> None:
     """Nothing is planned ahead of an answer, and still the device is not idle while the news travel."""
     one, late = engines(async_scheduling=True), engines()
-    for engine, flights in ((one, 1), (late, 0)):
+    for engine, number in ((one, 1), (late, 0)):
         add(engine, "r", Job(prompt(83, 9), params))
         engine.step()
         while engine.has_unfinished_requests():
-            assert len(engine.scheduler.flights) == flights
+            assert len(engine.scheduler.in_flight) == number
             engine.step()
-        assert not engine.scheduler.flights
+        assert not engine.scheduler.in_flight
     assert one.stats().num_steps == late.stats().num_steps == 12
     assert one.stats().num_steps_ahead == 0
 
@@ -197,7 +197,7 @@ def test_requests_and_answers_that_leave_in_flight(engines: Callable[..., Engine
         for step in range(500):
             outputs |= {output.request_id: output for output in one.step()}
             if step in gone:
-                assert len(one.scheduler.flights) <= 1
+                assert len(one.scheduler.in_flight) <= 1
                 one.abort_request(gone[step])
             if step == 4:
                 held = one.stats().pages_held
@@ -218,7 +218,7 @@ def test_requests_and_answers_that_leave_in_flight(engines: Callable[..., Engine
 
 @pytest.mark.parametrize("late", [False, True], ids=["at the launch", "with the answer"])
 def test_a_step_that_fails_in_flight(late: bool, engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
-    """Each third launch breaks: nobody fails but who breaks alone, too, and what was launched after it runs again."""
+    """Each third launch breaks: only the request that breaks alone fails, and what was launched after it runs again."""
     one = engines(async_scheduling=True, block_size=4, num_gpu_blocks_override=60)
     launch, count, broken = one.runner.launch, 0, 0
     poison = 300
@@ -244,15 +244,14 @@ def test_a_step_that_fails_in_flight(late: bool, engines: Callable[..., Engine],
     for number, job in enumerate([Job([poison, 4, 5], greedy()), *MIXED]):
         add(one, str(number), job)
     again = 0
-    plan_again = one.scheduler.flights.again
+    plan_again = one.scheduler.in_flight.plan
 
-    def spy() -> StepPlan | None:
+    def spy(step: InFlightStep) -> StepPlan:
         nonlocal again
-        plan = plan_again()
-        again += plan is not None
-        return plan
+        again += not step.is_part
+        return plan_again(step)
 
-    one.scheduler.flights.again = spy  # type: ignore[method-assign]
+    one.scheduler.in_flight.plan = spy  # type: ignore[method-assign]
     outputs = finish(one)
     assert broken > 5
     assert (again > 0) == late, "an answer that fails has a step behind it"
@@ -269,7 +268,7 @@ def test_short_of_pages_the_flights_land_first(
     preempt, drained = one.scheduler._preempt, 0
 
     def spy(*arguments: Any) -> None:
-        assert not one.scheduler.flights, "somebody gives way while a step is in flight"
+        assert not one.scheduler.in_flight, "somebody gives way while a step is in flight"
         preempt(*arguments)
 
     monkeypatch.setattr(one.scheduler, "_preempt", spy)
@@ -347,7 +346,7 @@ def test_ctrl_c_ends_all_that_is_in_flight(engines: Callable[..., Engine]) -> No
     one.step()
     with pytest.raises(KeyboardInterrupt):
         one.step()
-    assert not one.scheduler.flights
+    assert not one.scheduler.in_flight
     assert [group.request.request_id for group in one.scheduler.groups()] == ["2"]
     outputs = finish(one)
     assert tokens_of(outputs["2"]) == expected[2]
@@ -360,7 +359,7 @@ def test_closing_with_a_step_in_flight(engines: Callable[..., Engine]) -> None:
         add(one, str(number), job)
     for _ in range(3):
         one.step()
-    assert one.scheduler.flights
+    assert one.scheduler.in_flight
     one.close()
     assert not one.has_unfinished_requests()
     one.check_integrity()
@@ -409,7 +408,7 @@ def test_a_copy_s_source_is_kept_until_the_step_is_over(gone: int) -> None:
         sim.runner.strikes, sim.runner.waits = [True], True
         while not sim.ahead["copies of broken steps"]:
             sim.step()
-        assert sim.ahead["broken ahead"] == len(sim.scheduler.flights) == len(sim.scheduler.flights.pinned()) == 1
+        assert sim.ahead["broken ahead"] == len(sim.scheduler.in_flight) == len(sim.scheduler.in_flight.pinned()) == 1
         assert sim.abort("r", gone)
         sim.add(make_request("greedy one", words(3, 4 * sim.pool.num_available), max_tokens=1))
         sim.step()
@@ -429,14 +428,14 @@ def test_pages_are_copied_again_behind_a_step_that_failed(how: dict[str, Any]) -
         while len(group_of(sim, "r").sequences) == 1:
             sim.step()
         # What is in flight was launched before they parted. The next step copies; that one breaks before it.
-        assert len(sim.scheduler.flights) == 1
-        sim.runner.broken = sim.scheduler.flights.newest
-        (launched,) = sim.stepping._in_flight
+        assert len(sim.scheduler.in_flight) == 1
+        sim.runner.broken = sim.scheduler.in_flight.newest
+        (launched,) = sim.scheduler.in_flight
         assert isinstance(launched.answer, PendingStep)
         assert isinstance(launched.answer.candidates, Late)
         launched.answer.candidates.garble = sim.runner.forget
         sim.step()
-        (flight,) = sim.scheduler.flights
+        (flight,) = sim.scheduler.in_flight
         assert flight.copies
         sim.drain()
         assert sim.ahead["planned again"] == 1
@@ -502,7 +501,7 @@ def test_a_step_s_time_begins_when_the_one_before_is_over(monkeypatch: pytest.Mo
             observed.append(seconds)
 
     with simulator() as sim:
-        sim.stepping = Stepping(sim.scheduler, Watched(1.0, Costs()), depth=1)
+        sim.stepping = Stepping(sim.scheduler, sim.runner, Watched(1.0, Costs()), depth=1)
         launch = sim.runner.launch
 
         def slow(plan: StepPlan) -> PendingStep:

@@ -14,7 +14,7 @@ from support.executors import use_torch
 from support.jobs import MIXED, beams, greedy, prompt, sampled
 
 from engine import LLM, Engine, EngineDeadError, RequestFailedError
-from engine.execution.isolation import join
+from engine.execution.recovery import join
 from engine.scheduling.plan import StepPlan, StepResult, TokenScores
 
 # A step fails that computes this token as the first of a sequence, or any token from this position on. None of MIXED
@@ -78,26 +78,30 @@ def test_the_others_do_not_notice(
 
 @BOTH_DEPTHS
 def test_every_step_may_fail_once(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
-    """Only whole steps fail, never their parts: nobody fails. Pages are copied, written
+    """Only whole steps fail, never their parts: no request fails. Pages are copied, written
     and preempted meanwhile."""
     one = engines(enable_prefix_caching=False)
-    whole = {"plan": None}
+    whole: list[StepPlan] = []
 
     def too_large(plan: StepPlan) -> None:
-        if plan is whole["plan"]:
+        if any(plan is one for one in whole):
             raise RuntimeError("made by the test")
 
-    schedule, copies = one.scheduler.schedule, 0
+    copies = 0
 
-    def remembered(*arguments: Any) -> StepPlan | None:
-        nonlocal copies
-        plan = schedule(*arguments)
-        if plan is not None and len(one.scheduler.flights.parts()) > 1:
-            whole["plan"] = plan  # type: ignore[assignment]
-            copies += len(plan.copies)
-        return plan
+    def remembering(schedule: Callable[..., StepPlan | None]) -> Callable[..., StepPlan | None]:
+        def remembered(*arguments: Any) -> StepPlan | None:
+            nonlocal copies
+            plan = schedule(*arguments)
+            if plan is not None and len({row.group for row in one.scheduler.in_flight.newest.rows}) > 1:
+                whole.append(plan)
+                copies += len(plan.copies)
+            return plan
 
-    one.scheduler.schedule = remembered  # type: ignore[method-assign]
+        return remembered
+
+    one.scheduler.schedule = remembering(one.scheduler.schedule)  # type: ignore[method-assign]
+    one.scheduler.schedule_ahead = remembering(one.scheduler.schedule_ahead)  # type: ignore[method-assign]
     with faults(one, too_large) as raised:
         assert run(one, MIXED, between=lambda n: preempt_all(one) if n == 9 else None) == mixed_answers
     assert len(raised) > 15

@@ -20,7 +20,7 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
 
 from engine import Engine, EngineDeadError, PoolingParams, RequestOutput
-from engine.execution import retry
+from engine.execution import recovery
 from engine.execution.pending import PendingStep
 from engine.execution.recording import eager
 from engine.scheduling.plan import Int32, StepPlan, StepResult
@@ -87,8 +87,8 @@ def shortage(engine: Engine, fault: Fault, when: str = "launched") -> Iterator[l
 def forgetful() -> Iterator[None]:
     """The next step is tried at twice the size of the last one that went well."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retry, "_PATIENCE", 1)
-        patch.setattr(retry, "_MOST_PATIENCE", 1)
+        patch.setattr(recovery, "_PATIENCE", 1)
+        patch.setattr(recovery, "_MOST_PATIENCE", 1)
         yield
 
 
@@ -145,7 +145,7 @@ def test_later_steps_hold_what_went_well(engines: Callable[..., Engine]) -> None
 
 def test_steps_grow_again_with_time(engines: Callable[..., Engine]) -> None:
     one = engines(max_num_batched_tokens=64, max_num_seqs=32)
-    small = one._stepping._smaller
+    small = one._stepping._recovery
     with shortage(one, above(20, 3)):
         answers(one, [Job(prompt(number, 60), greedy(40)) for number in range(8)])
     assert 4 <= small.tokens <= 20
@@ -156,7 +156,7 @@ def test_steps_grow_again_with_time(engines: Callable[..., Engine]) -> None:
         answers(one, [Job(prompt(20, 60), greedy(40))] * 6, between=lambda _: sizes.append(small.rows))
     assert sorted(set(sizes))[:3] == [rows, 2 * rows, 4 * rows]
     assert max(plan.num_rows for plan in plans) == 6
-    assert small.tokens == small.rows == retry._UNBOUNDED
+    assert small.tokens == small.rows == recovery._UNBOUNDED
 
 
 def test_only_what_cannot_be_smaller_fails(engines: Callable[..., Engine]) -> None:
@@ -260,8 +260,8 @@ def test_a_state_that_was_sent_in_part(engines: Callable[..., Engine]) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-@pytest.mark.parametrize("fault", [above(30, 3), at_times(3, 0.5)], ids=["30x3", "times"])
-def test_encoder_inputs(name: str, fault: Fault, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [lambda: above(30, 3), lambda: at_times(3, 0.7)], ids=["30x3", "times"])
+def test_encoder_inputs(name: str, make: Callable[[], Fault], tmp_path: Path) -> None:
     """An input cannot be cut, and is encoded with one token of its request at last; some requests share theirs."""
     make_seq2seq_checkpoint(SHAPES[name], tmp_path)
     inputs = [random_prompt(SHAPES[name].vocab, seed, length) for seed, length in ((1, 1), (2, 3), (3, 17), (4, 28))]
@@ -272,7 +272,7 @@ def test_encoder_inputs(name: str, fault: Fault, tmp_path: Path) -> None:
     ]
     settings: dict[str, Any] = {"block_size": 4, "max_model_len": 100}
     plain, one = make_engine(tmp_path, **settings), make_engine(tmp_path, **settings)
-    with shortage(one, fault) as raised:
+    with shortage(one, make()) as raised:
         assert list(map(tokens_of, answers(one, jobs))) == list(map(tokens_of, answers(plain, jobs)))
     assert any(plan.encoder is not None for plan in raised)
     plain.close()

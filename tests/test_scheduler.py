@@ -513,7 +513,7 @@ class TestEnds:
             result = sim.execute(plan)
             result.logprobs[1] = np.nan
             result.scores[1] = np.nan
-            good, bad = sim.scheduler.update(plan, result)
+            good, bad = sim.scheduler.update(result)
             assert (good.request_id, good.finished, good.error) == ("good", False, None)
             assert bad.finished
             assert "NaN" in (bad.error or "")
@@ -529,9 +529,9 @@ class TestEnds:
             with pytest.raises(AssertionError, match="twice"):
                 sim.scheduler.schedule()
             result = sim.execute(plan)
-            sim.scheduler.update(plan, result)
+            sim.scheduler.update(result)
             with pytest.raises(AssertionError, match="without"):
-                sim.scheduler.update(plan, result)
+                sim.scheduler.update(result)
 
     def test_nothing_to_do(self) -> None:
         with simulator() as sim:
@@ -642,7 +642,7 @@ def sim_deltas(sim: Simulator) -> list[RequestDelta]:
     """A step whose news nobody keeps: for ids that are used twice."""
     plan = sim.scheduler.schedule()
     assert plan is not None
-    return sim.scheduler.update(plan, sim.execute(plan))
+    return sim.scheduler.update(sim.execute(plan))
 
 
 def sim_step(sim: Simulator) -> StepPlan:
@@ -659,7 +659,7 @@ def sim_step(sim: Simulator) -> StepPlan:
         top_ids=np.zeros((rows, 0), dtype=np.int32),
         top_logprobs=np.zeros((rows, 0), dtype=np.float32),
     )
-    sim.scheduler.update(plan, result)
+    sim.scheduler.update(result)
     return plan
 
 

@@ -23,7 +23,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from paged_simulator import VOCAB, FakeModel, Simulator, make_request
 
 from engine.errors import InvalidRequestError
-from engine.execution.isolation import join
 from engine.execution.pooler import Pooler
 from engine.model.spec import Pool
 from engine.outputs import PoolingMode, RequestDelta
@@ -90,15 +89,24 @@ class Reader:
             deltas = self.scheduler.take_outbox()
         elif faults is None:
             assert self._read(plan) == [self.requests[name].prompt_token_ids for name in expected]
-            deltas = self.scheduler.update(plan, self._run(plan))
+            deltas = self.scheduler.update(self._run(plan))
         else:
-            parts = self.scheduler.flights.parts()
-            assert list(parts) == expected
-            deltas = self.scheduler.fail({name: "it broke" for name in parts if name in faults})
-            left = [self._run(part) for name, part in parts.items() if name not in faults]
-            if left:
-                deltas += self.scheduler.update(self.scheduler.flights.remainder(), join(left))
-            self.events["apart"] += 0 < len(left) < len(parts)
+            deltas, steps, computed, failed = list[RequestDelta](), self.scheduler.in_flight, 0, 0
+            assert [row.group.request.request_id for row in steps.oldest.rows] == expected
+            steps.split()
+            while steps:
+                if self.scheduler.skip():  # its request has ended in an earlier part
+                    continue
+                plan, rows = steps.plan(steps.oldest), steps.oldest.rows
+                if not any(row.group.request.request_id in faults for row in rows):
+                    deltas += self.scheduler.update(self._run(plan))
+                    computed += 1
+                elif len(rows) > 1:
+                    assert steps.split()
+                else:
+                    deltas += self.scheduler.fail("it broke")
+                    failed += 1
+            self.events["apart"] += computed > 0 < failed
         self._deliver(deltas, expected, faults or set())
         self.check()
 
@@ -290,7 +298,7 @@ def test_output_that_is_not_a_number_ends_its_own_request() -> None:
     plan = scheduler.schedule()
     assert plan is not None
     values = [PooledRow(values=np.array([[1.0, value]], dtype=np.float32)) for value in (2.0, math.nan, math.inf)]
-    deltas = scheduler.update(plan, dataclasses.replace(StepResult.empty(), pooled=tuple(values)))
+    deltas = scheduler.update(dataclasses.replace(StepResult.empty(), pooled=tuple(values)))
     assert [delta.finished for delta in deltas] == [True] * 3
     assert deltas[0].pooled is not None
     assert deltas[0].error is None

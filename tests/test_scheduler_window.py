@@ -150,7 +150,7 @@ class TestFreed:
                     plan = sim.scheduler.schedule()
                     assert plan is not None
                     tables.append(plan.block_tables.tolist())
-                    sim._deliver(sim.scheduler.update(plan, sim.execute(plan)))
+                    sim._deliver(sim.scheduler.update(sim.execute(plan)))
                 plans.append(tables)
         assert plans[0] == plans[1] == plans[2]
 

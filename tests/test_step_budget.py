@@ -272,7 +272,7 @@ def test_prompts_are_cut_by_work() -> None:
             counts.append(plan.num_tokens)
             start = int(plan.context_lens[0]) - plan.num_tokens
             assert plan.num_tokens == 1 or limit.costs.work(start, plan.num_tokens) <= 40.0
-            sim._deliver(sim.scheduler.update(plan, sim.execute(plan)))
+            sim._deliver(sim.scheduler.update(sim.execute(plan)))
         sim.compare()
     assert counts[0] > 15
     assert 2 <= counts[-3] <= 6, "each token of the last chunks sees a hundred others"
@@ -288,7 +288,7 @@ def test_tokens_are_limited_too() -> None:
         plan = sim._schedule()
         assert plan is not None
         assert plan.num_tokens == 10, "6 decode, and 4 are left for the prompt"
-        sim._deliver(sim.scheduler.update(plan, sim.execute(plan)))
+        sim._deliver(sim.scheduler.update(sim.execute(plan)))
         sim.drain()
         sim.compare()
 
@@ -313,7 +313,7 @@ def test_nothing_starves_and_no_answer_changes(work: float, least: float) -> Non
                 if g.started and all(s.num_tokens - s.num_computed == 1 for s in g.sequences)
             ]
             assert {row.group for row in decoding} >= set(live), "a decoding sequence was left out"
-            sim._deliver(sim.scheduler.update(plan, sim.execute(plan)))
+            sim._deliver(sim.scheduler.update(sim.execute(plan)))
             sim.check()
         sim.drain()
         sim.compare()

@@ -8,7 +8,7 @@ from engine.outputs import EngineStats
 from engine.request import Request
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.encoding import Memory
-from engine.scheduling.flights import Flight
+from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.sequence import SequenceGroup
 from engine.scheduling.step import Step
@@ -72,13 +72,13 @@ class Memories:
             self._stats.prompt_tokens += len(memory.tokens)
             self._stats.prompt_tokens_cached += memory.num_cached
 
-    def publish(self, flight: Flight) -> None:
+    def publish(self, step: InFlightStep) -> None:
         """The step has succeeded: later requests may find the pages that the encoder filled."""
-        for memory in flight.memories({row.group for row in flight.live()}):
+        for memory in step.memories({row.group for row in step.live()}):
             self._stats.num_encoder_runs += 1
             for page, page_hash in zip(memory.pages, memory.hashes, strict=True):
                 self._pool.publish(page, page_hash)
-        self._stats.num_encoder_hits += sum(len(encoding.groups) - 1 for encoding in flight.encodings)
+        self._stats.num_encoder_hits += sum(len(encoding.groups) - (not encoding.done) for encoding in step.encodings)
 
     def release(self, group: SequenceGroup) -> None:
         """A request gives its pages up."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from engine.errors import InvalidRequestError
 from engine.outputs import EngineStats, RequestDelta
@@ -18,7 +18,7 @@ from engine.scheduling.apply import Answer, Outcome, apply_candidates, apply_poo
 from engine.scheduling.batch import LastStep, Row, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
-from engine.scheduling.flights import Flight, Flights
+from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
 from engine.scheduling.memories import Memories
 from engine.scheduling.plan import StepPlan, StepResult
@@ -44,7 +44,7 @@ class Scheduler:
         self._running: list[SequenceGroup] = []  # in order of service
         self._deadlines = Deadlines()
         self._arrivals = 0
-        self.flights = Flights(pool, config.block_size)
+        self.in_flight = InFlightSteps(pool, config.block_size)
         self._drains = False  # the next step needs a preemption: none is planned ahead until that is done
         self._last = LastStep()
         self._outbox: list[RequestDelta] = []
@@ -117,7 +117,7 @@ class Scheduler:
             limit: how long the step may take, or what is to be asked about it if there are prompts; how they are cut
                 depends on it, and no answer does.
         """
-        if self.flights:
+        if self.in_flight:
             raise AssertionError("schedule() was called twice without update() or fail()")
         self._drains = False
         return self._schedule(limit, ahead=False)
@@ -129,8 +129,8 @@ class Scheduler:
         answer than its place (`SequenceGroup.may_run_ahead`). Nothing is preempted: where that is needed, no step is
         planned ahead until `schedule()` has seen to it.
         """
-        if len(self.flights) != 1:
-            raise AssertionError(f"schedule_ahead() was called with {len(self.flights)} steps in flight")
+        if len(self.in_flight) != 1:
+            raise AssertionError(f"schedule_ahead() was called with {len(self.in_flight)} steps in flight")
         plan = None if self._drains else self._schedule(limit, ahead=True)
         self.stats.num_steps_ahead += plan is not None
         return plan
@@ -153,29 +153,31 @@ class Scheduler:
         rows = [row for group in self._running for row in step.rows.get(group, ())]
         if not rows:
             return None
-        flight = Flight(rows, step.copies, list(step.encodings.values()))
+        planned = InFlightStep(rows, step.copies, list(step.encodings.values()))
         copies = [pair for pairs in step.copies.values() for pair in pairs]
         self.stats.num_page_copies += len(copies)
-        pending = self.flights.pending() if ahead else None
-        memories = [encoding.memory for encoding in flight.encodings]
-        plan = build_plan(rows, copies, self.config.block_size, memories, self._last, pending)
-        self.flights.begin(flight)
-        return plan
+        pending = self.in_flight.pending() if ahead else None
+        memories = [encoding.memory for encoding in planned.encodings]
+        planned.plan = build_plan(rows, copies, self.config.block_size, memories, self._last, pending)
+        self.in_flight.begin(planned)
+        return planned.plan
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+    def update(self, result: StepResult) -> list[RequestDelta]:
         """Apply the answer of the oldest step: progress, published pages, continuations, finished requests."""
-        if not self.flights:
+        if not self.in_flight:
             raise AssertionError("update() was called without schedule()")
-        flight = self.flights.end()
-        rows = flight.live()
+        step = self.in_flight.end()
+        assert step.plan is not None
+        rows = step.live()
         self.stats.num_steps += 1
-        self.stats.computed_tokens += plan.num_tokens
-        self._memories.publish(flight)
+        self.stats.computed_tokens += step.plan.num_tokens
+        self._memories.publish(step)
+        self.in_flight.encoded(step)
         self._tables.advance(rows)
-        with_prompt_logprobs = take_prompt_logprobs(flight.rows, result)
+        with_prompt_logprobs = take_prompt_logprobs(step.rows, result)
         sampled: dict[SequenceGroup, list[int]] = {}
         position = 0
-        for row in flight.rows:
+        for row in step.rows:
             if not row.is_void:
                 if row.sampled:
                     sampled.setdefault(row.group, []).append(position)
@@ -191,35 +193,34 @@ class Scheduler:
             if delta.choices or delta.finished or about_prompt or delta.beams is not None:
                 deltas.append(delta)
             self._apply(group, outcome)
-        for wanted, pooled in zip(plan.pooling, result.pooled, strict=True):
-            row = flight.rows[wanted.row]
+        for wanted, pooled in zip(step.plan.pooling, result.pooled, strict=True):
+            row = step.rows[wanted.row]
             if not row.is_void and (ending := apply_pooled(row.group, row, pooled)) is not None:
                 deltas.append(ending.delta)
                 self._apply(row.group, ending)
         return self.take_outbox(deltas)
 
-    def fail(self, causes: str | Mapping[str, str]) -> list[RequestDelta]:
-        """The oldest step could not be run: end its requests with an error, and no others.
+    def fail(self, message: str, groups: Iterable[SequenceGroup] | None = None) -> list[RequestDelta]:
+        """End requests of the oldest step with an error, and no others; the step is over if no request is left.
 
         Args:
-            causes: why; or for each request at fault why, and the others stay planned, awaiting `update`.
+            message: why.
+            groups: those that end; None: all.
         """
         deltas = []
-        groups = dict.fromkeys(row.group for row in self.flights.oldest.live()) if self.flights else ()
+        if groups is None:
+            groups = dict.fromkeys(row.group for row in self.in_flight.oldest.live()) if self.in_flight else ()
         for group in groups:
-            name = group.request.request_id
-            message = causes if isinstance(causes, str) else causes.get(name)
-            if message is not None:
-                deltas.append(final_abort(group, "error", message))
-                self._finish(group)
+            deltas.append(final_abort(group, "error", message))
+            self._finish(group)
         self.skip()
         return self.take_outbox(deltas)
 
     def skip(self) -> bool:
         """Forget the oldest step if no request waits for its answer; whether that is so."""
-        if not self.flights or self.flights.oldest.live():
+        if not self.in_flight or self.in_flight.oldest.live():
             return False
-        self.flights.end()
+        self.in_flight.end()
         return True
 
     def take_outbox(self, deltas: Iterable[RequestDelta] = ()) -> list[RequestDelta]:
@@ -291,7 +292,7 @@ class Scheduler:
         while step.is_open and (group := self._waiting.first()) is not None:
             if not self._memories.may_start(step, group) or (group.whole and not step.can_read(group)):
                 return
-            if self.flights.encodes(group.memory):
+            if self.in_flight.encodes(group.memory):
                 return  # after that it is found
             while not self._can_admit(step, group):
                 lowest = self._running[-1] if self._running else None
@@ -361,7 +362,7 @@ class Scheduler:
         """A running group's pages are given up; what is in flight for it is for nothing."""
         for sequence in group.sequences:
             self._tables.release(sequence)
-        self.flights.leave(group)
+        self.in_flight.leave(group)
 
     def _finish(self, group: SequenceGroup) -> None:
         if group.status is Status.RUNNING:
@@ -398,4 +399,4 @@ class Scheduler:
         self._tables.check(self._groups.values())
         tables = [list(s.table) for g in self._groups.values() for s in g.sequences]
         tables += [g.memory.pages for g in self._groups.values() if g.memory is not None]
-        self.pool.check_integrity(tables, self.flights.pinned())
+        self.pool.check_integrity(tables, self.in_flight.pinned())

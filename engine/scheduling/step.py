@@ -18,9 +18,11 @@ class Encoding:
 
     Attributes:
         groups: the requests of the step that have its input; at least one.
+        done: another part of the same step has run it.
     """
 
     groups: list[SequenceGroup] = field(default_factory=list)
+    done: bool = False
 
     @property
     def memory(self) -> Memory:

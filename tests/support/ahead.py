@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,14 +15,14 @@ from paged_simulator import Simulator
 from engine.execution.pending import PendingStep
 from engine.outputs import RequestDelta
 from engine.scheduling.batch import Row
-from engine.scheduling.flights import Flight
+from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.stepping import Stepping
 
 EVERYONE = "0123456789"
 EVENTS = (
     "tokens not known", "rows for nothing", "left to the next step", "drained", "broken at the launch", "broken later",
-    "broken ahead", "planned again", "copies of broken steps",
+    "broken ahead", "planned again", "copies of broken steps", "parts",
 )  # fmt: skip
 
 
@@ -54,17 +53,14 @@ class Late:
 
 
 class AheadRunner:
-    """What `Stepping` sees of a runner."""
+    """An executor."""
 
     def __init__(self, simulator: AheadSimulator):
         self.sim = simulator
-        self.model = SimpleNamespace(decoder=object(), spec=SimpleNamespace(head=None))
-        self.cache = self
-        self.block_size = simulator.size
         self.sampled = np.zeros(0, dtype=np.int32)
         self.strikes: list[bool] = []  # whether the next launches break with their answers, or at once
         self.waits = False  # for a step with copies
-        self.broken: Flight | None = None  # what is launched while that is in flight computes garbage
+        self.broken: InFlightStep | None = None  # what is launched while that is in flight computes garbage
         self.guilty = ""  # last digits of those who break alone, too
         self.written: set[int] = set()
         self.violations: list[Exception] = []
@@ -72,11 +68,11 @@ class AheadRunner:
     def copy_pages(self, copies: np.ndarray) -> None:
         self.sim._copy(*copies.T)
 
-    def clear_scratch(self) -> None:
-        """Nothing was written there."""
+    def trial(self) -> None:
+        """It works."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.launch(plan).result()
+    def release(self) -> None:
+        """Nothing is kept."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         try:
@@ -89,18 +85,17 @@ class AheadRunner:
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         sim = self.sim
-        if not (plan.slots >= self.block_size).any():
-            return PendingStep(candidates=StepResult.empty())  # a trial
-        if id(plan.slots) in sim.parts:
-            return self._launch_part(plan, *sim.parts[id(plan.slots)][1:])
+        (step,) = [step for step in sim.scheduler.in_flight if step.plan is plan]
+        if step.is_part:
+            return self._launch_part(plan, step.rows)
         if plan.sources is not None:
             assert not plan.token_ids[plan.sources >= 0].any()
             plan = replace(plan, token_ids=np.where(plan.sources < 0, plan.token_ids, self.sampled[plan.sources]))
-        rows = sim.scheduler.flights.newest.rows
+        rows = step.rows
         if self.strikes and (len(plan.copies) or not self.waits):
             self.waits = False
             self.written = set()
-            sim.ahead["broken ahead"] += len(sim.scheduler.flights) > 1
+            sim.ahead["broken ahead"] += len(sim.scheduler.in_flight) > 1
             sim.ahead["copies of broken steps"] += len(plan.copies)
             if not self.strikes.pop(0):
                 sim.ahead["broken at the launch"] += 1
@@ -110,10 +105,10 @@ class AheadRunner:
                 raise Broken
             sim.ahead["broken later"] += 1
             made = Late(sim.execute(plan, rows), garble=lambda: self._break(plan))
-            self.broken = sim.scheduler.flights.newest
+            self.broken = sim.scheduler.in_flight.newest
         else:
             made = Late(sim.execute(plan, rows))
-            if any(flight is self.broken for flight in sim.scheduler.flights):
+            if any(other is self.broken for other in sim.scheduler.in_flight):
                 made.made.tokens[:] += 1
                 self._garble(plan)
         result = made.made
@@ -133,11 +128,15 @@ class AheadRunner:
         self.sim.tokens[plan.copies[:, 1]] = -7
         self.sim._garble(plan, set())
 
-    def _launch_part(self, plan: StepPlan, name: str, rows: list[Row]) -> PendingStep:
-        if name[-1] in self.guilty:
+    def _launch_part(self, plan: StepPlan, rows: list[Row]) -> PendingStep:
+        assert not len(plan.copies)
+        self.sim.ahead["parts"] += 1
+        if any(row.group.request.request_id[-1] in self.guilty for row in rows):
             self.sim._garble(plan, self.written)
             raise Broken
         result = self.sim.execute(plan, rows)
+        if plan.sampling is not None:
+            self.sampled = result.tokens[:, 0]
         self.written.update([] if plan.encoder is None else plan.encoder.slots.tolist())
         return PendingStep(candidates=result)
 
@@ -153,13 +152,10 @@ class AheadSimulator(Simulator):
         super().__init__(**settings)
         self.ahead = dict.fromkeys(EVENTS, 0)
         self.silence = ExitStack()
-        self.parts: dict[int, tuple[StepPlan, str, list[Row]]] = {}  # by the id of the plan's slots, which it keeps
         self.runner: Any = AheadRunner(self)
-        self.stepping = Stepping(self.scheduler, None, depth=depth)
-        scheduler, flights = self.scheduler, self.scheduler.flights
-        schedule, ahead, parts, end, again = (
-            scheduler.schedule, scheduler.schedule_ahead, flights.parts, flights.end, flights.again
-        )  # fmt: skip
+        self.stepping = Stepping(self.scheduler, self.runner, None, depth=depth)
+        scheduler, steps = self.scheduler, self.scheduler.in_flight
+        schedule, ahead, end, plan_again = scheduler.schedule, scheduler.schedule_ahead, steps.end, steps.plan
 
         def planned_ahead(limit: Any) -> StepPlan | None:
             plan = self._planned(ahead, ahead=True)
@@ -169,34 +165,25 @@ class AheadSimulator(Simulator):
                 self.ahead["tokens not known"] += int((plan.sources >= 0).sum())
             return plan
 
-        def taken_apart() -> dict[str, StepPlan]:
-            plans = parts()
-            for name, plan in plans.items():
-                rows = [row for row in flights.oldest.live() if row.group.request.request_id == name]
-                self.parts[id(plan.slots)] = plan, name, rows
-            return plans
-
         def ended() -> Any:
-            flight = end()
-            self.ahead["rows for nothing"] += sum(row.is_void for row in flight.rows)
-            return flight
+            step = end()
+            self.ahead["rows for nothing"] += sum(row.is_void for row in step.rows)
+            return step
 
-        def planned_again() -> StepPlan | None:
-            plan = again()
-            self.ahead["planned again"] += plan is not None
-            assert plan is None or plan.sources is None
+        def planned_again(step: InFlightStep) -> StepPlan:
+            plan = plan_again(step)
+            self.ahead["planned again"] += not step.is_part
+            assert plan.sources is None
             return plan
 
         scheduler.schedule = lambda limit: self._planned(schedule)  # type: ignore[method-assign, assignment, misc]
         scheduler.schedule_ahead = planned_ahead  # type: ignore[method-assign, assignment]
-        flights.parts = taken_apart  # type: ignore[method-assign]
-        flights.end = ended  # type: ignore[method-assign]
-        flights.again = planned_again  # type: ignore[method-assign]
+        steps.end = ended  # type: ignore[method-assign]
+        steps.plan = planned_again  # type: ignore[method-assign]
 
     def __enter__(self) -> AheadSimulator:
         super().__enter__()
-        for name in ("engine.stepping.logger", "engine.execution.isolation.logger"):  # hundreds of tracebacks
-            self.silence.enter_context(mock.patch(name))
+        self.silence.enter_context(mock.patch("engine.execution.recovery.logger"))  # hundreds of tracebacks
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -204,8 +191,7 @@ class AheadSimulator(Simulator):
         super().__exit__(*error)
 
     def step(self) -> list[RequestDelta]:
-        self.parts.clear()
-        deltas = self.stepping.advance(self.runner)
+        deltas = self.stepping.advance()
         if self.runner.violations:
             raise self.runner.violations[0]
         self._deliver(deltas)

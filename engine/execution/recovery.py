@@ -1,0 +1,264 @@
+"""A step that could not be computed, whatever the reason, is halved until what fails is one request alone.
+
+The parts are steps in flight like others, computed one after the other. Requests are divided first; for want of memory,
+which is no request's fault, a request's chunk of a prompt is cut, too, and last its rows are computed apart, so that
+only a request of which not even one token of one row can be computed fails. What was too large is remembered: the steps
+after it are planned, or divided before they are tried, below that size, until some went well.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import EngineDeadError
+from engine.execution.executor import Executor
+from engine.execution.memory import is_out_of_memory
+from engine.outputs import RequestDelta
+from engine.scheduling.batch import Row
+from engine.scheduling.budget import StepLimit
+from engine.scheduling.in_flight import InFlightStep
+from engine.scheduling.plan import EncoderBatch, StepPlan, StepResult, TokenScores
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SequenceGroup
+
+logger = logging.getLogger("octavo.engine")
+
+Number = TypeVar("Number", bound=np.generic)
+
+# Steps that must go well before steps may be twice as large again; twice as many after each one that did not.
+_PATIENCE, _MOST_PATIENCE = 64, 4096
+_UNBOUNDED = 2**31
+
+
+class TooLarge(Exception):
+    """A step is not launched, since one of its size lacked memory not long ago."""
+
+
+class Recovery:
+    """What becomes of steps that fail, and what the last shortages of memory taught.
+
+    Args:
+        scheduler: whose steps in flight they are.
+        executor: computes them.
+
+    Attributes:
+        tokens: most of a step with prompts (and encoder inputs) at present.
+        rows: most of a step.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor):
+        self._scheduler = scheduler
+        self._executor = executor
+        self.tokens = self.rows = _UNBOUNDED
+        self._patience = _PATIENCE
+        self._good = 0  # steps since the last shortage, or since the limits were raised
+
+    def limit(self, given: StepLimit) -> StepLimit:
+        """What the next step may hold, of what it might hold for other reasons."""
+        if self.tokens == _UNBOUNDED:
+            return given
+        return replace(given, tokens=min(given.tokens, self.tokens), least=min(given.least, 1.0))
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise TooLarge if the plan is larger than what may be tried at present."""
+        if not self._holds(plan):
+            raise TooLarge
+
+    def succeeded(self) -> None:
+        """A step went well, all its parts included."""
+        if self.tokens == self.rows == _UNBOUNDED:
+            return
+        self._good += 1
+        if self._good >= self._patience:
+            self._good = 0
+            most = self._scheduler.config
+            self.tokens = _raised(self.tokens, 2 * most.max_num_batched_tokens)  # an encoder's as well
+            self.rows = _raised(self.rows, most.max_num_seqs)
+            if self.tokens == self.rows == _UNBOUNDED:
+                logger.info("steps may be as large as the settings say again")
+
+    def recover(self, error: Exception) -> list[RequestDelta]:
+        """Divide the oldest step in flight, which could not be computed, or end the one request that it is about.
+
+        Args:
+            error: why it could not be.
+
+        Returns:
+            News of requests that ended.
+
+        Raises:
+            EngineDeadError: no step can be computed any more; the step's requests have ended.
+        """
+        scheduler, steps = self._scheduler, self._scheduler.in_flight
+        step = steps.oldest
+        steps.recall()
+        self._note(step.plan, error)
+        if scheduler.skip():  # no request waits for it any more
+            return []
+        is_short = isinstance(error, TooLarge) or is_out_of_memory(error)
+        if not is_short:
+            if not step.is_part:
+                logger.error("a step of %d tokens in %d rows failed", *_sizes(step), exc_info=error)
+            self._try_one_token(error)
+        deltas: list[RequestDelta] = []
+        if is_short or len({row.group for row in step.live()}) > 1:
+            pairs = [(group, pair) for group, own in step.copies.items() for pair in own]
+            for group, problem in self._copy(pairs).items():
+                deltas += self._fail(problem, [group])
+            if step not in steps:  # all its requests have ended
+                return deltas
+            steps.copied()
+            if steps.split():
+                return deltas
+            rows = step.live()
+            if len(rows) > 1 or isinstance(error, TooLarge):
+                try:
+                    return deltas + scheduler.update(self._compute(rows, steps.plan(step).encoder))
+                except Exception as problem:
+                    error = problem
+        if is_out_of_memory(error):
+            self._try_one_token(error)
+        return deltas + self._fail(error)
+
+    def _fail(self, error: Exception, groups: list[SequenceGroup] | None = None) -> list[RequestDelta]:
+        """End these requests of the oldest step, or all of them."""
+        ended = groups or dict.fromkeys(row.group for row in self._scheduler.in_flight.oldest.live())
+        for group in ended:
+            logger.error("request %s cannot be computed", group.request.request_id, exc_info=error)
+        return self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}", groups)
+
+    def _try_one_token(self, error: Exception) -> None:
+        """If that works, the fault is the requests'.
+
+        Raises:
+            EngineDeadError: it does not; the oldest step's requests have ended.
+        """
+        try:
+            self._executor.trial()
+        except Exception as second:
+            self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}")
+            raise EngineDeadError(
+                f"no step can be computed any more: {_named(error)}; a step of one token: {_named(second)}"
+            ) from second
+
+    def _copy(self, pairs: Sequence[tuple[SequenceGroup, tuple[int, int]]]) -> dict[SequenceGroup, Exception]:
+        """Copy pages, fewer at a time where that fails: no page is the source of one copy and the target of another.
+        The requests whose pages cannot be copied even so, and why."""
+        if not pairs:
+            return {}
+        try:
+            self._executor.copy_pages(np.array([pair for _, pair in pairs], dtype=np.int32))
+        except Exception as error:
+            self._release(error)
+            if len(pairs) == 1:
+                return {pairs[0][0]: error}
+        else:
+            return {}
+        half = len(pairs) // 2
+        return self._copy(pairs[:half]) | self._copy(pairs[half:])
+
+    def _compute(self, rows: list[Row], encoder: EncoderBatch | None) -> StepResult:
+        """The answer to rows of one request, which are sampled together; where they lack memory together, that of one
+        half after the other, the first of which brings the encoder's run.
+
+        Raises:
+            Exception: what the executor raises for a row alone, or other than for want of memory.
+        """
+        plan = replace(self._scheduler.in_flight.plan_rows(rows), encoder=encoder)
+        if len(rows) == 1 or self._holds(plan):
+            try:
+                return self._executor.launch(plan).result()
+            except Exception as error:
+                self._note(plan, error)
+                if len(rows) == 1 or not is_out_of_memory(error):
+                    raise
+        half = len(rows) // 2
+        return join([self._compute(rows[:half], encoder), self._compute(rows[half:], None)])
+
+    def _holds(self, plan: StepPlan) -> bool:
+        return plan.num_rows <= self.rows and (_decodes(plan) or _size(plan) <= self.tokens)
+
+    def _release(self, error: Exception) -> None:
+        """Give back what a failed attempt held: its frames keep tensors alive, and the device memory of others."""
+        traceback.clear_frames(error.__traceback__)
+        if is_out_of_memory(error):
+            self._executor.release()
+
+    def _note(self, plan: StepPlan | None, error: Exception) -> None:
+        """Give back what a failed attempt held; learn from a shortage, and say it."""
+        self._release(error)
+        if plan is None or not is_out_of_memory(error):
+            return
+        self._scheduler.stats.num_oom_retries += 1
+        if _size(plan) // 2 < plan.num_rows:  # hardly more than a token for each: the rows are what is many
+            self.rows = max(min(self.rows, plan.num_rows) // 2, 1)
+        else:
+            self.tokens = max(min(self.tokens, _size(plan)) // 2, 1)
+        self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        self._good = 0
+        logger.warning(
+            "out of memory in a step of %d tokens in %d rows: it is computed in smaller parts, and the next steps are "
+            "kept smaller (%s). If that happens often, lower --max-num-batched-tokens (for long prompts) or "
+            "--max-num-seqs (for many answers at a time), or leave more memory beside the pages: lower "
+            "--gpu-memory-utilization.",
+            _size(plan), plan.num_rows, str(error).split("\n")[0],
+        )  # fmt: skip
+
+
+def join(results: Sequence[StepResult]) -> StepResult:
+    """The answer to rows that were computed apart, from those of the parts, in their order."""
+    prompts = [result.prompt_logprobs for result in results if result.prompt_logprobs is not None]
+    return StepResult(
+        tokens=_stack([result.tokens for result in results]),
+        scores=_stack([result.scores for result in results]),
+        logprobs=_stack([result.logprobs for result in results]),
+        ranks=_stack([result.ranks for result in results]),
+        top_ids=_stack([result.top_ids for result in results]),
+        top_logprobs=_stack([result.top_logprobs for result in results]),
+        prompt_logprobs=_join_scores(prompts) if prompts else None,
+        pooled=tuple(row for result in results for row in result.pooled),
+    )
+
+
+def _join_scores(scores: Sequence[TokenScores]) -> TokenScores:
+    return TokenScores(
+        logprobs=np.concatenate([part.logprobs for part in scores]),
+        ranks=np.concatenate([part.ranks for part in scores]),
+        top_ids=_stack([part.top_ids for part in scores]),
+        top_logprobs=_stack([part.top_logprobs for part in scores]),
+    )
+
+
+def _stack(arrays: Sequence[NDArray[Number]]) -> NDArray[Number]:
+    """Rows of different widths under each other; columns that a row does not have are 0."""
+    width = max(array.shape[1] for array in arrays)
+    return np.concatenate([np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in arrays])
+
+
+def _sizes(step: InFlightStep) -> tuple[int, int]:
+    return sum(row.count for row in step.rows), len(step.rows)
+
+
+def _size(plan: StepPlan) -> int:
+    """Tokens, an encoder's too."""
+    return plan.num_tokens + (0 if plan.encoder is None else len(plan.encoder.token_ids))
+
+
+def _decodes(plan: StepPlan) -> bool:
+    """No row could have fewer tokens."""
+    return plan.num_tokens == plan.num_rows and plan.encoder is None and not plan.whole
+
+
+def _raised(limit: int, most: int) -> int:
+    return _UNBOUNDED if 2 * limit >= most else 2 * limit
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,214 @@
+"""Steps that are planned and whose answers are not applied yet: the one book of what is in flight.
+
+There is one such step, or two where the scheduler plans one step ahead, and more while a step that failed is computed
+in parts. A step has its rows, its page copies and its encoder runs, and so can be planned again, whole or in two parts,
+with what is known by then: that computes the same positions and copies the same pages. So the sources of copies keep
+their content until the step is over (`BlockPool.pin`), also if they are given up meanwhile. Everything else that a row
+reads is held by its sequence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.encoding import Memory
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.sequence import Sequence, SequenceGroup
+from engine.scheduling.step import Encoding
+
+
+class PendingAnswer(Protocol):
+    """The answer to a step that was launched."""
+
+    @property
+    def ready(self) -> bool:
+        """`result` does not wait."""
+
+    def result(self) -> StepResult:
+        """The answer; waits for it. Raises what went wrong."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """A step whose answer is not applied yet.
+
+    Attributes:
+        rows: as they were planned; some may be void by now.
+        copies: pages copied for each request.
+        encodings: runs of the encoder.
+        plan: what is computed; None where that is to be planned again, from the rows that are not void by then.
+        answer: what was launched, or why it could not be; None before the launch.
+        is_part: it is a part of a step that could not be computed as a whole.
+        began: when planning it began, in seconds of `time.perf_counter()`.
+        ended: when it was over, if it was at the end of its launch.
+    """
+
+    rows: list[Row]
+    copies: dict[SequenceGroup, list[tuple[int, int]]]
+    encodings: list[Encoding]
+    plan: StepPlan | None = None
+    answer: PendingAnswer | Exception | None = None
+    is_part: bool = False
+    began: float = 0.0
+    ended: float | None = None
+
+    def live(self) -> list[Row]:
+        """Rows that are not void."""
+        return [row for row in self.rows if not row.is_void]
+
+    def memories(self, groups: set[SequenceGroup]) -> list[Memory]:
+        """Encoder inputs of these requests that are to be read; those of none of them are left out."""
+        for encoding in self.encodings:
+            encoding.groups = [group for group in encoding.groups if group in groups]
+        self.encodings = [encoding for encoding in self.encodings if encoding.groups]
+        return [encoding.memory for encoding in self.encodings if not encoding.done]
+
+
+class InFlightSteps:
+    """All steps in flight, in the order in which they run."""
+
+    def __init__(self, pool: BlockPool, block_size: int):
+        self._pool = pool
+        self._size = block_size
+        self._queue: deque[InFlightStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[InFlightStep]:
+        return iter(self._queue)
+
+    @property
+    def oldest(self) -> InFlightStep:
+        """The one that is answered next."""
+        return self._queue[0]
+
+    @property
+    def newest(self) -> InFlightStep:
+        """The one that was planned last."""
+        return self._queue[-1]
+
+    def begin(self, step: InFlightStep) -> None:
+        """A step is planned. The sources of its copies are pinned already."""
+        for row in step.rows:
+            row.sequence.num_in_flight += row.count
+            row.sequence.num_pending += row.sampled
+        self._queue.append(step)
+
+    def end(self) -> InFlightStep:
+        """The oldest step is over."""
+        step = self._queue.popleft()
+        for row in step.rows:
+            if not row.is_void:
+                row.sequence.num_in_flight -= row.count
+                row.sequence.num_pending -= row.sampled
+        for group in list(step.copies):
+            self._drop_copies(step, group)
+        return step
+
+    def leave(self, group: SequenceGroup) -> None:
+        """A request has ended or is preempted: nothing will be computed for it again."""
+        for step in self._queue:
+            self._drop_copies(step, group)
+
+    def pending(self) -> dict[Sequence, int]:
+        """The sequences that the newest step samples, each with the number of its token among all sampled ones."""
+        sampled = [row for row in self.newest.rows if row.sampled]
+        return {row.sequence: number for number, row in enumerate(sampled) if not row.is_void}
+
+    def encodes(self, memory: Memory | None) -> bool:
+        """A step in flight runs the encoder over an equal input."""
+        return memory is not None and any(
+            memory.key == encoding.memory.key for step in self._queue for encoding in step.encodings
+        )
+
+    @property
+    def continues(self) -> bool:
+        """The step behind the oldest one is another part of the same step."""
+        return len(self._queue) > 1 and self._queue[1].is_part
+
+    def recall(self) -> None:
+        """The oldest step has failed: what was launched behind it has computed with what that left, and is for
+        nothing."""
+        for step in self._queue:
+            if step is not self.oldest:
+                step.plan = step.answer = step.ended = None
+
+    def plan(self, step: InFlightStep) -> StepPlan:
+        """The oldest step's plan once more, with all that is known by now; some of its rows are not void."""
+        step.rows = step.live()
+        copies = [pair for pairs in step.copies.values() for pair in pairs]
+        memories = step.memories({row.group for row in step.rows})
+        step.plan = build_plan(step.rows, copies, self._size, memories)
+        return step.plan
+
+    def plan_rows(self, rows: list[Row]) -> StepPlan:
+        """Some rows of the oldest step alone, without its copies and encoder runs."""
+        return build_plan(rows, [], self._size)
+
+    def copied(self) -> None:
+        """The oldest step's pages are copied, and need not be copied again."""
+        for group in list(self.oldest.copies):
+            self._drop_copies(self.oldest, group)
+
+    def encoded(self, done: InFlightStep) -> None:
+        """A step has run the encoder: parts that were to run it over the same inputs need not."""
+        keys = {encoding.memory.key for encoding in done.encodings}
+        for encoding in (encoding for step in self._queue for encoding in step.encodings):
+            encoding.done |= encoding.memory.key in keys
+
+    def split(self) -> bool:
+        """Make two steps of the oldest one, both to be launched in turn; False if there is nothing to divide. Requests
+        are divided where half of the tokens are; one alone has half of its tokens in each.
+
+        All its pages are copied before (`copied`): a part may write what a later one would have to copy. An encoder
+        input that requests of both have is left to both, since the requests of the first may fail (see `encoded`).
+        """
+        step = self.oldest
+        rows = step.live()
+        sizes: dict[SequenceGroup, int] = {}
+        for row in rows:
+            sizes[row.group] = sizes.get(row.group, 0) + row.count
+        for encoding in step.encodings:
+            for group in encoding.groups:
+                sizes[group] = sizes.get(group, 0) + len(encoding.memory.tokens)
+        groups = list(dict.fromkeys(row.group for row in rows))
+        later: list[Encoding] = []
+        if len(groups) > 1:
+            chosen, half = {groups[0]}, sum(sizes[group] for group in groups) / 2
+            taken = sizes[groups[0]]
+            for group in groups[1:-1]:
+                taken += sizes[group]
+                if taken > half:
+                    break
+                chosen.add(group)
+            first = [row for row in rows if row.group in chosen]
+            second = [row for row in rows if row.group not in chosen]
+            later = [
+                Encoding([group for group in one.groups if group not in chosen], one.done) for one in step.encodings
+            ]
+            for encoding in step.encodings:
+                encoding.groups = [group for group in encoding.groups if group in chosen]
+        elif any(row.count > 1 for row in rows) and not groups[0].whole:
+            first = [replace(row, count=row.count // 2, sampled=False) for row in rows if row.count > 1]
+            second = [replace(row, start=row.start + row.count // 2, count=-(-row.count // 2)) for row in rows]
+        else:
+            return False
+        encodings = [encoding for encoding in step.encodings if encoding.groups]
+        self._queue[0] = InFlightStep(first, {}, encodings, is_part=True)
+        later = [encoding for encoding in later if encoding.groups]
+        self._queue.insert(1, InFlightStep(second, {}, later, is_part=True))
+        return True
+
+    def pinned(self) -> list[int]:
+        """Sources of copies, as often as they are pinned."""
+        return [source for step in self._queue for pairs in step.copies.values() for source, _ in pairs]
+
+    def _drop_copies(self, step: InFlightStep, group: SequenceGroup) -> None:
+        for source, _ in step.copies.pop(group, ()):
+            self._pool.unpin(source)
