@@ -61,6 +61,8 @@ class EngineConfig:
             take longer (default: 0.25 on a CPU, no limit on a GPU and in `LLM`; 0: no limit).
         async_scheduling: plan and launch each step while the one before it runs (default: on a GPU; a CPU gains
             nothing by it).
+        distributed_executor_backend: where steps are computed: in this process (uni), or in a process of its own that
+            is sent the plans (mp).
         block_size: tokens a page holds.
         kv_cache_memory: bytes for the pages, such as "4GiB" (CPU: a quarter of the free memory, at
             most 4 GiB; GPU: what gpu_memory_utilization leaves).
@@ -93,6 +95,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_step_time: float | None = None
     async_scheduling: bool | None = None
+    distributed_executor_backend: Literal["uni", "mp"] = "uni"
     block_size: int = 16
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = "auto"
@@ -139,6 +142,10 @@ class EngineConfig:
             )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}.")
+        if self.distributed_executor_backend not in ("uni", "mp"):
+            raise ConfigError(
+                f"distributed_executor_backend must be uni or mp, got {self.distributed_executor_backend!r}."
+            )
         if self.generation_config not in ("auto", "none"):
             raise ConfigError(f'generation_config must be "auto" or "none", got {self.generation_config!r}.')
         if self.kv_cache_memory is not None:

@@ -6,41 +6,22 @@ import dataclasses
 import logging
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine import gpu
-from engine.attention import select
-from engine.attention.formats import LARGEST, format_name
 from engine.cache_map import CacheMap
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
-from engine.execution.calibration import mean_keys
-from engine.execution.executor import LocalExecutor
-from engine.execution.invariance import min_invariant_rows
-from engine.execution.kv_cache import KVCache, choose_cache_dtype
-from engine.execution.loading import (
-    check_positions_fit,
-    check_weights_fit,
-    explained,
-    find_max_model_len,
-    find_quantization,
-)
-from engine.execution.profiling import allocate_pages, warn_if_short
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.execution.executor import Executor, LocalExecutor
+from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
-from engine.execution.threads import use_threads
-from engine.execution.warmup import can_record, measure, record
+from engine.execution.starting import start
 from engine.generation import GenerationDefaults, load_defaults, resolve
 from engine.inputs import check_terms, decoder_start, read_input, read_pooling_input
-from engine.model.abilities import find_abilities
-from engine.model.checkpoint import locate, read_config
-from engine.model.config_values import check_parameters
-from engine.model.families import build_spec, context_length
-from engine.model.projection import load_projection
-from engine.model.sentence import read_pipeline
-from engine.model.weights import load_model, stored_dtype
-from engine.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
+from engine.model.checkpoint import read_config
+from engine.outputs import CompletionOutput, EngineStats, RequestDelta, RequestOutput
 from engine.pooling import check_task, resolve_pooling
 from engine.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.scheduling.block_pool import BlockPool
@@ -70,112 +51,56 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig):
-        device = choose_device(config.device)
-        with explained(config.model), gpu.current(device):
-            self._load(config, device)
-
-    def _load(self, config: EngineConfig, device: torch.device) -> None:
         started = time.monotonic()
         self.config = config
-        use_threads(config)
-        pipeline = read_pipeline(locate(config.model, config.revision, config.hf_token))
-        path = pipeline.transformer
-        hf_config = read_config(path)
-        spec = build_spec(hf_config)
-        check_parameters(path, spec)
-        stored = stored_dtype(path, hf_config)
-        dtype = choose_dtype(config.dtype, stored, device)
-        quantization = find_quantization(config, device)
-        cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
-        check_weights_fit(path, stored, dtype, device, quantization, config.gpu_memory_utilization)
-        max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
-        check_positions_fit(spec, max_model_len)
-        abilities = find_abilities(hf_config, spec, pipeline)
-        backend = select(device, [b.attention for b in spec.trunk.blocks], cache_dtype if spec.decoder else None)
-        model = load_model(
-            path,
-            hf_config,
-            spec,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            max_model_len=max_model_len,
-            show_progress=config.show_progress,
-            quantization=quantization,
-            quantization_cache=config.quantization_cache,
-        )
-        model.pack(quantization)
-        if model.spec != spec:  # the head it names is not stored, for example
-            spec = model.spec
-            abilities = find_abilities(hf_config, spec, pipeline)
-        shapes = model.kv_shapes()
-        whole, num_blocks = spec.decoder is None, 0
-        centres = mean_keys(model, context_length(hf_config, spec)) if cache_dtype in LARGEST and not whole else None
-        cache = KVCache(shapes, int(not whole), config.block_size, cache_dtype, device, centres)
-        self.runner = ModelRunner(
-            model,
-            cache,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            min_rows=min_invariant_rows(model),
-            activation=abilities.activation,
-            project=load_projection(pipeline.layers, device),
-        )
-        if not whole:
-            recorded = backend.recordable and can_record(model) and not config.enforce_eager
-            num_blocks = allocate_pages(self.runner, config, cache_dtype, max_rows=config.most_seqs, graphs=recorded)
-        costs, measured = measure(self.runner, max_tokens=config.max_num_batched_tokens, max_model_len=max_model_len)
-        step_time = config.max_step_time
-        if step_time is None:
-            step_time = CPU_STEP_TIME if device.type == "cpu" else 0.0
-        floor = WHOLE_STEP if whole else 1.0
-        self._budget = StepBudget(step_time, costs, measured, floor=floor) if step_time else None
-        self.defaults: GenerationDefaults = load_defaults(
-            path, hf_config, model.vocab_size, honour=config.generation_config == "auto"
-        )
+        self.executor: Executor = _start(config)
+        facts = self.executor.facts
+        info, device = facts.info, torch.device(facts.info.device)
+        whole, path = info.whole_inputs, Path(info.model_path)
         limits = SchedulerConfig(
             max_num_seqs=config.max_num_batched_tokens if whole and config.max_num_seqs is None else config.most_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
-            window=spec.attention_span,
+            window=facts.window,
             whole_inputs=whole,
-            rotary_shifts=model.rotary_shifts,
+            rotary_shifts=facts.rotary_shifts,
         )
-        record(self.runner, backend, 0 if config.enforce_eager else limits.max_num_seqs)
-        self.scheduler = Scheduler(limits, BlockPool(num_blocks))
+        self.scheduler = Scheduler(limits, BlockPool(info.num_blocks))
+        step_time = config.max_step_time
+        if step_time is None:
+            step_time = CPU_STEP_TIME if device.type == "cpu" else 0.0
+        floor = WHOLE_STEP if whole else 1.0
+        self._budget = StepBudget(step_time, facts.costs, facts.measured, floor=floor) if step_time else None
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-        self._stepping = Stepping(self.scheduler, LocalExecutor(self.runner), self._budget, depth=int(ahead))
-        self.info = EngineInfo(
-            model=config.model,
-            model_path=str(path),
-            dtype=str(dtype).removeprefix("torch."),
-            kv_cache_dtype=format_name(cache_dtype),
-            device=str(device),
-            max_model_len=max_model_len,
-            vocab_size=model.vocab_size,
-            block_size=0 if whole else config.block_size,
-            num_blocks=num_blocks,
-            full_requests=0.0 if whole else limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0),
+        self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
+        self.defaults: GenerationDefaults = load_defaults(
+            path, read_config(path), info.vocab_size, honour=config.generation_config == "auto"
+        )
+        values = self.defaults.values
+        self.info = dataclasses.replace(
+            info,
+            full_requests=0.0
+            if whole
+            else limits.fitting(info.max_model_len, info.num_blocks, info.max_encoder_len or 0),
             max_num_seqs=limits.max_num_seqs,
-            max_num_beams=config.max_num_beams,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_encoder_len=model.max_encoder_len,
-            encoder_vocab_size=None if model.max_encoder_len is None else spec.encoder_vocab_size,
-            decoder_start_token_id=None if model.max_encoder_len is None else self.defaults.decoder_start_token_id,
-            default_forced_bos_token_id=self.defaults.values.get("forced_bos_token_id"),
-            default_max_new_tokens=self.defaults.values.get("max_new_tokens"),
-            default_max_length=self.defaults.values.get("max_length"),
-            first_context_len=model.rotary_shifts[0][0] if model.rotary_shifts else None,
-            whole_inputs=whole,
-            hidden_size=spec.trunk.output_size,
-            quantization=quantization,
-            **abilities.facts(),
+            decoder_start_token_id=None if info.max_encoder_len is None else self.defaults.decoder_start_token_id,
+            default_forced_bos_token_id=values.get("forced_bos_token_id"),
+            default_max_new_tokens=values.get("max_new_tokens"),
+            default_max_length=values.get("max_length"),
         )
         self._random = random.Random(config.seed)
         self._outputs: dict[str, RequestOutput] = {}
         self._crossed = False  # a request has been told of
+        self._closed = False
         warn_if_short(self.info)
         self._log_start(time.monotonic() - started)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What computes, where that is in this process."""
+        assert isinstance(self.executor, LocalExecutor)
+        return self.executor.runner
 
     def add_request(
         self,
@@ -203,7 +128,7 @@ class Engine:
             InvalidRequestError: the request can never run; nothing was changed.
             EngineDeadError: the engine was closed.
         """
-        if not hasattr(self, "runner"):
+        if self._closed:
             raise EngineDeadError(f"the engine of {self.config.model} was closed and takes no more requests.")
         check_terms(request_id, priority, cache_salt, deadline, tenant)
         terms: dict[str, Any] = {
@@ -334,11 +259,10 @@ class Engine:
         while self.scheduler.skip():  # a step in flight holds what it computes
             pass
         self._outputs.clear()
-        if hasattr(self, "runner"):
-            on_gpu = self.runner.model.device.type == "cuda"
-            del self.runner, self._stepping
-            if on_gpu:
-                torch.cuda.empty_cache()
+        if not self._closed:
+            self._closed = True
+            self.executor.close()
+            del self.executor, self._stepping
 
     def _log_start(self, seconds: float) -> None:
         info = self.info
@@ -352,39 +276,9 @@ class Engine:
         )  # fmt: skip
 
 
-def choose_device(setting: str) -> torch.device:
-    """The device a setting means; auto takes a GPU where there is one.
+def _start(config: EngineConfig) -> Executor:
+    if config.distributed_executor_backend == "uni":
+        return start(config)
+    from engine.runner_process import ProcessExecutor  # needs more packages than an engine in one process
 
-    Raises:
-        ConfigError: a GPU was asked for and torch sees none.
-    """
-    if setting == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(setting)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device is {setting}, but torch {torch.__version__} sees {count} GPUs. Use --device cpu, or install "
-                "a CUDA build of torch and a driver."
-            )
-    return device
-
-
-def choose_dtype(setting: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The format to compute in; auto takes the checkpoint's, but float32 on a CPU for which 16-bit
-    formats are slow."""
-    if setting != "auto":
-        chosen: torch.dtype = getattr(torch, setting)
-        return chosen
-    if device.type == "cpu" and stored != torch.float32:
-        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
-    return stored if stored in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
-
-
-def has_fast_bfloat16() -> bool:
-    """The CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
-    capability = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(capability is not None and capability()) or bool(
-        getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    )
+    return ProcessExecutor(config)

@@ -14,9 +14,9 @@ from engine.attention.formats import format_name
 from engine.cgroups import available_memory
 from engine.config import EngineConfig
 from engine.cpus import Threads, choose_threads, given_environment
-from engine.engine import choose_device, choose_dtype
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import find_max_model_len, find_quantization
+from engine.execution.starting import choose_device, choose_dtype
 from engine.folders import check_private
 from engine.launch import make_folder, remove_folder
 from engine.model.abilities import find_abilities

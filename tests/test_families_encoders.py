@@ -31,8 +31,8 @@ from torch import Tensor
 
 from engine import EngineConfig, TokenInput
 from engine.attention.base import AttentionMetadata
-from engine.engine import find_max_model_len
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.execution.loading import find_max_model_len
 from engine.model import checkpoint, families
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets

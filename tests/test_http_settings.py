@@ -31,6 +31,7 @@ ENGINE = {
     "dtype": "float16", "quantization": "int8", "quantization_cache": "off",
     "device": "cuda:1", "threads": 2, "max_model_len": 128, "max_num_seqs": 3,
     "max_num_batched_tokens": 99, "max_step_time": 1.25, "async_scheduling": True, "block_size": 8,
+    "distributed_executor_backend": "mp",
     "kv_cache_memory": "64MiB", "kv_cache_dtype": "fp8",
     "enforce_eager": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,

@@ -35,6 +35,7 @@ LAYERS = {
     "engine.languages": 4,
     "engine.execution": 4,
     "engine.stepping": 5,
+    "engine.runner_process": 5,
     "engine.engine": 5,
     "engine.detokenizer": 5,
     "engine.encoding": 5,
@@ -188,8 +189,8 @@ def test_the_server_computes_nothing(path: Path) -> None:
 
 # What reads or writes JSON is no message; workers have messages of their own.
 MESSENGERS = (
-    "engine.process", "engine.client", "engine.messages", "engine.pooled.vectors", "server.api.reading",
-    "server.workers.child", "server.workers.frames", "server.workers.pool", "server.workers.templates",
+    "engine.process", "engine.client", "engine.messages", "engine.runner_process", "engine.pooled.vectors",
+    "server.api.reading", "server.workers.child", "server.workers.frames", "server.workers.pool", "server.workers.templates",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from engine import Engine, EngineConfig
-from engine import engine as loading
+from engine.execution import starting
 from engine.model.transformer import Transformer
 
 # As published in the models' own config.json.
@@ -241,12 +241,12 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)))
         # The engine's own way to its weights leads through files; here nothing stands behind the config.
         names = ("load_model", "check_weights_fit", "check_parameters")
-        before = {name: getattr(loading, name) for name in names}
-        vars(loading).update(dict.fromkeys(names, lambda *_: None) | {"load_model": made})
+        before = {name: getattr(starting, name) for name in names}
+        vars(starting).update(dict.fromkeys(names, lambda *_: None) | {"load_model": made})
         try:
             engine = Engine(EngineConfig(model=folder, **chosen))
         finally:
-            vars(loading).update(before)
+            vars(starting).update(before)
     try:
         yield engine
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,11 +10,38 @@ import torch
 from engine.execution.pending import PendingStep
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
+from engine.outputs import EngineInfo
+from engine.scheduling.budget import Costs, StepWork
 from engine.scheduling.plan import Int32, StepPlan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the engine has to know of the model that an executor has loaded.
+
+    Attributes:
+        info: what can be said of it without a scheduler and the model's decoding defaults.
+        window: keys that any layer sees at most, the query's own included; None if some layer sees all.
+        rotary_shifts: as in `SchedulerConfig`.
+        costs: what query-key pairs and logits cost.
+        measured: small steps, each with the seconds that it took.
+    """
+
+    info: EngineInfo
+    window: int | None
+    rotary_shifts: tuple[tuple[int, int], ...]
+    costs: Costs
+    measured: list[tuple[StepWork, float]]
+
+
 class Executor(Protocol):
-    """Computes steps, in the order in which they are launched."""
+    """Computes steps, in the order in which they are launched.
+
+    Attributes:
+        facts: of its model.
+    """
+
+    facts: ModelFacts
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Begin to compute a step. Raises what goes wrong at once; the answer raises what goes wrong later."""
@@ -27,16 +55,16 @@ class Executor(Protocol):
     def release(self) -> None:
         """Give back device memory that is kept for later steps."""
 
+    def close(self) -> None:
+        """Free the model and the pages."""
+
 
 class LocalExecutor:
-    """A runner in this process.
+    """A runner in this process."""
 
-    Args:
-        runner: what computes.
-    """
-
-    def __init__(self, runner: ModelRunner):
+    def __init__(self, runner: ModelRunner, facts: ModelFacts):
         self.runner = runner
+        self.facts = facts
 
     def launch(self, plan: StepPlan) -> PendingStep:
         return self.runner.launch(plan)
@@ -49,4 +77,10 @@ class LocalExecutor:
 
     def release(self) -> None:
         if self.runner.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        on_gpu = self.runner.model.device.type == "cuda"
+        del self.runner
+        if on_gpu:
             torch.cuda.empty_cache()

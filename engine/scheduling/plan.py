@@ -6,6 +6,7 @@ T tokens run in R rows (a row is one sequence's chunk); S of the T tokens are sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,7 +239,7 @@ class PooledRow:
         ids: fill_mask: the tokens.
     """
 
-    values: Float64 | Float32
+    values: NDArray[np.floating[Any]]
     ids: Int32 | None = None
 
 

@@ -8,7 +8,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "generation_config", "show_progress",
     ),
     "where it computes, and in which numbers": (
-        "device", "dtype", "quantization", "quantization_cache", "threads", "enforce_eager", "seed",
+        "device", "dtype", "quantization", "quantization_cache", "threads", "distributed_executor_backend",
+        "enforce_eager", "seed",
     ),
     "the batch": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling"),
     "the pages": (

@@ -1,0 +1,220 @@
+"""The start of a model, in three steps that can be read alone: resolve decides all that can be decided before a weight
+is read, load reads the weights, and prepare gives pages, measures, and records what can be recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import gpu
+from engine.attention import select
+from engine.attention.base import AttentionBackend
+from engine.attention.formats import LARGEST, format_name
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.execution.calibration import mean_keys
+from engine.execution.executor import LocalExecutor, ModelFacts
+from engine.execution.invariance import min_invariant_rows
+from engine.execution.kv_cache import KVCache, choose_cache_dtype
+from engine.execution.loading import (
+    check_positions_fit,
+    check_weights_fit,
+    explained,
+    find_max_model_len,
+    find_quantization,
+)
+from engine.execution.profiling import allocate_pages
+from engine.execution.runner import ModelRunner
+from engine.execution.threads import use_threads
+from engine.execution.warmup import can_record, measure, record
+from engine.model.abilities import find_abilities
+from engine.model.checkpoint import locate, read_config
+from engine.model.config_values import check_parameters
+from engine.model.families import build_spec, context_length
+from engine.model.projection import load_projection
+from engine.model.quantisation import Quantization
+from engine.model.sentence import Pipeline, read_pipeline
+from engine.model.spec import ModelSpec
+from engine.model.weights import load_model, stored_dtype
+from engine.outputs import EngineInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What a start has decided before it reads a weight.
+
+    Attributes:
+        path: folder of the checkpoint.
+        hf_config: the model's, as transformers reads it.
+        spec: what the model is made of.
+        pipeline: what the folder says of its embeddings.
+        dtype: of weights and activations.
+        cache_dtype: of pages.
+        quantization: what matrices become; None: they keep the dtype.
+        max_model_len: longest prompt plus answer, in tokens.
+        backend: of attention.
+    """
+
+    config: EngineConfig
+    device: torch.device
+    path: Path
+    hf_config: Any
+    spec: ModelSpec
+    pipeline: Pipeline
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    quantization: Quantization | None
+    max_model_len: int
+    backend: AttentionBackend
+
+
+def start(config: EngineConfig) -> LocalExecutor:
+    """Load a model in this process.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
+    """
+    device = choose_device(config.device)
+    with explained(config.model), gpu.current(device):
+        use_threads(config)
+        resolved = resolve(config, device)
+        return prepare(resolved, load(resolved))
+
+
+def resolve(config: EngineConfig, device: torch.device) -> Resolved:
+    """Decide what is loaded, and how; refuse what cannot be."""
+    pipeline = read_pipeline(locate(config.model, config.revision, config.hf_token))
+    path = pipeline.transformer
+    hf_config = read_config(path)
+    spec = build_spec(hf_config)
+    check_parameters(path, spec)
+    stored = stored_dtype(path, hf_config)
+    dtype = choose_dtype(config.dtype, stored, device)
+    quantization = find_quantization(config, device)
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
+    check_weights_fit(path, stored, dtype, device, quantization, config.gpu_memory_utilization)
+    max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
+    check_positions_fit(spec, max_model_len)
+    find_abilities(hf_config, spec, pipeline)  # refuses a pipeline that does not fit
+    return Resolved(
+        config=config,
+        device=device,
+        path=path,
+        hf_config=hf_config,
+        spec=spec,
+        pipeline=pipeline,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        backend=select(device, [b.attention for b in spec.trunk.blocks], cache_dtype if spec.decoder else None),
+    )
+
+
+def load(resolved: Resolved) -> ModelRunner:
+    """Read the weights; the runner has hardly a page yet."""
+    config, device, pipeline = resolved.config, resolved.device, resolved.pipeline
+    model = load_model(
+        resolved.path,
+        resolved.hf_config,
+        resolved.spec,
+        dtype=resolved.dtype,
+        device=device,
+        backend=resolved.backend,
+        max_model_len=resolved.max_model_len,
+        show_progress=config.show_progress,
+        quantization=resolved.quantization,
+        quantization_cache=config.quantization_cache,
+    )
+    model.pack(resolved.quantization)
+    cache_dtype, whole = resolved.cache_dtype, model.spec.decoder is None
+    centres = None
+    if cache_dtype in LARGEST and not whole:
+        centres = mean_keys(model, context_length(resolved.hf_config, model.spec))
+    return ModelRunner(
+        model,
+        KVCache(model.kv_shapes(), int(not whole), config.block_size, cache_dtype, device, centres),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        min_rows=min_invariant_rows(model),
+        activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
+        project=load_projection(pipeline.layers, device),
+    )
+
+
+def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
+    """Give the runner its pages, measure what steps take, and record decoding steps where that can be."""
+    config, model, backend = resolved.config, runner.model, resolved.backend
+    spec, num_blocks = model.spec, 0  # the head that the config names may not be stored, and then is not in the spec
+    if spec.decoder is not None:
+        recorded = backend.recordable and can_record(model) and not config.enforce_eager
+        num_blocks = allocate_pages(runner, config, resolved.cache_dtype, max_rows=config.most_seqs, graphs=recorded)
+    costs, measured = measure(runner, max_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len)
+    record(runner, backend, 0 if config.enforce_eager else config.most_seqs)
+    info = EngineInfo(
+        model=config.model,
+        model_path=str(resolved.path),
+        dtype=str(resolved.dtype).removeprefix("torch."),
+        kv_cache_dtype=format_name(resolved.cache_dtype),
+        device=str(resolved.device),
+        max_model_len=resolved.max_model_len,
+        vocab_size=model.vocab_size,
+        block_size=0 if spec.decoder is None else config.block_size,
+        num_blocks=num_blocks,
+        full_requests=0.0,
+        max_num_seqs=config.most_seqs,
+        max_num_beams=config.max_num_beams,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_encoder_len=model.max_encoder_len,
+        encoder_vocab_size=None if model.max_encoder_len is None else spec.encoder_vocab_size,
+        first_context_len=model.rotary_shifts[0][0] if model.rotary_shifts else None,
+        whole_inputs=spec.decoder is None,
+        hidden_size=spec.trunk.output_size,
+        quantization=resolved.quantization,
+        **find_abilities(resolved.hf_config, spec, resolved.pipeline).facts(),
+    )
+    facts = ModelFacts(
+        info=info, window=spec.attention_span, rotary_shifts=model.rotary_shifts, costs=costs, measured=measured
+    )
+    return LocalExecutor(runner, facts)
+
+
+def choose_device(setting: str) -> torch.device:
+    """The device a setting means; auto takes a GPU where there is one.
+
+    Raises:
+        ConfigError: a GPU was asked for and torch sees none.
+    """
+    if setting == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(setting)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"device is {setting}, but torch {torch.__version__} sees {count} GPUs. Use --device cpu, or install "
+                "a CUDA build of torch and a driver."
+            )
+    return device
+
+
+def choose_dtype(setting: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The format to compute in; auto takes the checkpoint's, but float32 on a CPU for which 16-bit
+    formats are slow."""
+    if setting != "auto":
+        chosen: torch.dtype = getattr(torch, setting)
+        return chosen
+    if device.type == "cpu" and stored != torch.float32:
+        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
+    return stored if stored in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+
+
+def has_fast_bfloat16() -> bool:
+    """The CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
+    capability = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(capability is not None and capability()) or bool(
+        getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    )

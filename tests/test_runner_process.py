@@ -1,0 +1,222 @@
+"""A runner in a process of its own answers as one in this process does, and neither outlives the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import random_prompt
+from support.driving import BOTH_DEPTHS, Job, Tokens, add, finish, make_engine, preempt_all, run, tokens_of
+from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.jobs import MIXED, beams, greedy, prompt, sampled
+from support.seq2seq import make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES
+
+from engine import Engine, EngineDeadError, ModelLoadError, PoolingParams
+from engine.execution import starting
+from engine.execution.executor import LocalExecutor
+from engine.execution.pending import PendingStep
+from engine.runner_process import ProcessExecutor, _serve
+from engine.scheduling.plan import StepPlan
+
+APART: dict[str, Any] = {"distributed_executor_backend": "mp"}
+
+
+def executor_of(engine: Engine) -> ProcessExecutor:
+    assert isinstance(engine.executor, ProcessExecutor)
+    return engine.executor
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_gone(pid: int) -> None:
+    for _ in range(200):
+        if not is_running(pid):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} still runs")
+
+
+@BOTH_DEPTHS
+def test_the_same_answers(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
+    """Pages are few, all of them are taken away now and then, and prompts come in chunks."""
+    settings = {"block_size": 4, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 24, "max_num_seqs": 16}
+    one = engines(**APART, **settings)
+    assert executor_of(one).pid != os.getpid()
+    assert run(one, MIXED, between=lambda n: preempt_all(one) if n in (5, 15) else None) == mixed_answers
+    stats = one.stats()
+    assert stats.num_preemptions > 2
+    assert stats.num_page_copies > 5
+
+
+def test_all_that_is_said(engines: Callable[..., Engine]) -> None:
+    jobs = [
+        Job(prompt(71, 30), sampled(3, 18, logprobs=2, prompt_logprobs=2)),
+        Job(prompt(72, 12), beams(3, logprobs=1)),
+        Job(prompt(73, 25), greedy(8, repetition_penalty=1.3, logit_bias={3: 2.0}, min_tokens=4)),
+    ]
+    said = []
+    for one in (engines(), engines(**APART)):
+        for number, job in enumerate(jobs):
+            add(one, str(number), job)
+        one.add_request("pooled", prompt(74, 40), PoolingParams(task="embed"))
+        said.append(finish(one))
+    assert said[0] == said[1]
+
+
+def test_encoders(tmp_path: Path) -> None:
+    name = next(iter(ENCODER_SHAPES))
+    make_encoder_checkpoint(ENCODER_SHAPES[name], tmp_path / "encoder")
+    make_seq2seq_checkpoint(SHAPES["t5"], tmp_path / "t5")
+    texts = [random_prompt(ENCODER_SHAPES[name].vocab, seed, 5 + seed) for seed in range(4)]
+    for folder in ("encoder", "t5"):
+        found = []
+        for settings in ({}, APART):
+            one = make_engine(tmp_path / folder, **({"max_model_len": 100} if folder == "t5" else {}), **settings)
+            for number, text in enumerate(texts):
+                how = PoolingParams(task="embed") if folder == "encoder" else beams(2, 6)
+                one.add_request(str(number), text, how)
+            found.append(finish(one))
+            one.close()
+        assert found[0] == found[1]
+
+
+def test_what_keeps_a_model_from_loading(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"holds no config\.json"):
+        make_engine(tmp_path, **APART)
+
+
+def test_a_runner_that_is_killed(engines: Callable[..., Engine]) -> None:
+    one = engines(**APART)
+    add(one, "a", Job(prompt(1, 9), greedy(50)))
+    one.step()
+    pid = executor_of(one).pid
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=f"runner's process {pid} has ended .with status -9"):
+        finish(one)
+
+
+def test_a_runner_ends_with_its_engine(engines: Callable[..., Engine]) -> None:
+    one = engines(**APART)
+    pid = executor_of(one).pid
+    assert is_running(pid)
+    one.close()
+    wait_gone(pid)
+
+
+def test_a_runner_ends_with_a_killed_engine(engines: Callable[..., Engine]) -> None:
+    path = engines().config.model
+    program = (
+        "import sys, time; sys.path.insert(0, 'tests'); from support.driving import make_engine\n"
+        f"e = make_engine({path!r}, distributed_executor_backend='mp')\n"
+        "print(e.executor.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert is_running(pid)
+        process.kill()
+    wait_gone(pid)
+
+
+class InThread:
+    """In the place of a process: a runner in a thread, in which a test can break something."""
+
+    pid = 0
+
+    def __init__(self, command: list[str], *, stdin: int, env: dict[str, str]):
+        line = Connection(os.dup(stdin))
+        self._thread = threading.Thread(target=self._run, args=(line,), daemon=True)
+        self._thread.start()
+
+    def _run(self, line: Connection) -> None:
+        try:
+            _serve(line)
+        except (EOFError, OSError):
+            line.close()
+
+    def wait(self, timeout: float) -> int:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive()
+        return 0
+
+
+@BOTH_DEPTHS
+@pytest.mark.parametrize("short", [False, True], ids=["error", "out of memory"])
+def test_what_fails_there_is_dealt_with_here(
+    short: bool, engines: Callable[..., Engine], mixed_answers: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that breaks each step that it is in ends, alone; steps that lack memory are made smaller."""
+    raised, start = [], starting.start
+
+    def fragile(config: Any) -> LocalExecutor:
+        executor = start(config)
+        launch = executor.launch
+
+        def broken(plan: StepPlan) -> PendingStep:
+            step = launch(plan)
+            if ((plan.positions == 0) & (plan.token_ids == 300)).any():
+                raised.append(plan)
+                raise RuntimeError("the poison was computed")
+            if short and plan.num_tokens > 20:
+                raised.append(plan)
+                raise torch.OutOfMemoryError("made by the test")
+            return step
+
+        executor.launch = broken  # type: ignore[method-assign]
+        return executor
+
+    monkeypatch.setattr(starting, "start", fragile)
+    monkeypatch.setattr(subprocess, "Popen", InThread)
+    one = engines(**APART)
+    for number, job in enumerate([Job([300, 4, 5], greedy()), *MIXED]):
+        add(one, str(number), job)
+    outputs = finish(one)
+    assert len(raised) > 1
+    assert "RunnerError: RuntimeError: the poison was computed" in str(outputs["0"].error)
+    assert [tokens_of(outputs[str(1 + number)]) for number in range(len(MIXED))] == mixed_answers
+    assert (one.stats().num_oom_retries > 0) == short
+
+
+def test_a_plan_survives_the_way(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Array by array, and what arrives can be written."""
+    from engine import runner_process as wire
+
+    one, plans = engines(), list[StepPlan]()
+    launch = one.runner.launch
+    monkeypatch.setattr(one.runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+    run(one, MIXED)
+    assert len(plans) > 10
+
+    def compare(sent: Any, found: Any) -> None:
+        if isinstance(sent, np.ndarray):
+            assert found.dtype == sent.dtype
+            assert found.flags.writeable
+            np.testing.assert_array_equal(found, sent)
+        elif hasattr(sent, "__dataclass_fields__"):
+            for name in sent.__dataclass_fields__:
+                compare(getattr(sent, name), getattr(found, name))
+        else:
+            assert found == sent
+
+    for plan in plans:
+        order = wire._orders.decode(wire._encoder.encode(wire.Launch(plan)))
+        assert isinstance(order, wire.Launch)
+        compare(plan, order.plan)
