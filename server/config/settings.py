@@ -1,5 +1,5 @@
 """All settings in one pydantic-settings class: the service's, declared here, and the engine's, made from
-`EngineConfig`. `server.config.loading` fills it from flags, variables and a file.
+`EngineConfig`. `cli.settings` fills it from flags, variables and a file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, Pydantic
 from engine import ConfigError, EngineConfig, parse_bytes
 from server.config.field_docs import field_docs
 from server.config.kinds import allowed, choices, is_switch
+from server.config.nearest import did_you_mean
 from server.config.sources import VariableSource
-from server.terminal.nearest import did_you_mean
 
 _DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 DEMOS = {"chat": _DEMO_FOLDER / "chat", "seq2seq": _DEMO_FOLDER / "seq2seq"}  # the bundled models
