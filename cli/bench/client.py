@@ -1,8 +1,8 @@
 """An HTTP/1.1 client that costs little per event of a stream.
 
-It runs on the machine of the server as often as not, and must not take the cores that it measures. On
-32 streams of small events, the CPU time per event was 11 microseconds with httptools on uvloop, 27 with
-aiohttp, 50 with httpx (31, 41 and 80 on asyncio's own loop); httptools and uvloop come with the server.
+It runs on the machine of the server as often as not, and must not take the cores that it measures. On uvloop, 32 at a
+time against a server that answers at once, a request with a short answer costs it 13 microseconds of CPU time, and an
+event of a stream 5; httpx takes 535 and 26, and sends 1,900 requests a second at most, where this sends 78,000.
 """
 
 from __future__ import annotations

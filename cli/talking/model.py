@@ -6,13 +6,14 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cli.talking.errors import NoServerError, TalkError
-from cli.talking.private import private_server
-from cli.talking.wire import Place, Wire
 from cli.terminal.style import note
 from server.config.nearest import did_you_mean
+
+if TYPE_CHECKING:
+    from cli.talking.wire import Place, Wire
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _ANSWER = 128  # tokens that an answer has room for, unless it is said otherwise
@@ -113,6 +114,9 @@ def open_model(
     Raises:
         TalkError: there is none; says what to do.
     """
+    from cli.talking.private import private_server  # httpx takes as long to import as all else of --help
+    from cli.talking.wire import Place, Wire
+
     if url is not None:
         if loading:
             flag = loading[0].partition("=")[0]

@@ -1,4 +1,4 @@
-"""A small HTTP client of an OpenAI-compatible server, over TCP, TLS or a Unix socket; answers are read as they come.
+"""Requests to an OpenAI-compatible server by httpx, over TCP, TLS or a Unix socket; answers are read as they come.
 
 Blocking, so that Ctrl-C ends the reading; closing the connection tells the server that its answer is not wanted.
 """
@@ -6,18 +6,20 @@ Blocking, so that Ctrl-C ends the reading; closing the connection tells the serv
 from __future__ import annotations
 
 import json
-import socket
+import re
 import ssl
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from cli.bench.sse import DONE, SseDecoder
+import httpx2
+
 from cli.talking.errors import NoServerError, TalkError
 
 CONNECT_TIMEOUT = 10.0  # seconds
+_EVENTS = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +27,13 @@ class Place:
     """Where a server is.
 
     Attributes:
-        url: as it is shown.
-        prefix: path before /v1.
-        uds: path of its Unix socket, instead of host and port.
+        url: as it is shown, without /v1.
+        uds: path of its Unix socket, which takes the place of host and port.
     """
 
     url: str
     host: str = "localhost"
     port: int = 80
-    prefix: str = ""
-    tls: bool = False
     uds: str = ""
 
     @classmethod
@@ -52,22 +51,8 @@ class Place:
             raise TalkError(f"--url {url}: {problem}.") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise TalkError(f"--url must look like http://HOST:PORT or https://HOST/PATH, got {url!r}.")
-        prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-        tls = parts.scheme == "https"
-        return cls(whole.rstrip("/").removesuffix("/v1"), parts.hostname, port or (443 if tls else 80), prefix, tls)
-
-
-class _UnixConnection(HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str, timeout: float):
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
+        default = 443 if parts.scheme == "https" else 80
+        return cls(whole.rstrip("/").removesuffix("/v1").rstrip("/"), parts.hostname, port or default)
 
 
 class Wire:
@@ -75,14 +60,31 @@ class Wire:
 
     Args:
         timeout: seconds of silence after which an answer is given up.
+
+    Raises:
+        TalkError: the key cannot be sent, or the URL names no host.
     """
 
     def __init__(self, place: Place, api_key: str | None = None, timeout: float = 600.0):
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise TalkError("--api-key must consist of printable ASCII characters.")
         self.place = place
-        self._api_key = api_key
         self._timeout = timeout
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        # The system's certificates, read where they are needed.
+        tls = ssl.create_default_context() if place.url.startswith("https:") and not place.uds else False
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        try:
+            self._http = httpx2.Client(
+                base_url="http://localhost" if place.uds else place.url,
+                headers=headers,
+                timeout=httpx2.Timeout(timeout, connect=CONNECT_TIMEOUT),
+                transport=httpx2.HTTPTransport(tls, limits=limits, uds=place.uds or None),
+            )
+        except httpx2.InvalidURL as problem:
+            raise TalkError(f"--url {place.url}: {problem}.") from None
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request.
@@ -90,14 +92,9 @@ class Wire:
         Raises:
             TalkError: it is an error, or none came.
         """
-        connection = self._connect()
-        try:
-            response = self._send(connection, method, path, body)
-            return self._value(response, path)
-        except (OSError, HTTPException) as problem:
-            raise TalkError(self._lost(problem)) from problem
-        finally:
-            connection.close()
+        with self._problems():
+            content = None if body is None else json.dumps(body)
+            return self._value(self._http.request(method, path, content=content), path)
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """The events of a stream; closing the iterator gives the request up.
@@ -105,72 +102,49 @@ class Wire:
         Raises:
             TalkError: the request was refused, or the stream broke off.
         """
-        connection = self._connect()
-        decoder, ended, finished = SseDecoder(), False, False
-        try:
-            response = self._send(connection, "POST", path, body)
-            if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
+        finished = False
+        with self._problems(), self._http.stream("POST", path, content=json.dumps(body)) as response:
+            if not response.headers.get("Content-Type", "").startswith(_EVENTS):
+                response.read()
                 self._value(response, path)
                 raise TalkError(f"{self.place.url}{path} answered with no stream.")
-            while not ended and (data := response.read1(1 << 16)):
-                for event in decoder.feed(data):
-                    if event == DONE:
-                        ended = True
-                        break
-                    value = self._event(event)
-                    finished = finished or any(choice.get("finish_reason") for choice in value.get("choices") or ())
-                    yield value
-        except (OSError, HTTPException) as problem:
-            raise TalkError(self._lost(problem)) from problem
-        finally:
-            connection.close()
-        if not (ended or finished):
+            for event in httpx2.EventSource(response, max_event_size=None):
+                if event.data == "[DONE]":
+                    return
+                value = self._event(event.data)
+                finished = finished or any(choice.get("finish_reason") for choice in value.get("choices") or ())
+                yield value
+        if not finished:
             raise TalkError(f"{self.place.url} closed the connection before the answer's end: was it stopped?")
 
-    def _connect(self) -> HTTPConnection:
-        place = self.place
-        connection: HTTPConnection
-        if place.uds:
-            connection = _UnixConnection(place.uds, CONNECT_TIMEOUT)
-        elif place.tls:
-            context = ssl.create_default_context()
-            connection = HTTPSConnection(place.host, place.port, timeout=CONNECT_TIMEOUT, context=context)
-        else:
-            connection = HTTPConnection(place.host, place.port, timeout=CONNECT_TIMEOUT)
+    @contextmanager
+    def _problems(self) -> Iterator[None]:
+        """httpx's errors, in a sentence."""
+        url = self.place.url
         try:
-            connection.connect()
-        except OSError as problem:
-            connection.close()
-            reason = problem.strerror or str(problem)
-            raise NoServerError(f"no server answers at {place.url} ({reason.lower()})") from problem
-        connection.sock.settimeout(self._timeout)
-        return connection
+            yield
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, UnicodeError) as problem:  # the last: of a host name
+            reason = re.sub(r"^\[Errno -?\d+\] ", "", str(problem)).lower()
+            raise NoServerError(f"no server answers at {url} ({reason})") from problem
+        except httpx2.TimeoutException as problem:
+            raise TalkError(f"{url} was silent for {self._timeout:g} seconds (--timeout).") from problem
+        except httpx2.HTTPError as problem:
+            reason = str(problem).rstrip(".") or type(problem).__name__
+            raise TalkError(f"{url} closed the connection: {reason}.") from problem
 
-    def _send(self, connection: HTTPConnection, method: str, path: str, body: Any) -> HTTPResponse:
-        headers = {"Accept": "*/*", "Connection": "close"}
-        if self._api_key is not None:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        data = None
-        if body is not None:
-            data = json.dumps(body).encode()
-            headers["Content-Type"] = "application/json"
-        connection.request(method, self.place.prefix + path, data, headers)
-        return connection.getresponse()
-
-    def _value(self, response: HTTPResponse, path: str) -> Any:
-        text = response.read().decode("utf-8", "replace")
+    def _value(self, response: httpx2.Response, path: str) -> Any:
         try:
-            value = json.loads(text)
+            value = json.loads(response.text)
         except ValueError:
-            value = text
-        if response.status in (401, 403):
+            value = response.text
+        if response.status_code in (401, 403):
             raise TalkError(f"{self.place.url} wants an API key: give --api-key, or set OCTAVO_API_KEY.", "no_key")
-        if response.status != 200:
+        if response.status_code != 200:
             message, code = error_of(value)
-            raise TalkError(message or f"{self.place.url}{path} answered with status {response.status}.", code)
+            raise TalkError(message or f"{self.place.url}{path} answered with status {response.status_code}.", code)
         return value
 
-    def _event(self, data: bytes) -> dict[str, Any]:
+    def _event(self, data: str) -> dict[str, Any]:
         try:
             value = json.loads(data)
         except ValueError:
@@ -180,11 +154,6 @@ class Wire:
         if value.get("error"):
             raise TalkError(*error_of(value))
         return value
-
-    def _lost(self, problem: Exception) -> str:
-        if isinstance(problem, TimeoutError):
-            return f"{self.place.url} was silent for {self._timeout:g} seconds (--timeout)."
-        return f"{self.place.url} closed the connection: {problem or type(problem).__name__}."
 
 
 def error_of(value: Any) -> tuple[str, str]:
