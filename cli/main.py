@@ -11,11 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from cli import version
 from cli.commands import COMMANDS, SYNONYMS
 from cli.terminal.style import styled, take_plain_flag
-from cli.terminal.version import version
-
-__all__ = ["main", "version"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"octavo {version()}")
         return 0
     if command in ("-h", "--help"):
-        from cli.terminal.overview import print_overview
+        from cli.commands import print_overview
 
         print_overview()
         return 0
     if command not in COMMANDS:
         if not arguments:  # someone who looks what there is
-            from cli.terminal.overview import print_overview
+            from cli.commands import print_overview
 
             print_overview()
         _refuse(arguments)
@@ -88,7 +86,7 @@ def _refuse(arguments: list[str]) -> NoReturn:
 
 
 def _no_command(arguments: list[str]) -> str:
-    from server.config.nearest import did_you_mean
+    from server.config.wording import did_you_mean
 
     if not arguments:
         return f"a command is missing: {', '.join(COMMANDS)}"

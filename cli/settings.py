@@ -6,18 +6,20 @@ import argparse
 import functools
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic_settings import CliApp, CliSettingsSource
 
+from cli.commands import COMMANDS
 from cli.terminal.parser import OneLineParser
 from engine import ConfigError, EngineConfig
 from server.config.groups import GROUPS, OTHER, group_of
-from server.config.kinds import is_switch
 from server.config.settings import Settings, SettingsBase, description, flag, variable
 from server.config.sources import VariableSource, read_file, unknown_variables
+from server.config.wording import is_switch
 
 _FIELDS = Settings.model_fields
 _LONG_NAME = rf"(?<![\w/-])({'|'.join(name for name in _FIELDS if '_' in name)})(?![\w/-]|\.\w)"
@@ -168,3 +170,27 @@ def _metavar(name: str) -> str:
     if int in kinds:
         return "SIZE" if str in kinds else "N"
     return "X" if float in kinds else "TEXT"
+
+
+def settings_parser(command: str, *, json: bool = False) -> SettingsParser:
+    """The parser of a command whose flags are the settings, and --json where it prints something."""
+    about = COMMANDS[command].about
+    parser = SettingsParser(f"octavo {command}", f"{about[0].upper()}{about[1:]}.")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def load(parser: SettingsParser, arguments: list[str]) -> tuple[Loaded, Any]:
+    """The settings and what else was given; ends the process with status 2 and one line if something is wrong."""
+    given = parser.parse_args(arguments)
+    try:
+        return parser.load(given), given
+    except ConfigError as problem:
+        parser.error(str(problem))
+
+
+def print_notes(loaded: Loaded) -> None:
+    """What the variables say that sets nothing, on stderr."""
+    for note in loaded.notes:
+        print(f"octavo: {note}", file=sys.stderr)

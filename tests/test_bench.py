@@ -17,17 +17,17 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.bench.arrivals import arrivals
 from cli.bench.cli import add_arguments, check
 from cli.bench.client import Target, error_message
-from cli.bench.errors import BenchError, OptionError
 from cli.bench.lengths import parse_lengths
+from cli.bench.load import arrivals
 from cli.bench.measure import Distribution, Goals, inter_token, percentile, summarise
 from cli.bench.prompts import WORDS, TextPrompts, TokenPrompts
 from cli.bench.record import UNKNOWN, AnswerSink, Failure, Record
 from cli.bench.sse import SseDecoder
 from cli.bench.trace import read_trace
 from cli.bench.workload import Workload
+from cli.errors import BenchError, OptionError
 
 WORKLOADS = Path(__file__).resolve().parents[2] / "shared" / "data" / "workloads"
 

@@ -12,8 +12,8 @@ import pytest
 from test_bench_serve import FakeServer
 from test_cli import in_terminal, octavo
 
-from cli.bench.errors import OptionError
 from cli.bench.plots import check_plots
+from cli.errors import OptionError
 from cli.main import main
 from server.config.settings import DEMO_MODEL
 

@@ -20,8 +20,8 @@ from cli.settings import Loaded, SettingsParser
 from engine import ConfigError, EngineConfig
 from octavo import shadowed
 from server.config.groups import GROUPS, OTHER
-from server.config.nearest import did_you_mean
 from server.config.settings import DEMO_MODEL, DEMOS, SECRETS, ServerSettings, Settings, flag, variable
+from server.config.wording import did_you_mean
 from server.run import served_model_id
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ from support.service import PATIENCE, Service
 from test_http_api import error
 from tokenizers import processors
 
-from cli.main import version
+from cli import version
 from engine.text import Tokenizer
 from server.app import create_app
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cli.bench.errors import BenchError, OptionError
 from cli.bench.lengths import FORMS, parse_lengths
+from cli.errors import BenchError, OptionError
 from engine.logs import printable
 
 DESCRIPTION = """\

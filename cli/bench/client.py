@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from cli.bench.errors import OptionError
+from cli.errors import OptionError, error_of
 
 _LARGEST_ANSWER = 64 << 20  # of those that are kept whole, in bytes
 
@@ -256,12 +256,6 @@ class Whole:
 
 
 def error_message(body: Any) -> str:
-    """What an error's body says: OpenAI's shape, FastAPI's, or any text."""
-    if isinstance(body, dict):
-        error = body.get("error", body.get("detail", body.get("message", body)))
-        if isinstance(error, dict):
-            error = error.get("message", error)
-        body = error
-    text = body if isinstance(body, str) else json.dumps(body)
-    text = " ".join(text.split())
+    """What an error's body says, or else the body."""
+    text = error_of(body)[0] or " ".join(json.dumps(body).split())
     return text if len(text) <= 300 else text[:300] + "..."

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cli.bench.errors import OptionError
+from cli.errors import OptionError
 
 FORMS = "N, LOW:HIGH, normal:MEAN:STD or lognormal:MEDIAN:SIGMA"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -85,3 +87,20 @@ class Load:
             if self._on_end is not None:
                 self._on_end(record)
         return record
+
+
+def arrivals(rate: float, burstiness: float, seed: int) -> Iterator[float]:
+    """An endless arrival process, the same for the same seed; the first request is due at once.
+
+    Gaps follow a gamma distribution of shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less is
+    burstier, more is steadier. An infinite rate has no gaps.
+
+    Args:
+        rate: requests per second.
+    """
+    rng = random.Random(f"arrivals {seed}")
+    now = 0.0
+    while True:
+        yield now
+        if not math.isinf(rate):
+            now += rng.gammavariate(burstiness, 1.0 / (rate * burstiness))

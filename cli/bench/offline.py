@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cli import version
 from cli.bench.cli import add_concurrency, add_plot, check_files
-from cli.bench.errors import BenchError, OptionError
 from cli.bench.lengths import FORMS, Lengths, parse_lengths
 from cli.bench.outcome import progress, report
 from cli.bench.prompts import TokenPrompts
 from cli.bench.record import Failure, Record
 from cli.bench.report import Facts, Run
+from cli.errors import BenchError, OptionError
 from cli.settings import SettingsParser
 from cli.terminal.style import say
-from cli.terminal.version import version
 from engine import ConfigError, OctavoError, SamplingParams
 from server.config.settings import DEMO_MODEL, ENGINE_FIELDS
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tqdm import tqdm
 
-from cli.bench.errors import BenchError
 from cli.bench.measure import Distribution, Goals, Summary, summarise
 from cli.bench.report import Run, document, notes, table
+from cli.errors import BenchError
 from cli.terminal.style import print_table, styled
 from engine.logs import printable
 

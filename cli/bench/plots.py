@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.bench.errors import BenchError, OptionError
 from cli.bench.measure import Summary, inter_token, percentile, time_to_first
 from cli.bench.record import Record
 from cli.bench.report import Run
+from cli.errors import BenchError, OptionError
 
 _WIDTH, _HEIGHT = 4.6, 3.6  # inches of a panel
 _BINS = 40  # at most

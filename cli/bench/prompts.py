@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cli.bench.client import Client, error_message
-from cli.bench.errors import BenchError
+from cli.errors import BenchError
 
 Prompt = str | list[int]
 

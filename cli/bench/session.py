@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from cli.bench.arrivals import arrivals
 from cli.bench.client import Client, Target, TransportError, error_message
-from cli.bench.errors import BenchError, OptionError
 from cli.bench.lengths import Lengths
-from cli.bench.load import Load
+from cli.bench.load import Load, arrivals
 from cli.bench.outcome import progress, report
 from cli.bench.prompts import PromptMaker, find_text_prompts, find_token_prompts
 from cli.bench.report import Facts, Run
 from cli.bench.trace import TraceRow, read_trace
 from cli.bench.workload import Job, Workload
+from cli.errors import BenchError, OptionError
 
 _DEFAULT_REQUESTS = 100
 _DEFAULT_CONCURRENCY = 8

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cli.bench.errors import BenchError
+from cli.errors import BenchError
 
 HASH_BLOCK = 512  # tokens for which one of Mooncake's hash ids stands
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

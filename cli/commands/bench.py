@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cli.commands import COMMANDS
 from cli.terminal.parser import OneLineParser
-from server.config.nearest import did_you_mean
+from server.config.wording import did_you_mean
 
 KINDS = dict(COMMANDS["bench"].kinds)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from cli.talking.conversation import Conversation
 from cli.talking.loop import Chat
-from cli.talking.model import CHAT, Model
-from cli.talking.options import add_decoding, add_place
-from cli.talking.session import settings_of, talk
+from cli.talking.model import CHAT, Model, talk
+from cli.talking.options import add_decoding, add_place, settings_of
 from cli.terminal.parser import OneLineParser
 
 PROG = "octavo chat"

@@ -7,9 +7,8 @@ import sys
 from typing import Any
 
 from cli.talking.answers import Answer, stream, whole
-from cli.talking.model import COMPLETIONS, Model
-from cli.talking.options import add_decoding, add_place
-from cli.talking.session import settings_of, talk
+from cli.talking.model import COMPLETIONS, Model, talk
+from cli.talking.options import add_decoding, add_place, settings_of
 from cli.terminal.parser import OneLineParser
 from cli.terminal.style import harmless, note, styled
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cli.commands.settings import load, print_notes, settings_parser
-from cli.settings import SettingsParser
+from cli.settings import SettingsParser, load, print_notes, settings_parser
 
 
 def parser() -> SettingsParser:

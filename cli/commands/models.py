@@ -10,7 +10,7 @@ from typing import Any
 
 from cli.terminal.parser import OneLineParser
 from cli.terminal.style import is_rich, print_table, say, styled
-from server.config.nearest import did_you_mean
+from server.config.wording import did_you_mean
 
 PROG = "octavo models"
 DESCRIPTION = """\

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from cli.commands.settings import load, settings_parser
-from cli.settings import SettingsParser
-from cli.terminal.version import version
+from cli import version
+from cli.settings import SettingsParser, load, settings_parser
 
 
 def parser() -> SettingsParser:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.talking.errors import TalkError
+from cli.errors import TalkError
 from cli.talking.model import Model
 
 _ROLES = {"system", "developer", "user", "assistant"}

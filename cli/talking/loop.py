@@ -6,9 +6,9 @@ import contextlib
 import sys
 from typing import Any
 
+from cli.errors import NoServerError, TalkError
 from cli.talking.answers import Answer, stream
 from cli.talking.conversation import Conversation
-from cli.talking.errors import NoServerError, TalkError
 from cli.talking.model import Model
 from cli.talking.slash import Leave, Slash
 from cli.terminal.style import harmless, is_rich, note, say, styled

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cli.talking.errors import NoServerError, TalkError
-from cli.terminal.style import note
-from server.config.nearest import did_you_mean
+from cli.errors import NoServerError, TalkError
+from cli.talking.options import default_key, default_url, loading
+from cli.terminal.style import note, say
+from server.config.wording import did_you_mean
 
 if TYPE_CHECKING:
     from cli.talking.wire import Place, Wire
@@ -98,6 +100,23 @@ class Model:
 
     def _same(self) -> str:
         return "" if self.here else f" --url {self.wire.place.url}"
+
+
+def talk(prog: str, given: argparse.Namespace, with_model: Callable[[Model], int]) -> int:
+    """Open the model that the flags name and talk with it; the command's status: 1 it could not, 130 stopped by Ctrl-C,
+    else what `with_model` returns."""
+    try:
+        with open_model(
+            given.model, given.url, api_key=given.api_key or default_key(), default_url=default_url(),
+            timeout=given.timeout, loading=loading(given),
+        ) as model:  # fmt: skip
+            return with_model(model)
+    except TalkError as problem:
+        say(prog, str(problem))
+        return 1
+    except KeyboardInterrupt:
+        note("stopped")
+        return 130
 
 
 @contextlib.contextmanager

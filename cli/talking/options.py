@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from cli.terminal.parser import OneLineParser
 from engine import NUMBER_RANGES, EngineConfig, InvalidRequestError, SamplingParams
-from server.config.field_docs import field_docs
+from server.config.wording import field_docs
 
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "min_tokens")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
@@ -98,6 +98,14 @@ def decoding(given: argparse.Namespace) -> dict[str, Any]:
         fields["early_stopping"] = _EARLY[fields["early_stopping"]]
     check(fields)
     return fields
+
+
+def settings_of(parser: OneLineParser, given: argparse.Namespace) -> dict[str, Any]:
+    """The decoding that the flags ask for; ends the process with status 2 where they cannot be."""
+    try:
+        return decoding(given)
+    except InvalidRequestError as problem:
+        parser.error(str(problem))
 
 
 def check(fields: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO
 
-from cli.talking.errors import NoServerError, TalkError
+from cli.errors import NoServerError, TalkError
 from cli.talking.wire import Place, Wire
 from cli.terminal.style import console, is_rich
 from engine import EngineConfig

@@ -6,11 +6,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from cli.errors import TalkError
 from cli.talking.conversation import Conversation
-from cli.talking.errors import TalkError
 from cli.talking.options import BEAMS, PENALTIES, SAMPLING, check
 from engine import NUMBER_RANGES, InvalidRequestError
-from server.config.nearest import did_you_mean
+from server.config.wording import did_you_mean
 
 _NUMBERS = tuple(name for name in (*SAMPLING, *PENALTIES, *BEAMS) if name in NUMBER_RANGES)
 

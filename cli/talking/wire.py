@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from cli.talking.errors import NoServerError, TalkError
+from cli.errors import NoServerError, TalkError, error_of
 
 CONNECT_TIMEOUT = 10.0  # seconds
 _EVENTS = "text/event-stream"
@@ -154,14 +154,3 @@ class Wire:
         if value.get("error"):
             raise TalkError(*error_of(value))
         return value
-
-
-def error_of(value: Any) -> tuple[str, str]:
-    """Message and code of an error's body: OpenAI's shape, FastAPI's, or a text; "" for what it does not hold."""
-    code = ""
-    if isinstance(value, dict):
-        value = value.get("error", value.get("detail", value.get("message", "")))
-    if isinstance(value, dict):
-        value, code = value.get("message") or json.dumps(value), str(value.get("code") or "")
-    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
-    return text[:600], code

@@ -9,7 +9,7 @@ import textwrap
 from typing import Any, NoReturn
 
 from cli.terminal.style import PLAIN_FLAG, console, is_rich, styled
-from server.config.nearest import did_you_mean
+from server.config.wording import did_you_mean
 
 _KINDS = {"int": "an integer", "float": "a number", "Path": "a path"}
 # What argparse says of a value, and what is said instead.
