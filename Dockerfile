@@ -55,6 +55,7 @@ RUN PIP_PYTHON=/build/bin/python3 pip install --require-hashes --no-deps --requi
 COPY README.md LICENSE octavo.py ./
 COPY engine engine
 COPY server server
+COPY cli cli
 # The kernels are compiled for all instruction sets, since what runs has no compiler, nor a cache that stays.
 RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --prefix /app/octavo . \
  && sed -i '1s|^#!.*|#!/app/venv/bin/python3|' /app/octavo/bin/octavo \
@@ -90,7 +91,7 @@ STOPSIGNAL SIGTERM
 
 # The first success ends the start period, so its length costs nothing; it has to cover the download of a model.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
-    CMD ["python3", "-I", "-m", "server.healthcheck"]
+    CMD ["python3", "-I", "-m", "cli.healthcheck"]
 
 ENTRYPOINT ["octavo"]
 CMD ["serve"]

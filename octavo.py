@@ -1,6 +1,6 @@
 """The `octavo` command's first lines, under a name of its own.
 
-`engine` and `server` are common names. Before either is imported, this makes sure that they are this
+`engine`, `server` and `cli` are common names. Before any is imported, this makes sure that they are this
 project's; `python -m octavo` works as the command does.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 
 def shadowed() -> str | None:
-    """Why `engine` or `server` is not this project's package, or None if both are."""
+    """Why one of the packages is not this project's, or None if all are."""
     home = Path(__file__).resolve().parent
-    for name in ("engine", "server"):
+    for name in ("engine", "server", "cli"):
         spec = importlib.util.find_spec(name)
         found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if found != home / name / "__init__.py":
@@ -28,16 +28,16 @@ def shadowed() -> str | None:
 
 
 def main() -> int:
-    """Entry point; returns the exit status of `server.cli.main`, or 1 if that cannot be reached."""
+    """Entry point; returns the exit status of `cli.main.main`, or 1 if that cannot be reached."""
     problem = shadowed()
     if problem is not None:
         print(f"octavo: {problem}", file=sys.stderr)
         return 1
     # numpy's pool would have a thread for each CPU, and nothing to multiply.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from server import cli
+    from cli.main import main as run
 
-    return cli.main()
+    return run()
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ from serving import served
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from cli.bench.client import Client, Target
+from cli.bench.load import Load
+from cli.bench.record import Record
+from cli.bench.workload import Job
 from engine import EngineConfig, SamplingParams, TokenInput
 from engine.client import EngineClient, start_engine
 from engine.engine import Engine
-from server.bench.client import Client, Target
-from server.bench.load import Load
-from server.bench.record import Record
-from server.bench.workload import Job
 
 TRAINED = ROOT.parent / "shared" / "data" / "stories260k" / "hf"
 WAYS = ("engine", "process", "http")

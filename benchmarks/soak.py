@@ -34,8 +34,8 @@ from soaking.running import Found, Plan, Soak  # noqa: E402
 from soaking.service import Service, ServiceError  # noqa: E402
 from soaking.shapes import Shapes, from_folder, synthetic  # noqa: E402
 
-from server.bench.client import Target, TransportError  # noqa: E402
-from server.bench.errors import BenchError  # noqa: E402
+from cli.bench.client import Target, TransportError  # noqa: E402
+from cli.errors import BenchError  # noqa: E402
 
 _STALL = 4.0  # seconds, of the service
 _START = 600.0  # seconds

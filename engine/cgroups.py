@@ -1,4 +1,7 @@
-"""The control groups that this process belongs to, where its container's limits are found; the memory they leave."""
+"""The control groups that this process belongs to, where its container's limits are found; the memory they leave.
+
+psutil reads no control groups.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 Decoding is not additive: a tokenizer strips the space at the very beginning, spreads one character over
 several tokens, and glues or separates words by what stands before them. So new tokens are decoded after
 a few settled ones, the context, and what the context alone decodes to is cut off.
+
+`tokenizers.decoders.DecodeStream` does not serve: it raises where byte-fallback tokens are no valid UTF-8, never gives
+a character that the end leaves unfinished, and knows no tokenizers written in Python.
 """
 
 from __future__ import annotations

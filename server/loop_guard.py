@@ -1,5 +1,5 @@
 """Ends the process that started it once no heartbeat has come from there for too long: a process of its own, which
-`server.loop_watchdog` starts, with the heartbeats on its standard input.
+`server.watchdog` starts, with the heartbeats on its standard input.
 
     python -I -S loop_guard.py SECONDS
 

@@ -38,10 +38,9 @@ from server.door.rates import check_storage
 from server.door.reload import KeyReload
 from server.door.root_path import RootPath
 from server.door.slots import FEW, Slot, Slots, count_slots
-from server.loop_watchdog import LoopWatchdog
 from server.memory import MemoryGuard, find_limit
 from server.tracing.start import start_tracing
-from server.watchdog import restart_when_stuck
+from server.watchdog import LoopWatchdog, restart_when_stuck
 from server.workers.pool import shared_workers
 
 # What clients call a bundled model, and what the log says of it.

@@ -1,14 +1,99 @@
-"""An engine that has work and does none of it, such as one whose driver hangs, is started again."""
+"""What no longer moves is ended, so that it is started again: an engine that has work and does none of it, such as one
+whose driver hangs, and a process whose event loop stands still, in which nothing could answer any more.
+
+`server.loop_guard`, a process of its own, gets heartbeats from the event loop, and sends a signal when none come. What
+that signal does here needs neither the event loop nor the interpreter's lock: faulthandler writes all threads' stacks
+to stderr and hands over to libc's `_exit`. That works for a container's first process, too, which signals without a
+handler do not end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 from engine.client import EngineClient
+from server.loop_guard import SIGNAL
 
+logger = logging.getLogger("octavo.server")
+
+STATUS = int(SIGNAL)  # the process's exit status: `_exit` is called with what a signal's handler gets, its number
+_GUARD = Path(__file__).with_name("loop_guard.py")
+_BEATS = 40  # while the limit passes
 # So many looks in a row, a tenth of the limit apart: after the service itself was stopped for a while, the first one
 # comes before the engine's news.
 _LOOKS = 3
+_NEEDED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # to start Python; keys and tokens are nothing to it
+
+
+class LoopWatchdog:
+    """From `start` to `stop`, the event loop must come by, or the process ends.
+
+    Args:
+        timeout: seconds that it may stand still; 0: for ever.
+    """
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._beat: asyncio.TimerHandle | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._line = -1
+
+    def start(self) -> None:
+        """Watch the running event loop. Called in the main thread, once."""
+        if self._timeout:
+            _end_by_signal()
+            self._start_guard()
+
+    def stop(self) -> None:
+        """Watch no longer; idempotent."""
+        if self._beat is not None:
+            self._beat.cancel()
+            self._beat = None
+        if self._guard is not None:
+            os.close(self._line)
+            self._guard.wait()
+            self._guard = None
+
+    def _start_guard(self) -> None:
+        command = [sys.executable, "-I", "-S", str(_GUARD), str(self._timeout)]
+        environment = {name: os.environ[name] for name in _NEEDED if name in os.environ}
+        theirs, self._line = os.pipe()
+        os.set_blocking(self._line, False)
+        try:
+            self._guard = subprocess.Popen(command, stdin=theirs, stdout=2, env=environment)
+        except OSError as problem:
+            os.close(self._line)
+            logger.error("Nothing watches the event loop (loop_timeout): %s cannot be started: %s", _GUARD, problem)
+        else:
+            self._tick()
+        finally:
+            os.close(theirs)
+
+    def _tick(self) -> None:
+        try:
+            with contextlib.suppress(BlockingIOError):  # it is stopped, and has enough to read
+                os.write(self._line, b".")
+        except BrokenPipeError:
+            self.stop()
+            logger.warning("The process that watches the event loop (loop_timeout) has ended; starting another.")
+            self._start_guard()
+        else:
+            self._beat = asyncio.get_running_loop().call_later(self._timeout / _BEATS, self._tick)
+
+
+def _end_by_signal() -> None:
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(STATUS, ctypes.cast(libc._exit, ctypes.c_void_p))
+    faulthandler.register(SIGNAL, all_threads=True, chain=True)
 
 
 async def restart_when_stuck(client: EngineClient, limit: float) -> None:

@@ -17,17 +17,17 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.bench.arrivals import arrivals
-from server.bench.cli import add_arguments, check
-from server.bench.client import Target, error_message
-from server.bench.errors import BenchError, OptionError
-from server.bench.lengths import parse_lengths
-from server.bench.measure import Distribution, Goals, inter_token, percentile, summarise
-from server.bench.prompts import WORDS, TextPrompts, TokenPrompts
-from server.bench.record import UNKNOWN, AnswerSink, Failure, Record
-from server.bench.sse import SseDecoder
-from server.bench.trace import read_trace
-from server.bench.workload import Workload
+from cli.bench.cli import add_arguments, check
+from cli.bench.client import Target, error_message
+from cli.bench.lengths import parse_lengths
+from cli.bench.load import arrivals
+from cli.bench.measure import Distribution, Goals, inter_token, percentile, summarise
+from cli.bench.prompts import WORDS, TextPrompts, TokenPrompts
+from cli.bench.record import UNKNOWN, AnswerSink, Failure, Record
+from cli.bench.sse import SseDecoder
+from cli.bench.trace import read_trace
+from cli.bench.workload import Workload
+from cli.errors import BenchError, OptionError
 
 WORKLOADS = Path(__file__).resolve().parents[2] / "shared" / "data" / "workloads"
 

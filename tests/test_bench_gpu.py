@@ -238,7 +238,18 @@ def test_steps_that_are_not_all_alike_are_no_figure() -> None:
         assert 0 < step <= times
 
 
-BLOCKED = ("fastapi", "starlette", "pydantic", "zmq", "msgspec", "uvicorn", "prometheus_client", "rich", "server")
+BLOCKED = (
+    "fastapi",
+    "starlette",
+    "pydantic",
+    "zmq",
+    "msgspec",
+    "uvicorn",
+    "prometheus_client",
+    "rich",
+    "server",
+    "cli",
+)
 
 
 def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from test_bench_serve import FakeServer
 from test_cli import in_terminal, octavo
 
-from server.bench.errors import OptionError
-from server.bench.plots import check_plots
-from server.cli import main
+from cli.bench.plots import check_plots
+from cli.errors import OptionError
+from cli.main import main
 from server.config.settings import DEMO_MODEL
 
 FEW = ("--num-requests", "5", "--input-len", "5:9", "--output-len", "4", "--warmup", "1")

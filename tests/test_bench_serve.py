@@ -19,8 +19,8 @@ import uvicorn
 from fake_client import VOCAB_SIZE, FakeClient, byte_tokenizer, say
 from support.service import PATIENCE
 
+from cli.main import main as octavo
 from server.app import create_app
-from server.cli import main as octavo
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON = "application/json"

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from support.service import PATIENCE, ROOT, environment
 
-from server.cli import main
-from server.commands import COMMANDS, SYNONYMS
-from server.commands.models import families
+from cli.commands import COMMANDS, SYNONYMS
+from cli.commands.models import families
+from cli.main import main
 from server.config.settings import DEMO_MODEL
 
 ESCAPE = "\x1b["
@@ -85,7 +85,7 @@ def test_every_command_has_help(name: str) -> None:
 def test_the_overview_and_the_families_are_there_at_once() -> None:
     """Neither torch nor anything of the server is imported for what needs none."""
     code = (
-        "import sys; from server import cli; cli.main(sys.argv[1:]); "
+        "import sys; from cli.main import main; main(sys.argv[1:]); "
         "sys.exit(','.join(name for name in ('torch', 'numpy', 'pydantic', 'asyncio', 'rich') if name in sys.modules))"
     )
     for arguments in (["--help"], ["--version"], ["models"], ["models", "--json"]):
@@ -175,9 +175,9 @@ def test_a_wrong_turn_names_the_right_one(arguments: list[str], said: str) -> No
 
 def test_ctrl_c_ends_any_command_in_one_line() -> None:
     script = (
-        "import os, signal, sys, types; from server import cli; from server.commands import COMMANDS; "
+        "import os, signal, sys, types; from cli.main import main; from cli.commands import COMMANDS; "
         "COMMANDS['doctor'] = types.SimpleNamespace(run=lambda _: signal.raise_signal(signal.SIGINT)); "
-        "sys.argv = ['octavo', 'doctor']; sys.exit(cli.main())"
+        "sys.argv = ['octavo', 'doctor']; sys.exit(main())"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "octavo doctor: stopped.\n")

@@ -11,8 +11,8 @@ import pytest
 from support.service import PATIENCE
 from test_cli import octavo
 
-from server.commands import COMMANDS
-from server.completion.shape import shapes
+from cli.commands import COMMANDS
+from cli.completion.shape import shapes
 
 SHELLS = ("bash", "zsh", "fish")
 CASES = [

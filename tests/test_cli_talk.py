@@ -26,8 +26,8 @@ from support.service import PATIENCE, ROOT, Service, environment
 from test_bench_serve import FakeServer
 from test_cli import ESCAPE, in_terminal, octavo
 
+from cli.talking.answers import Answer
 from server.config.settings import DEMO_MODEL
-from server.talking.answers import Answer
 
 pytestmark = pytest.mark.slow
 
@@ -469,7 +469,7 @@ def test_a_chat_loads_the_bundled_model(tmp_path: Path) -> None:
 def test_a_signal_ends_what_waits_for_a_key() -> None:
     """The handler has no chance where the system's own reading goes on after a signal; the thread has."""
     code = (
-        "import signal, server.terminal.ending as ending; ending._GRACE = 0.1; ending.end_with('SIGTERM');"
+        "import signal, cli.terminal.ending as ending; ending._GRACE = 0.1; ending.end_with('SIGTERM');"
         "signal.siginterrupt(signal.SIGTERM, False); signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]);"
         "import ctypes, os, threading; threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM)).start();"
         "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]); ctypes.CDLL(None).sleep(600)"

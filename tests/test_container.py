@@ -110,8 +110,8 @@ def health_command() -> list[str]:
 
 
 def test_health_check_is_pythons_own() -> None:
-    assert health_command() == ["python3", "-I", "-m", "server.healthcheck"]
-    assert (ROOT / "server/healthcheck.py").is_file()
+    assert health_command() == ["python3", "-I", "-m", "cli.healthcheck"]
+    assert (ROOT / "cli/healthcheck.py").is_file()
     assert not re.search(r"\b(curl|wget)\b", DOCKERFILE)
     common = DOCKERFILE[: DOCKERFILE.index("AS cuda")] + DOCKERFILE[DOCKERFILE.index("AS cpu") :]
     assert "apt-get" not in common
@@ -135,7 +135,7 @@ def is_ignored(path: str) -> bool:
 
 def test_all_that_is_copied_exists_and_is_sent_to_the_build() -> None:
     sources = [word for words in of_kind("COPY") if not words[0].startswith("--from") for word in words[:-1]]
-    assert {"pyproject.toml", "constraints.txt", "octavo.py", "engine", "server"} <= set(sources)
+    assert {"pyproject.toml", "constraints.txt", "octavo.py", "engine", "server", "cli"} <= set(sources)
     for source in sources:
         assert (ROOT / source).exists(), source
         assert not is_ignored(source), f"{source} is copied, but .dockerignore keeps it from the build"

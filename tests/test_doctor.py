@@ -16,12 +16,12 @@ import torch
 from fake_client import hf_byte_tokenizer
 
 import engine
+from cli import doctor
+from cli.doctor import Finding
+from cli.main import main
 from engine import EngineConfig, cpus, inspect_model, native
 from engine.cgroups import available_memory
-from server import doctor
-from server.cli import main
 from server.config.settings import DEMO_MODEL, ServerSettings
-from server.doctor import Finding
 
 CPU_BUILD = engine.TorchFacts(version="2.13.0+cpu", cuda=None, gpus=(), kernels="avx2")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from server.healthcheck import Address, find, flags, main, serving_arguments
+from cli.healthcheck import Address, find, flags, main, serving_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -97,7 +97,7 @@ def test_the_running_services_own_flags_are_found(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine answers late."""
-    monkeypatch.setattr("server.healthcheck.problem.__defaults__", (120.0,))
+    monkeypatch.setattr("cli.healthcheck.problem.__defaults__", (120.0,))
 
 
 class Health(BaseHTTPRequestHandler):
@@ -170,7 +170,7 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_service_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("server.healthcheck.problem.__defaults__", (0.2,))
+    monkeypatch.setattr("cli.healthcheck.problem.__defaults__", (0.2,))
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -226,7 +226,7 @@ def test_tls_with_a_certificate_for_another_name(tmp_path: Path) -> None:
 
 def test_as_a_command_it_imports_nothing_heavy() -> None:
     code = (
-        "import sys, server.healthcheck as check; code = check.main(['--port', '1'], {}); "
+        "import sys, cli.healthcheck as check; code = check.main(['--port', '1'], {}); "
         "print(code, *({'engine', 'torch', 'pydantic', 'uvicorn', 'starlette', 'yaml', 'asyncio'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -268,7 +268,7 @@ def test_what_prevents_the_start_is_one_clear_paragraph(checkpoint: Path, tmp_pa
     assert "Traceback" not in refused.stderr + absent.stderr
 
 
-@pytest.mark.parametrize("name", ["engine", "server"])
+@pytest.mark.parametrize("name", ["engine", "server", "cli"])
 def test_a_package_that_shadows_ours_is_named(name: str, tmp_path: Path) -> None:
     foreign = tmp_path / name
     foreign.mkdir()

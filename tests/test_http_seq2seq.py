@@ -20,7 +20,7 @@ import torch
 from support.service import PATIENCE, Service, stopped
 from support.text_seq2seq import MAX_LENGTH, TEXTS, WORDS, TextCheckpoint, make_text_checkpoint
 
-from server.commands.bench import run as bench
+from cli.commands.bench import run as bench
 from server.config.settings import ServerSettings
 
 BLOCK, PAGES = 4, 72
@@ -382,8 +382,8 @@ def test_the_log_says_what_fits(t5: Api) -> None:
 
 
 def test_doctor(t5: Api, mbart: Api) -> None:
+    from cli import doctor
     from engine import EngineConfig
-    from server import doctor
 
     for api, languages in ((t5, ""), (mbart, ", 52 languages")):
         config = EngineConfig(model=str(api.checkpoint.path), max_model_len=MAX_LENGTH, num_gpu_blocks_override=16)

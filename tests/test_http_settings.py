@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
+from cli.main import main
+from cli.settings import Loaded, SettingsParser
 from engine import ConfigError, EngineConfig
 from octavo import shadowed
-from server.cli import main
 from server.config.groups import GROUPS, OTHER
-from server.config.loading import Loaded, SettingsParser
 from server.config.settings import DEMO_MODEL, DEMOS, SECRETS, ServerSettings, Settings, flag, variable
+from server.config.wording import did_you_mean
 from server.run import served_model_id
-from server.terminal.nearest import did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 # A valid value for every setting, unlike its default.
@@ -475,7 +475,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 def test_settings_come_without_what_serving_needs() -> None:
     """`octavo config` and a wrong flag answer at once."""
-    code = "import sys, server.config.loading; print([n for n in ('torch', 'fastapi', 'uvicorn') if n in sys.modules])"
+    code = "import sys, cli.settings; print([n for n in ('torch', 'fastapi', 'uvicorn') if n in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert run.stdout.strip() == "[]", run.stderr
 

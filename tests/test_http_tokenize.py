@@ -13,9 +13,9 @@ from support.service import PATIENCE, Service
 from test_http_api import error
 from tokenizers import processors
 
+from cli import version
 from engine.text import Tokenizer
 from server.app import create_app
-from server.cli import version
 
 TEMPLATE = "{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 HELLO = [{"role": "user", "content": "hi"}]

@@ -54,7 +54,9 @@ LAYERS = {
     "engine.process": 7,
     "engine": 8,
     "server": 9,
+    "cli": 10,
 }
+PACKAGES = ("engine", "server", "cli")
 
 
 def module_of(path: Path) -> str:
@@ -62,7 +64,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = sorted(path for top in ("engine", "server") for path in (ROOT / top).rglob("*.py"))
+FILES = sorted(path for top in PACKAGES for path in (ROOT / top).rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 MODULES = {module_of(path) for path in FILES}
 
@@ -109,11 +111,11 @@ def offenders(path: Path, *forbidden: str) -> list[str]:
     return [name for name in imports(path) if any(below(name, package) for package in forbidden)]
 
 
-@pytest.mark.parametrize("path", cases("engine", "server"))
+@pytest.mark.parametrize("path", cases(*PACKAGES))
 def test_imports_run_downwards(path: Path) -> None:
     own = module_of(path)
     for name in imports(path):
-        if below(name, "engine") or below(name, "server"):
+        if name.partition(".")[0] in PACKAGES:
             same_package = own.rpartition(".")[0] == name.rpartition(".")[0] and own.count(".") > 1
             inside = below(own, name) or below(name, own) or same_package
             if not inside:
@@ -162,11 +164,12 @@ def test_the_engine_knows_no_web(path: Path) -> None:
         "requests",
         "aiohttp",
         "server",
+        "cli",
     )
 
 
-@pytest.mark.parametrize("path", cases("server"))
-def test_the_server_uses_six_doors_of_the_engine(path: Path) -> None:
+@pytest.mark.parametrize("path", cases("server", "cli"))
+def test_server_and_command_line_use_six_doors_of_the_engine(path: Path) -> None:
     inner = [name for name in imports(path) if below(name, "engine")]
     assert set(inner) <= {
         "engine",
@@ -182,8 +185,8 @@ def test_the_server_uses_six_doors_of_the_engine(path: Path) -> None:
 COUNTS, RENDERS = "server.api.structure", "server.workers.templates"
 
 
-@pytest.mark.parametrize("path", cases("server", but=(COUNTS, RENDERS)))
-def test_the_server_computes_nothing(path: Path) -> None:
+@pytest.mark.parametrize("path", cases("server", "cli", but=(COUNTS, RENDERS)))
+def test_server_and_command_line_compute_nothing(path: Path) -> None:
     assert not offenders(path, "torch", "transformers", "safetensors", "numpy")
 
 
@@ -194,7 +197,7 @@ MESSENGERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", cases("engine", "server", but=MESSENGERS))
+@pytest.mark.parametrize("path", cases(*PACKAGES, but=MESSENGERS))
 def test_messages_between_processes_have_one_place(path: Path) -> None:
     assert not offenders(path, "zmq", "msgspec")
 
@@ -323,7 +326,7 @@ def test_only_dates_are_read_from_the_wall_clock() -> None:
     }
     found = {
         str(path.relative_to(ROOT))
-        for part in ("engine", "server")
+        for part in PACKAGES
         for path in (ROOT / part).rglob("*.py")
         if re.search(r"\btime\.time(_ns)?\(", path.read_text())
     }

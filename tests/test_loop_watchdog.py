@@ -16,12 +16,12 @@ from test_http_process import checkpoint as tiny  # noqa: F401
 from test_process import sockets, start  # noqa: F401
 
 from server import loop_guard
-from server.loop_watchdog import STATUS
+from server.watchdog import STATUS
 
 # Watches itself; the event loop does `hang` first, and SIGTERM ends it in order. Each line is a sign of life.
 WATCHED = """
 import asyncio, ctypes, signal, sys, time
-from server.loop_watchdog import LoopWatchdog
+from server.watchdog import LoopWatchdog
 
 def hang():
     {hang}

@@ -19,7 +19,7 @@ import torch
 from support.service import PATIENCE, Service, stopped, wait_for
 from support.text_encoders import MAX_LENGTH, TEXTS, TextEncoder, make_text_encoder
 
-from server.cli import main
+from cli.main import main
 
 pytestmark = pytest.mark.slow
 

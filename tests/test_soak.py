@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.service import environment
 
-from server.bench.client import Target
+from cli.bench.client import Target
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

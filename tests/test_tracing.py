@@ -23,12 +23,12 @@ from support.collector import Collector, Span, collecting
 from support.service import PATIENCE, Service
 from test_http_api import endless
 
+from cli.doctor import check_traces
 from engine import ConfigError, EngineDeadError, PoolingParams, RequestDelta, TokenInput
 from engine.text import Tokenizer
 from server.answering.terms import Terms
 from server.app import create_app
 from server.config.settings import ServerSettings
-from server.doctor import check_traces
 from server.routes import chat, classify, completions, embeddings, fill_mask, scoring
 from server.tracing.middleware import TRACED
 from server.tracing.start import start_tracing

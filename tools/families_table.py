@@ -37,7 +37,7 @@ from engine.outputs import Task
 from engine.request import SamplingParams
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-LISTED = README.parent / "server" / "commands" / "families.json"  # read without the engine, which takes seconds
+LISTED = README.parent / "cli" / "commands" / "families.json"  # read without the engine, which takes seconds
 COMMAND = "python3 tools/setup.py docs"
 BEGIN = "<!-- families: written by `make docs` from the registry; do not edit by hand -->"
 END = "<!-- end of families -->"

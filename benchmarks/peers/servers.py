@@ -17,12 +17,12 @@ from typing import Any
 
 import uvloop
 
+from cli.bench.client import Client, Target
+from cli.bench.load import Load
+from cli.bench.record import Record
+from cli.bench.workload import Job
 from peers.engines import Files
 from peers.process import ROOT, Install, PeerError, child_environment, tail
-from server.bench.client import Client, Target
-from server.bench.load import Load
-from server.bench.record import Record
-from server.bench.workload import Job
 
 START = 600.0  # seconds; vLLM compiles
 MAX_LENGTH = 512  # tokens of prompt and answer

@@ -11,7 +11,7 @@ from typing import Self
 
 import httptools
 
-from server.bench.client import Target
+from cli.bench.client import Target
 from soaking.answers import Answer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from server.bench.report import machine
+from cli.bench.report import machine
 from soaking.checks import slope
 from soaking.running import Found, Plan
 from soaking.shapes import Shapes

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from server.bench.client import Client, Target, TransportError
+from cli.bench.client import Client, Target, TransportError
 from soaking.checks import Metrics, Usage
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from server.bench.errors import BenchError
-from server.bench.trace import TraceRow, read_trace
+from cli.bench.trace import TraceRow, read_trace
+from cli.errors import BenchError
 
 _ROWS = 5000  # of each trace
 _TALE = (

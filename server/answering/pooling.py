@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from fastapi import Request, Response
 
@@ -297,3 +298,27 @@ class _Run:
     @property
     def num_tokens(self) -> int:
         return len(self.input.source.token_ids)
+
+
+_write = functools.partial(json.dumps, separators=(",", ":"), allow_nan=False)
+
+
+def listed(run: PoolingRun, items: Iterable[Mapping[str, Any]], name: str = "data") -> bytes:
+    """The body of an answer that holds these items under that name.
+
+    Each is written on its own, so that a thread with thousands of them lets others run in between, and that no more
+    than one of them is held as anything but its text.
+    """
+    return joined(run, (_write(item).encode() for item in items), name)
+
+
+def joined(run: PoolingRun, written: Iterable[bytes], name: str = "data") -> bytes:
+    """The same of items that are JSON already."""
+    rest = {
+        "id": run.request_id,
+        "object": "list",
+        "created": run.created,
+        "model": run.service.model_id,
+        "usage": run.usage.model_dump(),
+    }
+    return b'%b,"%b":[%b]}' % (_write(rest)[:-1].encode(), name.encode(), b",".join(written))

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from engine import MAX_LISTED_IDS, MAX_STOP_STRINGS, NUMBER_RANGES, SamplingParams
-from server.config.field_docs import field_docs
+from server.config.wording import field_docs
 from server.errors import ApiError
 
 # Fields that say nothing about the answer: ignored without a word.

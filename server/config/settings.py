@@ -1,5 +1,5 @@
 """All settings in one pydantic-settings class: the service's, declared here, and the engine's, made from
-`EngineConfig`. `server.config.loading` fills it from flags, variables and a file.
+`EngineConfig`. `cli.settings` fills it from flags, variables and a file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from pydantic import model_validator as check_model
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine import ConfigError, EngineConfig, parse_bytes
-from server.config.field_docs import field_docs
-from server.config.kinds import allowed, choices, is_switch
 from server.config.sources import VariableSource
-from server.terminal.nearest import did_you_mean
+from server.config.wording import allowed, choices, did_you_mean, field_docs, is_switch
 
 _DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 DEMOS = {"chat": _DEMO_FOLDER / "chat", "seq2seq": _DEMO_FOLDER / "seq2seq"}  # the bundled models

@@ -11,7 +11,7 @@ import yaml
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from engine import ConfigError
-from server.terminal.nearest import did_you_mean
+from server.config.wording import did_you_mean
 
 PREFIX = "OCTAVO_"
 # No settings of the service, but read by the engine where it loads its kernels (engine.native.loading).

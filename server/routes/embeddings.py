@@ -14,8 +14,7 @@ from engine.pooled import find_prompt, longest, prompt_tokens
 from engine.pooled.vectors import json_vectors
 from server.answering.encoding import estimate, need_tokenizer, read_inputs
 from server.answering.endpoints import require
-from server.answering.listing import joined
-from server.answering.pooling import PoolingInput, PoolingRun
+from server.answering.pooling import PoolingInput, PoolingRun, joined
 from server.api import examples
 from server.api.embedding_schemas import EmbeddingRequest, EmbeddingResponse
 from server.api.reading import StrictJsonRoute

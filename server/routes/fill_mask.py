@@ -15,9 +15,8 @@ from engine.pooled import longest, mask_positions, masks_of, token_input
 from engine.text import Encoding
 from server.answering.encoding import encode_all, estimate, need_tokenizer, read_inputs
 from server.answering.endpoints import require
-from server.answering.listing import listed
-from server.answering.pooling import PoolingInput, PoolingRun
-from server.api import pooling_examples as examples
+from server.answering.pooling import PoolingInput, PoolingRun, listed
+from server.api import examples
 from server.api.fill_mask_schemas import FillMaskRequest, FillMaskResponse
 from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Body, Request, Response
 from engine import Pooled
 from engine.pooled import longest
 from server.answering.endpoints import require
-from server.answering.listing import listed
+from server.answering.pooling import listed
 from server.answering.scoring import ScoringRun, Side
-from server.api import pooling_examples as examples
+from server.api import examples
 from server.api.reading import StrictJsonRoute
 from server.api.scoring_schemas import (
     RerankRequest,

@@ -1,0 +1,121 @@
+"""The commands: one file each, with `parser()` and `run(arguments)`, which returns the exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from cli.terminal.style import is_rich
+
+if TYPE_CHECKING:
+    from cli.terminal.parser import OneLineParser
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command, none of whose modules is imported before it is needed.
+
+    Attributes:
+        group: under which the overview shows it.
+        about: what it does, without a full stop.
+        module: that has `parser` and `run`.
+        kinds: names of its own commands, and what they do; `parser` takes one as its argument.
+    """
+
+    group: str
+    about: str
+    module: str
+    kinds: tuple[tuple[str, str], ...] = ()
+
+    def parser(self, kind: str = "") -> OneLineParser:
+        """Its parser, or that of one of its kinds."""
+        module = import_module(self.module)
+        made: OneLineParser = module.parser(kind) if self.kinds else module.parser()
+        return made
+
+    @property
+    def run(self) -> Callable[[list[str]], int]:
+        """Takes the arguments after the name."""
+        run: Callable[[list[str]], int] = import_module(self.module).run
+        return run
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command(
+        "serving", "serve a model over the OpenAI API; without MODEL a bundled one", "cli.commands.serve"
+    ),
+    "chat": Command("talking", "talk with a model in the terminal", "cli.commands.chat"),
+    "complete": Command(
+        "talking", "complete a prompt, from an argument or a pipe; sampling and beams", "cli.commands.complete"
+    ),
+    "bench": Command(
+        "measuring",
+        "measure latencies and throughput, with plots",
+        "cli.commands.bench",
+        kinds=(
+            ("serve", "load any OpenAI-compatible server and measure its answers"),
+            ("offline", "measure the engine alone, in this process, without a server"),
+        ),
+    ),
+    "models": Command(
+        "looking", "list the supported families, or say whether a checkpoint is supported", "cli.commands.models"
+    ),
+    "doctor": Command(
+        "looking", "check this machine, the settings and the model, and say what to fix", "cli.commands.doctor"
+    ),
+    "config": Command(
+        "looking", "show every setting, its value and where it came from", "cli.commands.config"
+    ),
+    "completion": Command(
+        "the shell", "print what makes bash, zsh or fish complete commands and flags", "cli.commands.completion"
+    ),
+}  # fmt: skip
+
+# What people call commands elsewhere.
+SYNONYMS: dict[str, str] = {
+    "ask": "complete", "api": "serve", "bash": "completion", "benchmark": "bench", "check": "doctor",
+    "completions": "complete", "diagnose": "doctor", "env": "config", "families": "models", "generate": "complete",
+    "infer": "complete", "launch": "serve", "list": "models", "ls": "models", "measure": "bench", "predict": "complete",
+    "repl": "chat", "run": "chat", "server": "serve", "settings": "config", "start": "serve", "status": "doctor",
+    "talk": "chat", "translate": "complete", "up": "serve",
+}  # fmt: skip
+
+_HEAD = """\
+usage: octavo COMMAND [flags]
+
+Serves transformer models over HTTP, and talks with them here.
+"""
+_FOOT = """\
+flags:
+  -h, --help     show this help; octavo COMMAND --help shows a command's
+  --version      show the version
+  --no-color     plain text in a terminal, too, as with NO_COLOR
+
+first steps:
+  octavo chat                            talk with the bundled model
+  octavo serve                           serve it on http://127.0.0.1:8000
+  octavo complete "Once upon a time"     ask what serves there, or a model that is loaded here
+"""
+
+
+def overview() -> str:
+    """The text."""
+    width = max(len(name) for name in COMMANDS) + 4
+    groups: dict[str, list[str]] = {}
+    for name, command in COMMANDS.items():
+        groups.setdefault(command.group, []).append(f"  {name:<{width}} {command.about}")
+    parts = ["\n".join([f"{group}:", *lines]) + "\n" for group, lines in groups.items()]
+    return "\n".join([_HEAD, *parts, _FOOT])
+
+
+def print_overview() -> None:
+    """Print it, in colours where they are wanted."""
+    if not is_rich():
+        print(overview(), end="")
+        return
+    from cli.terminal.parser import print_coloured
+
+    print_coloured(overview(), sys.stdout)

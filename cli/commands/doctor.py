@@ -1,0 +1,21 @@
+"""`octavo doctor`: what a start would trip over."""
+
+from __future__ import annotations
+
+from cli.settings import SettingsParser, load, print_notes, settings_parser
+
+
+def parser() -> SettingsParser:
+    """All settings, and --json."""
+    return settings_parser("doctor", json=True)
+
+
+def run(arguments: list[str]) -> int:
+    """Look, and report; 1 if something would prevent the start."""
+    loaded, given = load(parser(), arguments)
+    from cli.doctor import examine, report
+
+    print_notes(loaded)
+    findings = examine(loaded.engine, loaded.settings)
+    print(report(findings, json=given.json))
+    return 1 if any(finding.verdict == "FAIL" for finding in findings) else 0

@@ -1,0 +1,133 @@
+"""`octavo models`: which families are supported, and whether a checkpoint is."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.terminal.parser import OneLineParser
+from cli.terminal.style import is_rich, print_table, say, styled
+from server.config.wording import did_you_mean
+
+PROG = "octavo models"
+DESCRIPTION = """\
+Lists the supported families; with a name, those that have it in theirs or in an architecture's. With a checkpoint, says
+whether it is supported, and what it would serve; only the headers of its files are read.
+
+  octavo models                   all families
+  octavo models qwen              those called so
+  octavo models path/to/model     whether that one can be served
+"""
+_LISTED = Path(__file__).with_name("families.json")  # written from the registry, see tools/families_table.py
+
+
+def parser() -> OneLineParser:
+    """A name or a checkpoint, and --json."""
+    made = OneLineParser(prog=PROG, usage=f"{PROG} [NAME|MODEL] [flags]", description=DESCRIPTION)
+    made.add_argument(
+        "model", metavar="MODEL", nargs="?", help="part of a family's or an architecture's name; or a folder or hub id"
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    """List, or look at one; 1 if there is no such family, or the checkpoint is not supported."""
+    given = parser().parse_args(arguments)
+    if given.model is not None and _is_checkpoint(given.model):
+        return _tell(given.model, as_json=given.json)
+    found = [row for row in families() if _matches(row, given.model or "")]
+    if not found:
+        names = [name for row in families() for name in (row["family"], *row["architectures"])]
+        near = did_you_mean(given.model, names) or "; octavo models lists them all"
+        say(PROG, f"no supported family or architecture is called {given.model!r}{near}")
+        return 1
+    if given.json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return 0
+    rows = [(row["family"], ", ".join(row["serves"]), ", ".join(row["architectures"])) for row in found]
+    print_table(("family", "serves", "architectures"), rows)
+    if is_rich():
+        print(f"{len(found)} families. octavo models MODEL says whether a checkpoint is supported.")
+    return 0
+
+
+def families() -> list[dict[str, Any]]:
+    """What each family is called, brings, and serves."""
+    rows: list[dict[str, Any]] = json.loads(_LISTED.read_text(encoding="utf-8"))
+    return rows
+
+
+def _matches(row: dict[str, Any], part: str) -> bool:
+    names = (row["family"], *row["architectures"])
+    plain = part.lower().replace("-", "").replace(" ", "")
+    return any(plain in name.lower().replace("-", "").replace(" ", "") for name in names)
+
+
+def _is_checkpoint(name: str) -> bool:
+    return os.sep in name or name.startswith("~") or name == "." or Path(name).exists()
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What is known of a checkpoint: lines for people, values for programs."""
+
+    supported: bool
+    message: str
+    facts: tuple[tuple[str, str, Any], ...] = ()
+
+
+def _tell(model: str, *, as_json: bool) -> int:
+    verdict = _examine(model)
+    if as_json:
+        values = {name.replace(" ", "_"): value for name, _, value in verdict.facts}
+        found = {"model": model, "supported": verdict.supported, "message": verdict.message, **values}
+        print(json.dumps(found, indent=2))
+    elif verdict.supported:
+        width = max(len(name) for name, _, _ in verdict.facts)
+        for name, text, _ in verdict.facts:
+            print(f"{styled(f'{name:<{width}}', 'cyan')}  {text}")
+        print(styled(f"Supported. {verdict.message}", "green"))
+    else:
+        say(PROG, verdict.message)
+    return 0 if verdict.supported else 1
+
+
+def _examine(model: str) -> _Verdict:
+    from engine import EngineConfig, NotDownloadedError, OctavoError, inspect_model
+    from engine.text import load_tokenizer
+
+    try:
+        facts = inspect_model(EngineConfig(model=os.path.expanduser(model)))
+        tokenizer = load_tokenizer(str(facts.path))
+    except NotDownloadedError as problem:
+        near = (
+            ""
+            if "Did you mean" in str(problem)
+            else f" To have it there: hf download {model}, or octavo serve {model}."
+        )
+        return _Verdict(False, f"{problem}{near}")
+    except OctavoError as problem:
+        return _Verdict(False, " ".join(str(problem).split()))
+    family = next((row["family"] for row in families() if facts.architecture in row["architectures"]), "")
+    writes = "generate" in facts.tasks
+    chats = writes and facts.max_encoder_len is None and tokenizer is not None and tokenizer.chat_template is not None
+    size = facts.weights / 2**20
+    shown: list[tuple[str, str, Any]] = [
+        ("architecture", f"{facts.architecture}{f' ({family})' if family else ''}", facts.architecture),
+        ("tasks", ", ".join(facts.tasks), list(facts.tasks)),
+        ("context", f"{facts.max_model_len} tokens", facts.max_model_len),
+        ("weights", f"{size:.1f} MiB in {facts.quantization or facts.dtype}, on {facts.device}", facts.weights),
+        ("tokenizer", "none" if tokenizer is None else f"{tokenizer.vocab_size} tokens",
+         tokenizer and tokenizer.vocab_size),
+        ("chat template", "yes" if chats else "no", chats),
+    ]  # fmt: skip
+    if facts.max_encoder_len is not None:
+        shown.insert(3, ("prompts", f"{facts.max_encoder_len} tokens, read by the encoder", facts.max_encoder_len))
+    ways = [f"octavo serve {model}"]
+    if writes:
+        ways.append(f"octavo chat {model}" if chats else f"octavo complete --model {model} PROMPT")
+    return _Verdict(True, f"Serve it: {ways[0]}" + "".join(f"; talk with it: {way}" for way in ways[1:]), tuple(shown))

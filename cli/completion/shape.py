@@ -1,0 +1,101 @@
+"""What can stand on a command line, read off the parsers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cli.commands import COMMANDS
+
+Files = Literal["", "file", "folder"]
+# Settings that are paths; their flags take a text.
+_PATHS: dict[str, Files] = {
+    "config": "file", "ssl_certfile": "file", "ssl_keyfile": "file", "api_key_file": "file", "uds": "file",
+    "tokenizer": "folder", "quantization_cache": "folder", "model": "folder",
+}  # fmt: skip
+_LENGTH = 70  # characters of a description
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What follows a flag, or stands alone.
+
+    Attributes:
+        name: as the help has it.
+        values: that it can have; () for any.
+        files: what of the file system it names.
+    """
+
+    name: str
+    values: tuple[str, ...] = ()
+    files: Files = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag, by all its names; `takes` is None for one without a value."""
+
+    names: tuple[str, ...]
+    about: str
+    takes: Argument | None
+    repeats: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A command: its words ("bench serve"), what may follow at once, and its flags."""
+
+    words: str
+    about: str
+    next: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    flags: tuple[Flag, ...] = ()
+
+
+def shapes() -> Iterator[Shape]:
+    """Every command; the first, of no words, is `octavo` itself."""
+    switches = (Flag(("--help", "-h"), "show the commands", None), Flag(("--version",), "show the version", None))
+    plain = Flag(("--no-color",), "plain text in a terminal, too", None)
+    commands = tuple((name, command.about) for name, command in COMMANDS.items())
+    yield Shape("", "", commands, (), (*switches, plain))
+    for name, command in COMMANDS.items():
+        yield _shape(name, command.about, command.parser(), command.kinds)
+        for kind, about in command.kinds:
+            yield _shape(f"{name} {kind}", about, command.parser(kind), ())
+
+
+def _shape(words: str, about: str, parser: argparse.ArgumentParser, next: tuple[tuple[str, str], ...]) -> Shape:
+    arguments, flags = [], []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            continue
+        takes = None if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction) else _argument(action)
+        if action.option_strings:
+            repeats = isinstance(action, argparse._AppendAction)
+            flags.append(Flag(tuple(action.option_strings), _brief(action.help), takes, repeats))
+        elif takes is not None:
+            arguments.append(takes)
+    return Shape(words, about, next, tuple(arguments), tuple(flags))
+
+
+def _argument(action: argparse.Action) -> Argument:
+    metavar: Any = action.metavar or action.dest.upper()
+    if action.choices is not None:
+        return Argument(action.dest, tuple(map(str, action.choices)))
+    if "|" in metavar and metavar == metavar.lower():  # auto|float32|bfloat16
+        return Argument(action.dest, tuple(metavar.split("|")))
+    files: Files = "file" if action.type is Path else _PATHS.get(action.dest, "")
+    if metavar == "FOLDER":
+        files = "folder"
+    return Argument(metavar, (), files)
+
+
+def _brief(text: str | None) -> str:
+    """The beginning of a help text, without what the shells would take for something else."""
+    text = re.sub(r"\s+", " ", (text or "").replace("%%", "%"))
+    text = re.split(r"[.;:(\[]", text, maxsplit=1)[0].strip()
+    return text if len(text) <= _LENGTH else text[:_LENGTH].rpartition(" ")[0] + " ..."

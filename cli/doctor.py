@@ -1,0 +1,336 @@
+"""`octavo doctor`: what a start would trip over, and what to do about it. No weights are loaded."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from cli.terminal.style import styled
+from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError, TorchFacts
+from engine.text import load_tokenizer
+from server.config.settings import ServerSettings
+from server.door.keys import read_api_keys
+from server.door.listening import Listener, StartupError, check_certificate, is_public, usable_files
+from server.door.rates import check_storage
+from server.door.slots import OWN_FILES
+from server.tracing.start import start_tracing
+
+_OLDEST = (3, 11)
+_SPARE = 2**30  # bytes: what the two processes take besides weights and pages, with room for activations
+_STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}  # in a terminal
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The verdict on one thing.
+
+    Attributes:
+        check: what was looked at.
+        verdict: FAIL prevents the start.
+        found: what was seen.
+        fix: what to do about it; "" if nothing.
+    """
+
+    check: str
+    verdict: Literal["ok", "warn", "FAIL"]
+    found: str
+    fix: str = ""
+
+
+def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
+    """All checks, in the order in which a start would meet them."""
+    findings = [check_python()]
+    torch_found = list(check_torch(config))
+    findings += torch_found
+    if all(finding.verdict != "FAIL" for finding in torch_found):
+        device = check_device(config)
+        findings.append(device)
+        if device.verdict == "FAIL":  # the model can be looked at all the same
+            config = replace(config, device="cpu")
+        findings += check_model(config, memory=device.verdict != "FAIL")
+        if config.quantization in ("int8", "int4"):
+            findings.append(check_quantization_cache(config))
+    findings += check_listening(settings)
+    findings += check_access(settings)
+    findings += check_traces(settings)
+    findings.append(check_socket_folder())
+    findings.append(check_files(config, settings))
+    return findings
+
+
+def check_traces(settings: ServerSettings) -> Iterator[Finding]:
+    """Traces can be made, where they are asked for; whether a collector listens is not asked."""
+    if settings.otlp_traces_endpoint is None:
+        return
+    try:
+        tracing = start_tracing(settings, "0")
+    except ConfigError as problem:
+        yield Finding("traces", "FAIL", str(problem), "Install octavo[otel], or leave --otlp-traces-endpoint out.")
+    else:
+        assert tracing is not None
+        tracing.close()
+        yield Finding("traces", "ok", f"to {settings.otlp_traces_endpoint}")
+
+
+def report(findings: list[Finding], *, json: bool = False) -> str:
+    """The findings as lines, or as JSON."""
+    if json:
+        return jsonlib.dumps([asdict(finding) for finding in findings], indent=2)
+    width = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        verdict = styled(f"{finding.verdict:<4}", _STYLES[finding.verdict])
+        lines.append(f"{verdict}  {finding.check:<{width}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
+    counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in ("FAIL", "warn")}
+    problems = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    return "\n".join([*lines, problems or "All is well."])
+
+
+def check_python() -> Finding:
+    """The interpreter is new enough."""
+    found = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < _OLDEST:
+        return Finding("python", "FAIL", found, f"Use Python {'.'.join(map(str, _OLDEST))} or newer.")
+    return Finding("python", "ok", found)
+
+
+def check_torch(config: EngineConfig) -> Iterator[Finding]:
+    """torch can be imported, and what computes beside it."""
+    try:
+        from engine import inspect_torch
+
+        facts = inspect_torch()
+    except Exception as error:  # a broken installation fails in many ways
+        yield Finding("torch", "FAIL", f"cannot be imported: {' '.join(str(error).split())}", "Install Octavo again.")
+        return
+    build = f"built for CUDA {facts.cuda}" if facts.cuda else "a CPU build"
+    yield Finding("torch", "ok", f"{facts.version}, {build}")
+    yield check_threads(config)
+    if not facts.gpus:
+        yield check_kernels(facts)
+
+
+def check_kernels(facts: TorchFacts) -> Finding:
+    """What a CPU computes faster than torch does is there, or will be compiled at the first start."""
+    if facts.kernels:
+        return Finding("kernels", "ok", facts.kernels)
+    fix = "A CPU serves slower without: install a C++ compiler (g++), which the first start uses."
+    return Finding("kernels", "warn", f"none: {facts.no_kernels}", fix)
+
+
+def check_threads(config: EngineConfig) -> Finding:
+    """No more threads compute than there are CPUs."""
+    from engine import inspect_threads
+
+    threads = inspect_threads(config)
+    found = f"{threads.count} for {threads.cpus:g} CPUs: {threads.reason}"
+    if threads.too_many:
+        fix = f"Threads that wait for each other are slow: set --threads {max(1, int(threads.cpus))}."
+        return Finding("threads", "warn", found, fix)
+    return Finding("threads", "ok", found)
+
+
+def check_device(config: EngineConfig) -> Finding:
+    """The device is there; a GPU that is there is used."""
+    from engine import inspect_device, inspect_torch
+
+    facts, driver = inspect_torch(), _has_nvidia_driver()
+    cuda_build = "Install a CUDA build of torch, as listed on pytorch.org."
+    try:
+        device = inspect_device(config)
+    except ConfigError:
+        found = f"{config.device} was asked for, and torch sees {len(facts.gpus)} GPUs"
+        if facts.gpus:
+            return Finding("device", "FAIL", found, f"Use --device cuda:N with N from 0 to {len(facts.gpus) - 1}.")
+        if facts.cuda is None:
+            return Finding("device", "FAIL", f"{found}: it is a CPU build", f"{cuda_build} Or use --device cpu.")
+        fix = "Make the GPU visible (docker run --gpus all; CUDA_VISIBLE_DEVICES)" if driver else "Install its driver"
+        return Finding("device", "FAIL", found, f"{fix}, or use --device cpu.")
+    if device == "cpu" and config.device == "auto" and driver and not facts.gpus:
+        if facts.cuda is None:
+            return Finding("device", "warn", "cpu: there is an NVIDIA driver, but torch is a CPU build", cuda_build)
+        fix = "Check nvidia-smi and CUDA_VISIBLE_DEVICES."
+        return Finding("device", "warn", "cpu: there is an NVIDIA driver, but torch sees no GPU", fix)
+    return Finding("device", "ok", f"{device} ({', '.join(facts.gpus)})" if device.startswith("cuda") else device)
+
+
+def _has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Finding]:
+    """The checkpoint is complete and supported, it fits into memory, and its texts can be read."""
+    from engine import inspect_model
+
+    try:
+        facts = inspect_model(config)
+    except NotDownloadedError as problem:
+        fix = f"The start downloads it; or do so now: hf download {config.model}"
+        yield Finding("model", "warn", *_split(problem, fix))
+        return
+    except OctavoError as problem:
+        yield Finding("model", "FAIL", *_split(problem, "Name another model, or correct its folder."))
+        return
+    files = "1 file" if facts.weight_files == 1 else f"{facts.weight_files} files"
+    room = f"context {facts.max_model_len} tokens"
+    generates = "generate" in facts.tasks
+    if not generates:
+        kind = "" if facts.num_blocks else "encoder-only, "
+        room = f"{kind}{', '.join(facts.tasks)}, inputs of up to {facts.max_model_len} tokens"
+    elif facts.max_encoder_len is not None:
+        room = f"encoder-decoder, prompts of {facts.max_encoder_len} tokens, answers of {facts.max_model_len}"
+    found = f"{facts.path}: {facts.architecture}, {files} of weights, {room}"
+    yield Finding("model", "ok", found)
+    if memory:
+        yield check_memory(facts)
+    if config.skip_tokenizer_init:
+        yield Finding("tokenizer", "ok", "none is wanted: token ids in and out")
+    else:
+        chats = generates and facts.max_encoder_len is None
+        yield from check_tokenizer(config, facts.path, generates=generates, chats=chats)
+
+
+def check_memory(facts: ModelFacts) -> Finding:
+    """Weights and pages fit into what is free."""
+    weights = f"weights {_size(facts.weights)} ({facts.quantization or facts.dtype})"
+    found = f"{weights}, and no pages"
+    fix = "Use a 16-bit --dtype or a smaller model, or free memory."
+    if facts.num_blocks:
+        found = (
+            f"{weights} + {facts.num_blocks} pages {_size(facts.pages)} ({facts.kv_cache_dtype}) = "
+            f"{facts.num_blocks * facts.block_size} tokens"
+        )
+        fix = (
+            "Lower --kv-cache-memory or --num-gpu-blocks-override, use a 16-bit --dtype or a smaller model, or free "
+            "memory."
+        )
+    found += f"; {_size(facts.free)} are free on {facts.device}"
+    left = facts.free - facts.weights - facts.pages
+    if left < 0:
+        return Finding("memory", "FAIL", found, fix)
+    if left < _SPARE and facts.device == "cpu":
+        return Finding("memory", "warn", f"{found}: {_size(left)} for everything else is little", fix)
+    return Finding("memory", "ok", found)
+
+
+def check_quantization_cache(config: EngineConfig) -> Finding:
+    """Weights that are made smaller can be kept for the next start."""
+    from engine import inspect_quantization_cache
+
+    check, facts = "quantization cache", inspect_quantization_cache(config)
+    if facts.folder is None:
+        return Finding(check, "ok", "made at every start: --quantization-cache is off, or there is no home")
+    if facts.problem:
+        fix = "Each start makes them again: name a folder of your own with --quantization-cache, or off."
+        return Finding(check, "warn", f"cannot be kept: {facts.problem}", fix)
+    number = "1 file" if facts.entries == 1 else f"{facts.entries} files"
+    return Finding(check, "ok", f"kept in {facts.folder}: {number}, {_size(facts.size)}")
+
+
+def _size(count: int) -> str:
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / 1024**power:.1f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def _split(message: object, fix: str = "") -> tuple[str, str]:
+    """What is wrong, and the advice that follows it; `fix` if none does."""
+    found, _, advice = str(message).partition(". ")
+    return found.rstrip("."), advice or fix
+
+
+def check_tokenizer(
+    config: EngineConfig, path: Path, *, generates: bool = True, chats: bool = True
+) -> Iterator[Finding]:
+    """There is a tokenizer, and, for a model that chats, a template."""
+    source = config.tokenizer or str(path)
+    if not Path(source).is_dir():
+        fix = f"The start downloads it; or do so now: hf download {source}"
+        yield Finding("tokenizer", "warn", f"{source} is no local folder, so it was not looked at", fix)
+        return
+    try:
+        tokenizer = load_tokenizer(source)
+    except OctavoError as problem:
+        yield Finding("tokenizer", "FAIL", *_split(problem, "Correct its files, or set --skip-tokenizer-init."))
+        return
+    if tokenizer is None:
+        fix = "Add tokenizer.json, or name another folder with --tokenizer. Token ids can be sent without one."
+        yield Finding("tokenizer", "warn", f"{source} holds none: prompts must be token ids, texts are empty", fix)
+        return
+    languages = len(tokenizer.languages.ids)
+    yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens" + f", {languages} languages" * bool(languages))
+    if not generates:
+        return
+    if not chats:
+        yield Finding("chat", "ok", "none: /v1/chat/completions answers 400, /v1/completions takes the encoder's input")
+    elif tokenizer.chat_template is None:
+        fix = "Use /v1/completions, or add the chat_template.jinja of the model's chat variant to its folder."
+        yield Finding("chat template", "warn", "none: /v1/chat/completions answers 400", fix)
+    else:
+        yield Finding("chat template", "ok", f"{len(tokenizer.chat_template)} characters")
+
+
+def check_listening(settings: ServerSettings) -> Iterator[Finding]:
+    """The address can be bound now, and the certificate can be used."""
+    check = "port" if settings.uds is None else "socket"
+    try:
+        with Listener(settings) as listener:
+            yield Finding(check, "ok", f"{listener.url} is free")
+    except StartupError as problem:
+        found, fix = _split(problem)
+        if 0 < settings.port < 1024 and settings.uds is None:
+            fix = f"Ports below 1024 may need a privilege: use one above, such as 8000. {fix}"
+        yield Finding(check, "FAIL", found, fix)
+    if settings.ssl_certfile is not None:
+        try:
+            check_certificate(settings)
+            yield Finding("certificate", "ok", settings.ssl_certfile)
+        except StartupError as problem:
+            yield Finding("certificate", "FAIL", *_split(problem))
+
+
+def check_access(settings: ServerSettings) -> Iterator[Finding]:
+    """Keys can be read; without one, only this machine gets in."""
+    try:
+        read_api_keys(settings)
+    except ConfigError as problem:
+        yield Finding("access", "FAIL", *_split(problem, "Correct --api-key-file (OCTAVO_API_KEY_FILE)."))
+        return
+    try:
+        check_storage(settings.rate_limit_storage)
+    except ConfigError as problem:
+        yield Finding("access", "FAIL", *_split(problem, "Correct --rate-limit-storage (OCTAVO_RATE_LIMIT_STORAGE)."))
+        return
+    if settings.api_key or settings.api_key_file:
+        yield Finding("access", "ok", "with an API key only")
+    elif is_public(settings):
+        fix = "Set --api-key-file or OCTAVO_API_KEY, or listen on 127.0.0.1 behind a gateway that asks for one."
+        yield Finding("access", "warn", f"{settings.host} is open to other machines, and no API key is set", fix)
+    else:
+        yield Finding("access", "ok", "from this machine only, without a key")
+
+
+def check_socket_folder() -> Finding:
+    """The engine's socket has a place."""
+    try:
+        from engine import inspect_socket_folder
+
+        return Finding("engine socket", "ok", f"in {inspect_socket_folder()}")
+    except ConfigError as problem:
+        return Finding("engine socket", "FAIL", *_split(problem))
+
+
+def check_files(config: EngineConfig, settings: ServerSettings) -> Finding:
+    """There are file descriptors for as many connections as requests may run and wait."""
+    limit = usable_files()
+    needed = config.most_seqs + settings.max_num_queued_reqs + OWN_FILES
+    found = f"{limit} for {needed} needed (requests running and waiting, and {OWN_FILES})"
+    if limit >= needed:
+        return Finding("open files", "ok", found)
+    return Finding("open files", "warn", found, f"ulimit -n {needed}, as root; or lower --max-num-queued-reqs.")

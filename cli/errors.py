@@ -1,0 +1,41 @@
+"""What ends a command that measures, or talks with a model: each error is shown as one sentence; servers' errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class BenchError(Exception):
+    """The benchmark cannot run, for a reason that one paragraph explains."""
+
+
+class OptionError(BenchError):
+    """Options that are malformed or contradict each other; names the option and the value."""
+
+
+class TalkError(Exception):
+    """What went wrong, and what to do about it.
+
+    Attributes:
+        code: the server's code for it, "" where there is none.
+    """
+
+    def __init__(self, message: str, code: str = ""):
+        super().__init__(message)
+        self.code = code
+
+
+class NoServerError(TalkError):
+    """Nothing answers there."""
+
+
+def error_of(value: Any) -> tuple[str, str]:
+    """Message and code of an error's body: OpenAI's shape, FastAPI's, or a text; "" for what it does not hold."""
+    code = ""
+    if isinstance(value, dict):
+        value = value.get("error", value.get("detail", value.get("message", "")))
+    if isinstance(value, dict):
+        value, code = value.get("message") or json.dumps(value), str(value.get("code") or "")
+    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
+    return text[:600], code

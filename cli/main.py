@@ -1,0 +1,107 @@
+"""The command line: `octavo COMMAND`. Heavy imports wait until a command needs them, and until signals are handled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from cli import version
+from cli.commands import COMMANDS, SYNONYMS
+from cli.terminal.style import styled, take_plain_flag
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0 all is well, 1 it could not start or a check failed, 2 wrong settings,
+    130 stopped by Ctrl-C."""
+    arguments = take_plain_flag(list(sys.argv[1:] if argv is None else argv))
+    if arguments[:1] == ["help"]:  # as git and cargo have it
+        arguments = [*arguments[1:], "--help"]
+    command = arguments[0] if arguments else ""
+    if argv is None:
+        _own_the_process(command, arguments)
+    if command == "--version":
+        print(f"octavo {version()}")
+        return 0
+    if command in ("-h", "--help"):
+        from cli.commands import print_overview
+
+        print_overview()
+        return 0
+    if command not in COMMANDS:
+        if not arguments:  # someone who looks what there is
+            from cli.commands import print_overview
+
+            print_overview()
+        _refuse(arguments)
+    try:
+        return COMMANDS[command].run(arguments[1:])
+    except BrokenPipeError:
+        if argv is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end goes nowhere
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        if argv is not None:
+            raise
+        print(f"{styled(f'octavo {command}', 'bold red', sys.stderr)}: stopped.", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _own_the_process(command: str, arguments: list[str]) -> None:
+    """What only a process that is ours may change."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # something else stands there
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    asks_help = bool({"-h", "--help"} & set(arguments))
+    if command == "serve" and not asks_help:
+        for signum in (signal.SIGTERM, signal.SIGINT):  # once it serves, other handlers take over
+            signal.signal(signum, _stop_early)
+        from engine import compute_in_one_thread  # cores are left to the engine
+
+        compute_in_one_thread()
+    elif command in ("chat", "complete") and not asks_help:
+        from cli.terminal.ending import end_with  # a model that was loaded is put away
+
+        end_with("SIGTERM", "SIGHUP")
+    elif hasattr(signal, "SIGPIPE") and (command != "bench" or asks_help):
+        # A pipe whose reader leaves, as `| head` does, ends this process without a trace.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def _stop_early(signum: int, frame: FrameType | None) -> NoReturn:
+    print("octavo: stopped before it served.", file=sys.stderr)
+    raise SystemExit(0)
+
+
+def _refuse(arguments: list[str]) -> NoReturn:
+    what = styled("octavo", "bold red", sys.stderr)
+    print(f"{what}: {_no_command(arguments)} (see octavo --help)", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _no_command(arguments: list[str]) -> str:
+    from server.config.wording import did_you_mean
+
+    if not arguments:
+        return f"a command is missing: {', '.join(COMMANDS)}"
+    name = arguments[0]
+    if name in ("-v", "-V", "version"):
+        return f"unknown {'flag' if name.startswith('-') else 'command'} {name!r}; did you mean --version?"
+    if name.startswith("-"):
+        return f"{name.partition('=')[0]} must come after the command ({', '.join(COMMANDS)})"
+    if synonym := SYNONYMS.get(name.lower()):
+        return f"unknown command {name!r}; did you mean {synonym}?"
+    if os.sep in name or Path(name).is_dir():
+        return f"unknown command {name!r}; to serve that model: octavo serve {name}"
+    near = did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+    return f"unknown command {name!r}{near}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

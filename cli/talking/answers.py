@@ -1,0 +1,82 @@
+"""Answers as they come: pieces of text, and what is known at their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from cli.talking.model import CHAT, COMPLETIONS, Model
+
+SHORT = 0.1  # seconds
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed answer.
+
+    Attributes:
+        text: what has come.
+        finish_reason: "stop" or "length"; None: it was broken off.
+        tokens: of the answer, None if the server does not say.
+        first: seconds to the first piece.
+        seconds: from the request to the end.
+    """
+
+    text: str = ""
+    finish_reason: str | None = None
+    tokens: int | None = None
+    first: float | None = None
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        """Tokens, time to the first and speed from it on, in words; where all came within a moment that would be a
+        fiction, and the speed, too, counts from the request."""
+        parts = [] if self.tokens is None else [f"{self.tokens} token{'s' * (self.tokens != 1)}"]
+        if self.first is not None:
+            parts.append(f"{self.first:.2f} s to the first")
+            after, since = self.seconds - self.first, (self.tokens or 0) - 1
+            if after < SHORT:
+                after, since = self.seconds, since + 1
+            if since > 0 and after > 0:
+                parts.append(f"{since / after:.1f} tokens/s")
+        return ", ".join(parts)
+
+
+def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
+    """The pieces of one answer, as they come; `answer` holds what is known so far.
+
+    Args:
+        body: with `messages` for a chat, or `prompt`.
+
+    Raises:
+        TalkError: it was refused, or broke off.
+    """
+    path = CHAT if "messages" in body else COMPLETIONS
+    asked = {"model": model.id, **body, "stream": True, "stream_options": {"include_usage": True}}
+    start = time.perf_counter()
+    with closing(model.wire.events(path, asked)) as events:  # giving up in between ends the request
+        for event in events:
+            answer.seconds = time.perf_counter() - start
+            for choice in event.get("choices") or ():
+                answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+                piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                if piece:
+                    answer.first = answer.seconds if answer.first is None else answer.first
+                    answer.text += piece
+                    yield piece
+            usage = event.get("usage") or {}
+            answer.tokens = usage.get("completion_tokens", answer.tokens)
+
+
+def whole(model: Model, body: dict[str, Any]) -> dict[str, Any]:
+    """An answer's whole body.
+
+    Raises:
+        TalkError: it was refused, or broke off.
+    """
+    path = CHAT if "messages" in body else COMPLETIONS
+    answer: dict[str, Any] = model.wire.json("POST", path, {"model": model.id, **body})
+    return answer

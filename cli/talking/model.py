@@ -1,0 +1,184 @@
+"""The model that a command talks with."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cli.errors import NoServerError, TalkError
+from cli.talking.options import default_key, default_url, loading
+from cli.terminal.style import note, say
+from server.config.wording import did_you_mean
+
+if TYPE_CHECKING:
+    from cli.talking.wire import Place, Wire
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_ANSWER = 128  # tokens that an answer has room for, unless it is said otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model behind HTTP.
+
+    Attributes:
+        wire: asks its server.
+        id: its name there.
+        card: what the server says of it; other servers than Octavo say less.
+        here: it was loaded for this command.
+    """
+
+    wire: Wire
+    id: str
+    card: dict[str, Any]
+    here: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        return "loaded here" if self.here else f"at {self.wire.place.url}"
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that prompt and answer may have; of an encoder-decoder model the answer; None: not known."""
+        length = self.card.get("max_model_len")
+        return length if isinstance(length, int) else None
+
+    @property
+    def encodes(self) -> bool:
+        """It is an encoder-decoder model."""
+        return self.card.get("max_encoder_len") is not None
+
+    def require(self, endpoint: str) -> None:
+        """Refuse what the model is not made for, naming what it is made for.
+
+        Raises:
+            TalkError: says what to use instead.
+        """
+        endpoints = self.card.get("endpoints")
+        if not isinstance(endpoints, list) or endpoint in endpoints:
+            return
+        if COMPLETIONS in endpoints:
+            kind = "is an encoder-decoder model, which turns one input into one output and knows no conversations"
+            if not self.encodes:
+                kind = "has no chat template, so it knows no conversations"
+            raise TalkError(f"{self.id} {kind}. Use: octavo complete{self._same()} PROMPT")
+        tasks = ", ".join(self.card.get("tasks") or ()) or "other things"
+        served = ", ".join(endpoints) or "none"
+        raise TalkError(
+            f"{self.id} writes no texts: it is made for {tasks}. Serve it (octavo serve) and ask the endpoints that it "
+            f"has: {served}."
+        )
+
+    def count(self, body: dict[str, Any]) -> int | None:
+        """How many tokens a prompt or messages have; None if the server cannot say."""
+        try:
+            answer = self.wire.json("POST", "/tokenize", {"model": self.id, **body})
+        except TalkError:
+            return None
+        count = answer.get("count") if isinstance(answer, dict) else None
+        return count if isinstance(count, int) else None
+
+    def room(self, prompt: dict[str, Any], begun: str = "") -> int:
+        """Tokens that an answer to this prompt gets where nothing else is set; at least 1.
+
+        Args:
+            begun: how an encoder-decoder model's answer begins, which takes some of its room.
+        """
+        if self.context is None:
+            return _ANSWER
+        if self.encodes:
+            taken = (self.count({"prompt": begun}) or 0) if begun else 0
+            left = self.context - 1 - taken  # it begins with a start token
+        else:
+            left = self.context - (self.count(prompt) or 0)
+        return max(1, min(_ANSWER, left))
+
+    def _same(self) -> str:
+        return "" if self.here else f" --url {self.wire.place.url}"
+
+
+def talk(prog: str, given: argparse.Namespace, with_model: Callable[[Model], int]) -> int:
+    """Open the model that the flags name and talk with it; the command's status: 1 it could not, 130 stopped by Ctrl-C,
+    else what `with_model` returns."""
+    try:
+        with open_model(
+            given.model, given.url, api_key=given.api_key or default_key(), default_url=default_url(),
+            timeout=given.timeout, loading=loading(given),
+        ) as model:  # fmt: skip
+            return with_model(model)
+    except TalkError as problem:
+        say(prog, str(problem))
+        return 1
+    except KeyboardInterrupt:
+        note("stopped")
+        return 130
+
+
+@contextlib.contextmanager
+def open_model(
+    name: str | None, url: str | None, *, api_key: str | None, default_url: str, timeout: float, loading: list[str]
+) -> Iterator[Model]:
+    """The model that was meant: a server's, if a URL was given, or if one serves where it does by default and no
+    model was named; else the named one or the bundled one, loaded here and gone with the block.
+
+    Args:
+        name: a folder or a hub id; with a URL, an id there.
+        loading: further flags of `octavo serve` for a model that is loaded here.
+
+    Raises:
+        TalkError: there is none; says what to do.
+    """
+    from cli.talking.private import private_server  # httpx takes as long to import as all else of --help
+    from cli.talking.wire import Place, Wire
+
+    if url is not None:
+        if loading:
+            flag = loading[0].partition("=")[0]
+            raise TalkError(f"{flag} is for a model that is loaded here, and --url names a server: leave one out.")
+        place = Place.parse(url)
+        try:
+            model = _of_server(Wire(place, api_key, timeout), name)
+        except NoServerError as problem:
+            raise NoServerError(f"{problem}. {_how_to_start(place)}") from None
+        yield model
+        return
+    if name is None and not loading:
+        serving: Model | None = None
+        with contextlib.suppress(NoServerError):
+            serving = _of_server(Wire(Place.parse(default_url), api_key, timeout), None)
+        if serving is not None:
+            yield serving
+            return
+    what = name or os.environ.get("OCTAVO_MODEL") or "the bundled model"
+    if name is None and not loading:
+        note(f"No server answers at {default_url}, so {what} is loaded here.")
+    with private_server([*([name] if name else []), *loading], what) as place:
+        model = _of_server(Wire(place, None, timeout), None)
+        yield Model(model.wire, model.id, model.card, here=True)
+
+
+def _of_server(wire: Wire, name: str | None) -> Model:
+    answer = wire.json("GET", "/v1/models")
+    cards = answer.get("data") if isinstance(answer, dict) else None
+    cards = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    if not cards:
+        raise TalkError(f"{wire.place.url}/v1/models lists no model: is that an OpenAI-compatible server? (--url)")
+    if name is None:
+        return Model(wire, cards[0]["id"], cards[0])
+    ids = [card["id"] for card in cards]
+    if name not in ids:
+        near = did_you_mean(name, ids) or f"; it has {', '.join(ids[:8])}"
+        raise TalkError(f"{wire.place.url} has no model {name!r}{near}")
+    return Model(wire, name, cards[ids.index(name)])
+
+
+def _how_to_start(place: Place) -> str:
+    if place.host not in ("localhost", "127.0.0.1", "::1"):
+        return f"Check --url, or start one on {place.host}: octavo serve --host {place.host} --port {place.port}"
+    port = "" if place.port == 8000 else f" --port {place.port}"
+    return f"Start one: octavo serve{port}; or leave --url out, and a model is loaded here."

@@ -1,0 +1,133 @@
+"""What can be done in a chat besides talking: lines that begin with a slash."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from cli.errors import TalkError
+from cli.talking.conversation import Conversation
+from cli.talking.options import BEAMS, PENALTIES, SAMPLING, check
+from engine import NUMBER_RANGES, InvalidRequestError
+from server.config.wording import did_you_mean
+
+_NUMBERS = tuple(name for name in (*SAMPLING, *PENALTIES, *BEAMS) if name in NUMBER_RANGES)
+
+
+class Leave(Exception):
+    """The chat is over."""
+
+
+class Slash:
+    """The commands; each is a method whose docstring is its help.
+
+    Args:
+        settings: fields of the requests to come, which /set changes.
+    """
+
+    def __init__(self, conversation: Conversation, settings: dict[str, Any], model_id: str):
+        self._conversation = conversation
+        self._settings = settings
+        self._model_id = model_id
+        self._commands = {
+            name.removeprefix("_do_"): method
+            for name, method in inspect.getmembers(self, inspect.ismethod)
+            if name.startswith("_do_")
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """With their slashes."""
+        return [f"/{name}" for name in self._commands]
+
+    def run(self, line: str) -> tuple[str, str | None]:
+        """Obey a line; returns what to tell, and a text to be sent as if the user had typed it.
+
+        Raises:
+            Leave: the chat is over.
+            TalkError: it cannot be obeyed; says why.
+        """
+        name, _, rest = line[1:].partition(" ")
+        command = self._commands.get({"quit": "exit", "bye": "exit", "clear": "reset", "?": "help"}.get(name, name))
+        if command is None:
+            near = did_you_mean(name, self._commands).replace("mean ", "mean /") or "; /help lists them"
+            raise TalkError(f"unknown command /{name}{near} (a line that begins with // is sent with one slash)")
+        result = command(rest.strip())
+        return result if isinstance(result, tuple) else (result, None)
+
+    def _do_help(self, rest: str) -> str:
+        """/help                 what can be done"""
+        lines = [str(method.__doc__) for method in self._commands.values()]
+        return "\n".join([
+            *lines,
+            "A line that ends with a backslash goes on in the next. Ctrl-C stops an answer, Ctrl-D leaves.",
+        ])  # fmt: skip
+
+    def _do_reset(self, rest: str) -> str:
+        """/reset                forget what was said"""
+        self._conversation.messages.clear()
+        return "All that was said is forgotten."
+
+    def _do_system(self, rest: str) -> str:
+        """/system [TEXT]        say who the model is to be, or, without a text, nobody in particular"""
+        self._conversation.system = rest or None
+        return "The system message is set." if rest else "There is no system message."
+
+    def _do_undo(self, rest: str) -> str:
+        """/undo                 take the last message and its answer back"""
+        if self._conversation.undo() is None:
+            raise TalkError("nothing was said yet")
+        return "The last message and its answer are forgotten."
+
+    def _do_retry(self, rest: str) -> tuple[str, str]:
+        """/retry                ask the last message again"""
+        text = self._conversation.undo()
+        if text is None:
+            raise TalkError("nothing was said yet")
+        return "", text
+
+    def _do_set(self, rest: str) -> str:
+        """/set [NAME VALUE]     show the settings of answers, or change one: /set temperature 0.7, /set seed default"""
+        if not rest:
+            shown = [f"{name} = {value}" for name, value in self._settings.items()]
+            return "\n".join(shown) or f"The model's defaults. There are {', '.join(_NUMBERS)}."
+        name, _, text = rest.replace("=", " ").partition(" ")
+        name, text = name.lstrip("-").replace("-", "_"), text.strip()
+        if name not in _NUMBERS:
+            near = did_you_mean(name, _NUMBERS) or f"; there are {', '.join(_NUMBERS)}"
+            raise TalkError(f"{name} is no setting of answers{near}")
+        if text == "default":
+            self._settings.pop(name, None)
+            return f"{name} is the model's default."
+        integer = NUMBER_RANGES[name].integer
+        try:
+            value = int(text) if integer else float(text)
+        except ValueError:
+            raise TalkError(f"{name} must be {'an integer' if integer else 'a number'}, got {text!r}") from None
+        try:
+            check({**self._settings, name: value})
+        except InvalidRequestError as problem:
+            raise TalkError(str(problem).replace("--", "").rstrip(".")) from None
+        self._settings[name] = value
+        return f"{name} = {value}"
+
+    def _do_save(self, rest: str) -> str:
+        """/save FILE            write the conversation: NAME.json can be loaded again, other names get text"""
+        self._conversation.save(self._path(rest, "save"), self._model_id)
+        return f"Written to {rest}."
+
+    def _do_load(self, rest: str) -> str:
+        """/load FILE            go on with a conversation that was saved as JSON"""
+        self._conversation.load(self._path(rest, "load"))
+        return f"{len(self._conversation.messages)} messages are loaded."
+
+    def _do_exit(self, rest: str) -> str:
+        """/exit                 leave, as Ctrl-D does"""
+        raise Leave
+
+    @staticmethod
+    def _path(rest: str, name: str) -> Path:
+        if not rest:
+            raise TalkError(f"a file is missing: /{name} FILE")
+        return Path(rest)

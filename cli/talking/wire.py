@@ -1,0 +1,156 @@
+"""Requests to an OpenAI-compatible server by httpx, over TCP, TLS or a Unix socket; answers are read as they come.
+
+Blocking, so that Ctrl-C ends the reading; closing the connection tells the server that its answer is not wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from cli.errors import NoServerError, TalkError, error_of
+
+CONNECT_TIMEOUT = 10.0  # seconds
+_EVENTS = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server is.
+
+    Attributes:
+        url: as it is shown, without /v1.
+        uds: path of its Unix socket, which takes the place of host and port.
+    """
+
+    url: str
+    host: str = "localhost"
+    port: int = 80
+    uds: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> Place:
+        """From a URL, with or without /v1 at its end; http:// may be left out.
+
+        Raises:
+            TalkError: it is no http or https URL.
+        """
+        whole = url if "://" in url else f"http://{url}"
+        try:
+            parts = urlsplit(whole)
+            port = parts.port
+        except ValueError as problem:
+            raise TalkError(f"--url {url}: {problem}.") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise TalkError(f"--url must look like http://HOST:PORT or https://HOST/PATH, got {url!r}.")
+        default = 443 if parts.scheme == "https" else 80
+        return cls(whole.rstrip("/").removesuffix("/v1").rstrip("/"), parts.hostname, port or default)
+
+
+class Wire:
+    """Requests, each over a connection of its own.
+
+    Args:
+        timeout: seconds of silence after which an answer is given up.
+
+    Raises:
+        TalkError: the key cannot be sent, or the URL names no host.
+    """
+
+    def __init__(self, place: Place, api_key: str | None = None, timeout: float = 600.0):
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise TalkError("--api-key must consist of printable ASCII characters.")
+        self.place = place
+        self._timeout = timeout
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        # The system's certificates, read where they are needed.
+        tls = ssl.create_default_context() if place.url.startswith("https:") and not place.uds else False
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        try:
+            self._http = httpx2.Client(
+                base_url="http://localhost" if place.uds else place.url,
+                headers=headers,
+                timeout=httpx2.Timeout(timeout, connect=CONNECT_TIMEOUT),
+                transport=httpx2.HTTPTransport(tls, limits=limits, uds=place.uds or None),
+            )
+        except httpx2.InvalidURL as problem:
+            raise TalkError(f"--url {place.url}: {problem}.") from None
+
+    def json(self, method: str, path: str, body: Any = None) -> Any:
+        """The answer to a request.
+
+        Raises:
+            TalkError: it is an error, or none came.
+        """
+        with self._problems():
+            content = None if body is None else json.dumps(body)
+            return self._value(self._http.request(method, path, content=content), path)
+
+    def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
+        """The events of a stream; closing the iterator gives the request up.
+
+        Raises:
+            TalkError: the request was refused, or the stream broke off.
+        """
+        finished = False
+        with self._problems(), self._http.stream("POST", path, content=json.dumps(body)) as response:
+            if not response.headers.get("Content-Type", "").startswith(_EVENTS):
+                response.read()
+                self._value(response, path)
+                raise TalkError(f"{self.place.url}{path} answered with no stream.")
+            for event in httpx2.EventSource(response, max_event_size=None):
+                if event.data == "[DONE]":
+                    return
+                value = self._event(event.data)
+                finished = finished or any(choice.get("finish_reason") for choice in value.get("choices") or ())
+                yield value
+        if not finished:
+            raise TalkError(f"{self.place.url} closed the connection before the answer's end: was it stopped?")
+
+    @contextmanager
+    def _problems(self) -> Iterator[None]:
+        """httpx's errors, in a sentence."""
+        url = self.place.url
+        try:
+            yield
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, UnicodeError) as problem:  # the last: of a host name
+            reason = re.sub(r"^\[Errno -?\d+\] ", "", str(problem)).lower()
+            raise NoServerError(f"no server answers at {url} ({reason})") from problem
+        except httpx2.TimeoutException as problem:
+            raise TalkError(f"{url} was silent for {self._timeout:g} seconds (--timeout).") from problem
+        except httpx2.HTTPError as problem:
+            reason = str(problem).rstrip(".") or type(problem).__name__
+            raise TalkError(f"{url} closed the connection: {reason}.") from problem
+
+    def _value(self, response: httpx2.Response, path: str) -> Any:
+        try:
+            value = json.loads(response.text)
+        except ValueError:
+            value = response.text
+        if response.status_code in (401, 403):
+            raise TalkError(f"{self.place.url} wants an API key: give --api-key, or set OCTAVO_API_KEY.", "no_key")
+        if response.status_code != 200:
+            message, code = error_of(value)
+            raise TalkError(message or f"{self.place.url}{path} answered with status {response.status_code}.", code)
+        return value
+
+    def _event(self, data: str) -> dict[str, Any]:
+        try:
+            value = json.loads(data)
+        except ValueError:
+            raise TalkError(f"{self.place.url} sent an event that is no JSON: {data[:80]!r}.") from None
+        if not isinstance(value, dict):
+            raise TalkError(f"{self.place.url} sent an event that is no object: {data[:80]!r}.")
+        if value.get("error"):
+            raise TalkError(*error_of(value))
+        return value

@@ -1,0 +1,109 @@
+"""Parsers whose errors are one line that names the right way, and whose help is coloured in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from typing import Any, NoReturn
+
+from cli.terminal.style import PLAIN_FLAG, console, is_rich, styled
+from server.config.wording import did_you_mean
+
+_KINDS = {"int": "an integer", "float": "a number", "Path": "a path"}
+# What argparse says of a value, and what is said instead.
+_WRONG_KIND = re.compile(r"argument (?P<name>[^:]+): invalid (?P<kind>\w+) value: (?P<value>.+)")
+_WRONG_CHOICE = re.compile(r"argument (?P<name>[^:]+): invalid choice: (?P<value>.+?) \(choose from (?P<known>.+)\)")
+_NO_VALUE = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument")
+_RULE = re.compile(r"^argument (--[\w-]+): must\b")
+_FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports what is wrong in one line instead of the whole usage, with exit status 2, and suggests what is near."""
+
+    def __init__(self, *args: Any, **options: Any):
+        options.setdefault("formatter_class", WholeFlags)
+        options["allow_abbrev"] = False
+        super().__init__(*args, **options)
+        self.color = False  # newer versions of argparse would colour the text that is coloured here
+        self._positionals.title = "arguments"
+        self.add_argument(PLAIN_FLAG, action="store_true", help="plain text in a terminal, too, as with NO_COLOR")
+
+    def error(self, message: str) -> NoReturn:
+        """Say so and end the process."""
+        text = " ".join(_better(message).split()).rstrip(".")
+        self.exit(2, f"{styled(self.prog, 'bold red', sys.stderr)}: {text} (see {self.prog} --help)\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; an unknown flag, or one argument too many, ends the process."""
+        given, rest = self.parse_known_args(args, namespace)
+        for argument in rest:
+            if argument.startswith("-") and argument != "-":
+                self.error(self._unknown(argument.partition("=")[0]))
+        if rest:
+            words = "; a text of several words belongs in quotation marks" if "PROMPT" in self.format_usage() else ""
+            self.error(f"unexpected argument {rest[0]!r}{words}")
+        return given
+
+    def print_help(self, file: Any = None) -> None:
+        """The help; in a terminal with headings and flags in colours."""
+        stream = sys.stdout if file is None else file
+        text = self.format_help()
+        if not is_rich(stream):
+            stream.write(text)
+            return
+        print_coloured(text, stream)
+
+    def _unknown(self, name: str) -> str:
+        if name in ("--port", "--host", "-p") and "--url" in self._option_string_actions:
+            return f"unknown flag {name}: a server is named by --url http://HOST:PORT"
+        arguments = {f"--{action.dest}" for action in self._get_positional_actions()}
+        near = did_you_mean("--" + name.lstrip("-"), {**self._option_string_actions, **dict.fromkeys(arguments)})
+        for named in arguments - set(self._option_string_actions):
+            if near.endswith(f" {named}?"):
+                return f"unknown flag {name}: the {named[2:]} is named without one, after the command"
+        return f"unknown flag {name}{near}"
+
+
+class WholeFlags(argparse.HelpFormatter):
+    """Breaks no line within a flag's name; of descriptions, it fills paragraphs and keeps lines that are indented."""
+
+    def __init__(self, prog: str, **options: Any):
+        super().__init__(prog, max_help_position=26, **options)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(
+            part if "\n  " in f"\n{part}" else textwrap.fill(" ".join(part.split()), width, break_on_hyphens=False)
+            for part in paragraphs
+        )
+
+
+def print_coloured(text: str, stream: Any) -> None:
+    """Help text: what stands alone at a line's beginning and ends with a colon is a heading."""
+    from rich.text import Text
+
+    shown = Text(text.rstrip("\n"))
+    shown.highlight_regex(r"(?m)^(usage:|\S.*:$)", "bold yellow")
+    shown.highlight_regex(_FLAG, "cyan")
+    shown.highlight_regex(r"(?m)^  [a-z][a-z ]*?(?=  )", "bold cyan")
+    shown.highlight_regex(r"\(OCTAVO_\w+\)|\[[^\]\[]*\]$", "dim")
+    console(stream).print(shown)
+
+
+def _better(message: str) -> str:
+    """argparse's words, in ours."""
+    if switch := _NO_VALUE.match(message):
+        return f"{switch[1]} takes no value; to switch it off, use {switch[2]}"
+    if wrong := _WRONG_KIND.fullmatch(message):
+        return f"{wrong['name']} must be {_KINDS.get(wrong['kind'], wrong['kind'])}, got {wrong['value']}"
+    if wrong := _WRONG_CHOICE.fullmatch(message):
+        known = [item.strip().strip("'") for item in wrong["known"].split(",")]
+        near = did_you_mean(wrong["value"].strip("'"), known)
+        return f"{wrong['name']} must be one of {', '.join(known)}, got {wrong['value']}{near}"
+    return _RULE.sub(r"\1 must", message)

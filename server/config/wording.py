@@ -1,0 +1,79 @@
+"""What is said of settings: what they are for, what they take, and which one was meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The sentences of a class's `Attributes:` section, by field name."""
+    text = (cls.__doc__ or "").partition("Attributes:")[2]
+    docs: dict[str, str] = {}
+    for names, sentence in re.findall(r"^ {8}(\w[\w, ]*): (.+(?:\n {12}.+)*)", text, re.MULTILINE):
+        for name in names.split(", "):
+            docs[name] = re.sub(r"\s+", " ", sentence)
+    return docs
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean NEAR?" if something known is near, else nothing.
+
+    Nearest is what has the same words and perhaps more (max-length: max-model-len), else the most similar text.
+    """
+    plain = {re.sub(r"^(octavo_|-+)", "", other.lower().replace("-", "_")).strip("_"): other for other in known}
+    name = re.sub(r"^(octavo_|-+)", "", name.lower().replace("-", "_")).strip("_")
+    pool = [other for other in plain if _has_words(other, name)] or list(plain)
+    near = difflib.get_close_matches(name, pool, n=1, cutoff=0.6 if len(pool) == len(plain) else 0.0)
+    return f"; did you mean {plain[near[0]]}?" if near else ""
+
+
+def _has_words(name: str, wanted: str) -> bool:
+    """Whether every word wanted begins a word of the name, or the other way round."""
+    words = name.split("_")
+    return all(any(word.startswith(part) or part.startswith(word) for word in words) for part in wanted.split("_"))
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """The setting is on or off, or neither until something else decides."""
+    return field.annotation is bool or set(get_args(field.annotation)) == {bool, type(None)}
+
+
+def _kinds(field: FieldInfo) -> list[Any]:
+    """The types of a setting, and of a Literal its values."""
+    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
+    return [choice for kind in kinds for choice in (get_args(kind) if get_origin(kind) is Literal else (kind,))]
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """The names that a setting takes, if it takes no others."""
+    kinds = _kinds(field)
+    return kinds if all(isinstance(kind, str) for kind in kinds) else []
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a setting takes, as in "port must be ..."."""
+    if get_origin(field.annotation) is tuple:
+        return "a text or a list of texts"
+    if names := choices(field):
+        return f"one of {', '.join(names)}"
+    kinds = _kinds(field)
+    if bool in kinds:
+        return "true or false"
+    if {int, str} <= set(kinds):
+        return "a size such as 4GiB, 512MiB or a number of bytes"
+    if str in kinds:
+        nonempty = any(hasattr(item, "min_length") for item in field.metadata)
+        return "a text that is not empty" if nonempty else "a text"
+    text = "an integer" if int in kinds else "a number"
+    bounds = {key: getattr(item, key) for item in field.metadata for key in ("ge", "gt", "le") if hasattr(item, key)}
+    if "le" in bounds:
+        return f"{text} from {bounds['ge']} to {bounds['le']}"
+    if "ge" in bounds:
+        return f"{text} of at least {bounds['ge']}"
+    return f"{text} above {bounds['gt']}" if "gt" in bounds else text
