@@ -193,7 +193,8 @@ def test_server_and_command_line_compute_nothing(path: Path) -> None:
 # What reads or writes JSON is no message; workers have messages of their own.
 MESSENGERS = (
     "engine.process", "engine.client", "engine.messages", "engine.runner_process", "engine.pooled.vectors",
-    "server.api.reading", "server.workers.child", "server.workers.frames", "server.workers.pool", "server.workers.templates",
+    "server.api.reading", "server.workers.child", "server.workers.frames", "server.workers.pool",
+    "server.workers.templates",
 )  # fmt: skip
 
 
