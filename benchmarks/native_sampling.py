@@ -14,7 +14,6 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from offline import ROOT, machine
 
 from engine import native
 from engine.execution import sampler, sampler_torch
+from engine.sampling_table import EDIT, Kind, neutral_rows
 from engine.scheduling.plan import SamplingBatch
 
 KINDS: dict[str, dict[str, float]] = {
@@ -45,49 +45,17 @@ HISTORY = 300
 
 def batch_of(kind: str, rows: int, vocabulary: int) -> SamplingBatch:
     """A step's requests, all of one kind."""
-    chosen = {"temperature": 0.8, "top_p": 1.0, "repetition_penalty": 1.0, "num_logprobs": -1, **KINDS[kind]}
+    chosen = {"temperature": 0.8, **KINDS[kind]}
     generator = np.random.default_rng(0)
 
-    def column(name: str, dtype: type) -> Any:
-        return np.full(rows, chosen.get(name, 0), dtype=dtype)
-
-    none = np.zeros(0, dtype=np.int32)
-    batch = SamplingBatch(
-        rows=np.arange(rows, dtype=np.int32),
-        temperature=column("temperature", np.float32),
-        top_k=column("top_k", np.int32),
-        top_p=column("top_p", np.float32),
-        min_p=column("min_p", np.float32),
-        repetition_penalty=column("repetition_penalty", np.float32),
-        presence_penalty=column("", np.float32),
-        frequency_penalty=column("", np.float32),
-        beam_width=column("beam_width", np.int32),
-        num_draws=np.full(rows, "beam_width" not in chosen, dtype=np.int32),
-        uniforms=generator.random((rows, 1)),
-        num_logprobs=column("num_logprobs", np.int32),
-        bias_row=none,
-        bias_token=none,
-        bias_value=np.zeros(0, dtype=np.float32),
-        history_row=none,
-        history_token=none,
-        history_is_output=np.zeros(0, dtype=np.bool_),
-        renormalize=column("", np.bool_),
-        source_reward=np.ones(rows, dtype=np.float32),
-        source_row=none,
-        source_token=none,
-        ban_row=none,
-        ban_token=none,
-        force_row=none,
-        force_token=none,
-    )
-    if kind != "penalties":
-        return batch
-    return replace(
-        batch,
-        history_row=np.repeat(batch.rows, HISTORY),
-        history_token=generator.integers(0, vocabulary, rows * HISTORY, dtype=np.int32),
-        history_is_output=np.ones(rows * HISTORY, dtype=np.bool_),
-    )
+    table = neutral_rows(rows, **({"num_draws": "beam_width" not in chosen} | chosen))
+    edits = np.zeros(rows * HISTORY if kind == "penalties" else 0, dtype=EDIT)
+    uniforms = generator.random((rows, 1))
+    if len(edits):
+        edits["row"] = np.repeat(np.arange(rows), HISTORY)
+        edits["token"] = generator.integers(0, vocabulary, rows * HISTORY, dtype=np.int32)
+        edits["kind"], edits["value"] = Kind.HISTORY, 1.0
+    return SamplingBatch(rows=np.arange(rows, dtype=np.int32), table=table, uniforms=uniforms, edits=edits)
 
 
 def measure(kind: str, vocabulary: int, rows: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Stand(torch.nn.Module):
 
 def candidates(batch: SamplingBatch, rng: np.random.Generator) -> StepResult:
     """Made-up candidates of falling probability."""
-    rows, width = len(batch.rows), max(int(batch.beam_width.max()), 1)
+    rows, width = len(batch.rows), max(int(batch.table["beam_width"].max()), 1)
     scores = -np.cumsum(rng.exponential(0.7, (rows, width)), axis=1).astype(np.float32)
     tokens = rng.integers(10, VOCABULARY, (rows, width)).astype(np.int32)
     empty = np.zeros((rows, 0), dtype=np.int32)

@@ -52,6 +52,7 @@ from engine.request import (
     Seq2SeqInput,
     TokenInput,
 )
+from engine.sampling_table import FILTERS
 from engine.values import MAX_LISTED_IDS, NumberRange
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_NUM_SEQS",
     "DEFAULT_TOP_K",
+    "FILTERS",
     "LLM",
     "MAX_LISTED_IDS",
     "MAX_STOP_STRINGS",

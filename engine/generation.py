@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.request import Decoding, SamplingParams
+from engine.sampling_table import REQUESTED
 from engine.values import brief
 
 logger = logging.getLogger("octavo.generation")
@@ -19,11 +22,7 @@ DEFAULT_MAX_TOKENS = 16
 
 # Fields with an effect here, besides EOS.
 _HONOURED = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
+    *(name for name, column in REQUESTED.items() if column.allowed is not None and column.allowed.optional),
     "num_beams",
     "length_penalty",
     "early_stopping",
@@ -122,7 +121,7 @@ def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool =
     ignored = [
         name
         for name, neutral in _NOT_IMPLEMENTED.items()
-        if stored.get(name) is not None and stored[name] not in neutral
+        if stored.get(name) is not None and stored[name] not in neutral and name not in _HONOURED
     ]
     if stored.get("do_sample") and (stored.get("num_beams") or 1) > 1:
         ignored.append("do_sample with num_beams")
@@ -236,21 +235,20 @@ def resolve(
         ("forced_eos_token_id", (params.forced_eos_token_id,)),
     ):
         check_ids(name, [i for i in ids if i is not None], vocab_size)
+    numbers: dict[str, Any] = {
+        name: (float if column.kind is np.float32 else int)(pick(name, getattr(params, name), column.neutral))
+        for name, column in REQUESTED.items()
+    }
+    numbers["top_k"] = max(numbers["top_k"], 0)
     # As in `transformers`, what ends an answer in this way is not banned.
     endings = set() if params.ignore_eos else {(i,) for i in defaults.eos_ids}
     words = (tuple(word) for word in pick("bad_words_ids", params.bad_words_ids, ()))
     return Decoding(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=float(pick("temperature", params.temperature, 1.0) if sampled or params.temperature else 0.0),
-        top_k=max(int(pick("top_k", params.top_k, 0)), 0),
-        top_p=float(pick("top_p", params.top_p, 1.0)),
-        min_p=float(pick("min_p", params.min_p, 0.0)),
+        **(numbers | {"temperature": numbers["temperature"] if sampled or params.temperature else 0.0}),
         seed=random_seed if params.seed is None else params.seed,
         n=params.n,
-        repetition_penalty=float(pick("repetition_penalty", params.repetition_penalty, 1.0)),
-        presence_penalty=float(params.presence_penalty),
-        frequency_penalty=float(params.frequency_penalty),
         logit_bias=tuple((int(t), float(v)) for t, v in (params.logit_bias or {}).items()),
         stop_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else defaults.eos_ids),
         eos_ids=defaults.eos_ids,

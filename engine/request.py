@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.pooling import Pooling, PoolingParams
+from engine.sampling_table import FILTERS, REQUESTED
 from engine.values import (
     IDS,
     MAX_INT,
@@ -35,19 +36,14 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 
-# The numbers among the fields of `SamplingParams`.
+# The numbers among the fields of `SamplingParams`; those of the sampling table as that declares them.
 NUMBER_RANGES: Mapping[str, NumberRange] = {
     "max_tokens": NumberRange(low=1, integer=True),
     "min_tokens": NumberRange(low=0, integer=True),
-    "temperature": NumberRange(low=0.0),
-    "top_k": NumberRange(low=-1, integer=True),
-    "top_p": NumberRange(low=0.0, open_low=True, high=1.0),
-    "min_p": NumberRange(low=0.0, high=1.0),
+    **{column.name: column.allowed for column in FILTERS if column.allowed is not None},
     "seed": NumberRange(low=-(2**63), high=MAX_SEED, integer=True),
     "n": NumberRange(low=1, integer=True, optional=False),
-    "repetition_penalty": NumberRange(low=0.0, open_low=True),
-    "presence_penalty": NumberRange(low=-2.0, high=2.0, optional=False),
-    "frequency_penalty": NumberRange(low=-2.0, high=2.0, optional=False),
+    **{name: column.allowed for name, column in REQUESTED.items() if column.use == "penalty" and column.allowed},
     "logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
     "prompt_logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
     "num_beams": NumberRange(low=1, integer=True),

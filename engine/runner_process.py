@@ -29,10 +29,12 @@ from engine.errors import EngineDeadError, OctavoError
 from engine.execution.executor import ModelFacts
 from engine.execution.memory import is_out_of_memory
 from engine.execution.pending import PendingStep
+from engine.sampling_table import EDIT, TABLE
 from engine.scheduling.plan import Int32, StepPlan, StepResult
 
 logger = logging.getLogger("octavo.process")
 
+_RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that have names of ours
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal's, for example, go to all; they are the engine's
 
 
@@ -93,17 +95,17 @@ class RunnerError(RuntimeError):
 
 def _pack(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        fields = value.dtype.descr if value.dtype.fields else value.dtype.str
-        return fields, value.shape, np.ascontiguousarray(value).tobytes()
+        kind = next((name for name, record in _RECORDS.items() if record == value.dtype), value.dtype.str)
+        return kind, value.shape, np.ascontiguousarray(value).tobytes()
     raise TypeError(f"{type(value).__name__} cannot be sent to a runner")
 
 
 def _unpack(kind: Any, value: Any) -> Any:
     if (get_origin(kind) or kind) is not np.ndarray:
         raise TypeError(f"{kind} cannot be received")
-    fields, shape, data = value
-    dtype = np.dtype(fields if isinstance(fields, str) else [tuple(field) for field in fields])
-    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # of its own, and so writable
+    name, shape, data = value
+    # Of its own, and so writable.
+    return np.frombuffer(bytearray(data), _RECORDS.get(name, name)).reshape(shape)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)

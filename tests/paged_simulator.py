@@ -20,6 +20,7 @@ import numpy as np
 
 from engine.outputs import ChoiceDelta, RequestDelta, TokenLogprobs
 from engine.request import Decoding, Request
+from engine.sampling_table import TABLE, Kind
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerConfig
@@ -539,14 +540,14 @@ class Simulator:
         for found, expected in ((plan.sampling, anew.sampling), (plan.cross, anew.cross)):
             assert (found is None) == (expected is None)
             for part in () if found is None else fields(found):
-                if part.name != "counters":
+                if part.name not in ("table", "version", "edits_version"):
                     np.testing.assert_array_equal(getattr(found, part.name), getattr(expected, part.name), part.name)
         if plan.sampling is not None and anew.sampling is not None:
-            found, expected = plan.sampling.counters, anew.sampling.counters
-            # Where nothing is drawn, nobody counts.
-            counted = ["positions"] if any(row.group.draws for row in self._rows()) else []
-            for name in ("seeds", "choices", *counted):
-                np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+            found, expected = plan.sampling.table, anew.sampling.table
+            for name in TABLE.names or ():
+                # Where nothing is drawn, positions do not count.
+                if name != "position" or any(row.group.draws for row in self._rows()):
+                    np.testing.assert_array_equal(found[name], expected[name], name)
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         self.tokens[targets] = self.tokens[sources]
@@ -619,8 +620,12 @@ class Simulator:
     def _result(self, plan: StepPlan, states: list[int], rows: list[Row]) -> StepResult:
         batch = plan.sampling
         assert len(rows) == (0 if batch is None else len(batch.rows))
-        width = 1 if batch is None else int(max(batch.num_draws.max(), min(batch.beam_width.max(), VOCAB), 1))
-        number = 0 if batch is None else max(int(batch.num_logprobs.max()), 0)
+        width = (
+            1
+            if batch is None
+            else int(max(batch.table["num_draws"].max(), min(batch.table["beam_width"].max(), VOCAB), 1))
+        )
+        number = 0 if batch is None else max(int(batch.table["num_logprobs"].max()), 0)
         count = len(rows)
         tokens = np.zeros((count, width), dtype=np.int32)
         scores = np.full((count, width), _LOG_ZERO, dtype=np.float32)
@@ -629,17 +634,18 @@ class Simulator:
         top_ids = np.zeros((count, number), dtype=np.int32)
         top_logprobs = np.zeros((count, number), dtype=np.float32)
         if batch is not None:
-            self.events["mixed_draws"] += len(set(batch.num_draws.tolist())) > 1
+            self.events["mixed_draws"] += len(set(batch.table["num_draws"].tolist())) > 1
             for i in range(count):
                 raw = self.model.logprobs(states[batch.rows[i]])
                 processed = raw.copy()
-                processed[batch.ban_token[batch.ban_row == i]] = _LOG_ZERO
-                if batch.beam_width[i]:
-                    chosen = top(processed, min(int(batch.beam_width[i]), VOCAB))
+                own, how = batch.edits[batch.edits["row"] == i], batch.table[i]
+                processed[own["token"][own["kind"] == Kind.BAN]] = _LOG_ZERO
+                if how["beam_width"]:
+                    chosen = top(processed, min(int(how["beam_width"]), VOCAB))
                     scores[i, : len(chosen)] = processed[chosen]
                 else:
-                    temperature = float(batch.temperature[i])
-                    chosen = [draw(processed, temperature, u) for u in batch.uniforms[i, : batch.num_draws[i]]]
+                    temperature = float(how["temperature"])
+                    chosen = [draw(processed, temperature, u) for u in batch.uniforms[i, : how["num_draws"]]]
                 tokens[i, : len(chosen)] = chosen
                 logprobs[i, : len(chosen)] = raw[chosen]
                 ranks[i, : len(chosen)] = [int((raw > raw[token]).sum()) + 1 for token in chosen]

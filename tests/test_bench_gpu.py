@@ -213,10 +213,10 @@ def test_the_same_prompts_for_the_same_numbers() -> None:
 
 def test_each_mixture_reaches_the_sampler() -> None:
     batch = sampling.batch_of(sampling.MIXTURES["a quarter of each"], 6)
-    assert batch.temperature.tolist() == pytest.approx([0.0, 0.8, 1.0, 1.0, 0.0, 0.8])
-    assert batch.top_k.tolist() == [0, 50, 0, 0, 0, 50]
-    assert batch.top_p.tolist() == pytest.approx([1, 1, 0.95, 1, 1, 1])
-    assert batch.min_p.tolist() == pytest.approx([0, 0, 0, 0.05, 0, 0])
+    assert batch.table["temperature"].tolist() == pytest.approx([0.0, 0.8, 1.0, 1.0, 0.0, 0.8])
+    assert batch.table["top_k"].tolist() == [0, 50, 0, 0, 0, 50]
+    assert batch.table["top_p"].tolist() == pytest.approx([1, 1, 0.95, 1, 1, 1])
+    assert batch.table["min_p"].tolist() == pytest.approx([0, 0, 0, 0.05, 0, 0])
     assert batch.rows.tolist() == list(range(6))
 
 

@@ -29,6 +29,7 @@ from engine.execution.sampler_device import DeviceSampler
 from engine.execution.transfers import Download
 from engine.gpu import sampling, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
 from engine.gpu.sampling import SIZES, Sizes
+from engine.sampling_table import Kind, new_version
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, StepResult
 
@@ -359,9 +360,10 @@ def test_a_steady_step_sends_what_changed_and_waits_for_nothing(device: torch.de
     sampler_ = DeviceSampler(device, max_rows=32)
     first = batch_of(rows)
     numbers = np.full_like(first.uniforms, 0.25)
-    last_history = first.history_token.copy()
-    last_history[-1] = 30
-    steps = [first, first, replace(first, uniforms=numbers), replace(first, history_token=last_history)]
+    last_history = first.edits.copy()
+    last_history["token"][np.flatnonzero(last_history["kind"] == Kind.HISTORY)[-1]] = 30
+    changed = replace(first, edits=last_history, edits_version=new_version())
+    steps = [first, first, replace(first, uniforms=numbers), changed]
     sent, addresses, results = [], set(), []
     sampler_.sample(on_device, first).result()  # compiles
     sampler_ = DeviceSampler(device, max_rows=32)
@@ -433,9 +435,10 @@ def test_one_capture_serves_any_mixture(device: torch.device) -> None:
         batch, count = batch_of(rows), len(rows)
         seeds = np.arange(count, dtype=np.int64) + 70
         choices, positions = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32) * 3
+        batch.table["seed"], batch.table["choice"], batch.table["position"] = seeds, choices, positions
         address = captured.tokens.data_ptr()
         for step in range(3):
-            assert captured.put(batch, seeds=seeds, choices=choices, positions=positions) == (step == 0)
+            assert captured.put(batch) == (step == 0)
             if graph is None:
                 captured.launch(logits)
             else:
@@ -483,8 +486,6 @@ def test_logits_that_do_not_fit_are_refused(device: torch.device) -> None:
     for shape in ((3, 50), (2, 51)):
         with pytest.raises(ValueError, match="expected up to 2 rows of 50 logits side by side"):
             captured.launch(torch.zeros(shape, device=device))
-    with pytest.raises(ValueError, match="seeds, choices and positions are needed"):
-        captured.put(batch_of([{}]))
 
 
 def test_kernels_compile(tmp_path: Path) -> None:

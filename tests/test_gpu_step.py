@@ -83,7 +83,8 @@ def test_memory_that_is_short_in_the_middle_of_a_step(checkpoint: Callable[[str]
             if calls % 4:
                 replay(batch, size)
             else:
-                graphs._counters(batch)
+                graphs._sent, graphs._expected = batch, batch.table["position"]
+                graphs._sampler.put(batch)
                 graphs._sampler._packed.fill_(255)
             raise torch.OutOfMemoryError("CUDA out of memory, made by the test")
 

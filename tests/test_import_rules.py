@@ -24,6 +24,7 @@ LAYERS = {
     "engine.outputs": 1,
     "engine.pooling": 1,
     "engine.request": 1,
+    "engine.sampling_table": 1,
     "engine.logs": 1,
     "engine.scheduling": 2,
     "engine.native": 2,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from engine import native
 from engine.execution import sampler, sampler_torch
-from engine.native.sampling import Draws, Edits, Listed, LogitRows
+from engine.native.sampling import LogitRows
+from engine.sampling_table import EDIT, EditList, Kind, Table, neutral_rows
 from engine.scheduling.plan import PromptLogprobRows, StepResult
 
 pytestmark = needs_native
@@ -137,15 +139,8 @@ class Filters:
     top_p: float = 1.0
     min_p: float = 0.0
 
-    def draws(self, uniforms: np.ndarray) -> Draws:
-        return Draws(
-            temperature=np.array([self.temperature], dtype=np.float32),
-            top_k=int32([self.top_k]),
-            top_p=np.array([self.top_p], dtype=np.float32),
-            min_p=np.array([self.min_p], dtype=np.float32),
-            counts=int32([len(uniforms)]),
-            uniforms=uniforms[None].astype(np.float64),
-        )
+    def table(self, draws: int) -> Table:
+        return neutral_rows(1, num_draws=draws, **asdict(self))
 
 
 def weights_of(row: Tensor, temperature: float) -> np.ndarray:
@@ -201,7 +196,8 @@ def test_filters_leave_the_right_tokens_in_their_order(
     assume(len(tokens))
     middle = (probabilities.cumsum() - probabilities / 2)[tokens]
     with kernels_of(isa, threads):
-        found, _ = LogitRows(row[None]).draw(int32([0]), filters.draws(np.append(middle, [0.0, np.nextafter(1.0, 0)])))
+        uniforms = np.append(middle, [0.0, np.nextafter(1.0, 0)])[None]
+        found, _ = LogitRows(row[None]).draw(int32([0]), filters.table(uniforms.size), uniforms)
     assert found[0, :-2].tolist() == tokens.tolist()
     assert weights[found[0, -2:]].min() > 0
     possible = np.flatnonzero(weights > 1e-30)
@@ -217,14 +213,8 @@ def test_all_tokens_are_asked_only_for_a_wide_nucleus(isa: str) -> None:
     with kernels_of(isa, 2):
         tokens, wide = LogitRows(rows).draw(
             everyone,
-            Draws(
-                temperature=np.ones(4, dtype=np.float32),
-                top_k=int32([0, 0, 40, 0]),
-                top_p=np.array([0.9, 0.9, 0.9, 0.5], dtype=np.float32),
-                min_p=np.zeros(4, dtype=np.float32),
-                counts=int32([40] * 4),
-                uniforms=uniforms,
-            ),
+            neutral_rows(4, top_k=[0, 0, 40, 0], top_p=[0.9, 0.9, 0.9, 0.5], num_draws=40),
+            uniforms,
         )
     assert wide.tolist() == [1, 0, 0, 1]
     for row in (0, 1):
@@ -262,51 +252,41 @@ def test_torch_sorts_all_tokens_only_for_a_wide_nucleus(scale: float, monkeypatc
 # ------------------------------------------------------------------ edits
 
 
-def edits_of(rows: int, apart: list[bool], **lists: list[tuple[Any, ...]]) -> Edits:
-    """Edits of (row, token, value) lists."""
+def edits_of(entries: list[tuple[int, int, Kind, float]]) -> EditList:
+    return np.array(sorted(entries, key=lambda entry: (entry[0], entry[2])), dtype=EDIT)
 
-    def listed(name: str) -> Listed:
-        entries = lists.get(name, [])
-        return Listed(rows=int32([e[0] for e in entries]), tokens=int32([e[1] for e in entries]))
 
-    number = np.arange(rows, dtype=np.float32)
-    return Edits(
-        bias=listed("bias"),
-        bias_value=np.array([e[2] for e in lists.get("bias", [])], dtype=np.float32),
-        source=listed("source"),
-        source_reward=1.5 + number,
-        history=listed("history"),
-        history_is_output=np.array([e[2] for e in lists.get("history", [])], dtype=np.bool_),
-        repetition=1.25 + number,
-        frequency=0.5 * number,
-        presence=0.75 - number,
-        ban=listed("ban"),
-        apart=np.array(apart),
+def penalties_of(rows: int) -> Table:
+    number = np.arange(rows)
+    return neutral_rows(
+        rows, repetition_penalty=1.25 + number, frequency_penalty=0.5 * number, presence_penalty=0.75 - number
     )
 
 
-def naive_edit(row: np.ndarray, number: int, edits: Edits) -> np.ndarray:
+def naive_edit(row: np.ndarray, number: int, edits: EditList, table: Table) -> np.ndarray:
     """Token after token, in float32."""
     row = row.copy()
     one = np.float32(1)
 
-    def of(listed: Listed) -> list[int]:
-        return [i for i, r in enumerate(listed.rows) if r == number and 0 <= listed.tokens[i] < len(row)]
+    def of(kind: Kind) -> Iterator[tuple[int, np.float32]]:
+        for edit in edits:
+            if edit["row"] == number and edit["kind"] == kind and 0 <= edit["token"] < len(row):
+                yield int(edit["token"]), edit["value"]
 
-    for i in of(edits.bias):
-        row[edits.bias.tokens[i]] += edits.bias_value[i]
-    for i in of(edits.source):
-        reward, score = edits.source_reward[number], row[edits.source.tokens[i]]
-        row[edits.source.tokens[i]] = score * reward if score < 0 else score / reward
-    seen = of(edits.history)
-    for token in {int(edits.history.tokens[i]) for i in seen}:
-        outputs = sum(one for i in seen if edits.history.tokens[i] == token and edits.history_is_output[i])
-        score, repetition = row[token], edits.repetition[number]
-        score = score * repetition if score < 0 else score / repetition
-        penalty = edits.frequency[number] * np.float32(outputs) + edits.presence[number] * np.float32(outputs > 0)
-        row[token] = score - penalty
-    for i in of(edits.ban):
-        row[edits.ban.tokens[i]] = -np.inf
+    for token, value in of(Kind.BIAS):
+        row[token] += value
+    for token, reward in of(Kind.SOURCE):
+        row[token] = row[token] * reward if row[token] < 0 else row[token] / reward
+    repetition, frequency, presence = (
+        table[number][f"{name}_penalty"] for name in ("repetition", "frequency", "presence")
+    )
+    seen = list(of(Kind.HISTORY))
+    for token in {token for token, _ in seen}:
+        outputs = sum(one for other, value in seen if other == token and value > 0)
+        score = row[token] * repetition if row[token] < 0 else row[token] / repetition
+        row[token] = score - (frequency * np.float32(outputs) + presence * np.float32(outputs > 0))
+    for token, _ in of(Kind.BAN):
+        row[token] = -np.inf
     return row
 
 
@@ -317,21 +297,24 @@ def test_edits_are_made_in_their_order_and_taken_back(isa: str, rows: Tensor, da
     count, size = rows.shape
     token = st.integers(0, size + 2)  # some are outside
     row = st.integers(0, count - 1)
-    lists: dict[str, list[tuple[Any, ...]]] = {
-        "bias": data.draw(st.lists(st.tuples(row, token, st.floats(-50, 50, width=32)), max_size=12)),
-        "source": data.draw(st.lists(st.tuples(row, token), max_size=12, unique=True)),
-        "history": data.draw(st.lists(st.tuples(row, token, st.booleans()), max_size=60)),
-        "ban": data.draw(st.lists(st.tuples(row, token), max_size=12)),
-    }
-    apart = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    edits = edits_of(count, apart, **lists)
+    entries: list[tuple[int, int, Kind, float]] = []
+    for kind, value, most, unique in (
+        (Kind.BIAS, st.floats(-50, 50, width=32), 12, False),
+        (Kind.SOURCE, st.floats(0.25, 4, width=32), 12, True),
+        (Kind.HISTORY, st.sampled_from([0.0, 1.0]), 60, False),
+        (Kind.BAN, st.just(0.0), 12, False),
+    ):
+        item, by = st.tuples(row, token, st.just(kind), value), (lambda entry: entry[:2]) if unique else None
+        entries += data.draw(st.lists(item, max_size=most, unique_by=by))
+    edits, table = edits_of(entries), penalties_of(count)
+    apart = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
     before = rows.clone()
     everyone, wanted = np.arange(count, dtype=np.int32), int32([data.draw(st.integers(1, size)) for _ in range(count)])
     with kernels_of(isa, 2):
         found = LogitRows(rows)
         clean = found.best(everyone, int32([size] * count), size)
         own = found.logprobs(np.arange(size, dtype=np.int32)[None].repeat(count, axis=0))
-        with found.edited(edits):
+        with found.edited(edits, table, apart):
             best, scores = found.best(everyone, wanted, size)
             seen = found.values.copy()
             placed = own.copy()
@@ -342,7 +325,7 @@ def test_edits_are_made_in_their_order_and_taken_back(isa: str, rows: Tensor, da
     assert clean[0].tobytes() == again[0].tobytes()
     assert clean[1].tobytes() == again[1].tobytes()
     for i in range(count):
-        expected = naive_edit(own[i] if apart[i] else before[i].numpy(), i, edits)
+        expected = naive_edit(own[i] if apart[i] else before[i].numpy(), i, edits, table)
         if apart[i]:
             assert placed[i].tobytes() == expected.tobytes()
             assert np.sort(-expected)[: wanted[i]].tolist() == (-scores[i, : wanted[i]]).tolist()
@@ -454,6 +437,6 @@ def test_what_does_not_fit_is_refused() -> None:
         LogitRows(torch.zeros(2, 3)).best(np.zeros(1, dtype=np.int64), int32([1]), 1)
     twice = torch.randn(1, 70).expand(3, 70)  # rows in the same memory
     found = LogitRows(twice)
-    with found.edited(edits_of(3, [False] * 3, ban=[(1, 5)])):
+    with found.edited(edits_of([(1, 5, Kind.BAN, 0.0)]), penalties_of(3), np.zeros(3, dtype=np.bool_)):
         assert np.isfinite(found.values[[0, 2]]).all()
         assert found.values[1, 5] == -np.inf

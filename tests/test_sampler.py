@@ -20,6 +20,7 @@ from transformers import (
 
 from engine import native
 from engine.execution.sampler import sample, score_prompt
+from engine.sampling_table import COLUMNS, EDIT, Kind, neutral_rows
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, SamplingBatch, StepResult
 
@@ -45,51 +46,29 @@ def batch_of(rows: Sequence[dict[str, Any]]) -> SamplingBatch:
     `output` (for the penalties), `bias`, `ban`, `force`.
     """
 
-    def column(name: str, neutral: float, dtype: type) -> np.ndarray:
-        return np.array([row.get(name, neutral) for row in rows], dtype=dtype)
-
-    def pairs(name: str) -> list[tuple[int, Any]]:
-        return [(i, item) for i, row in enumerate(rows) for item in row.get(name, ())]
-
     draws = [row.get("draws", () if row.get("beam_width") else (0.5,)) for row in rows]
     numbers = np.zeros((len(rows), max(1, *map(len, draws))))
     for i, values in enumerate(draws):
         numbers[i, : len(values)] = values
-    history = [
-        (i, token, is_output)
+    edits = [
+        (i, token, kind, value)
         for i, row in enumerate(rows)
-        for name, is_output in (("prompt", False), ("output", True))
-        for token in row.get(name, ())
+        for kind, entries in (
+            (Kind.BIAS, row.get("bias", {}).items()),
+            (Kind.SOURCE, [(token, row.get("source_reward", 1.0)) for token in row.get("source", ())]),
+            (Kind.HISTORY, [(token, 0.0) for token in row.get("prompt", ())]),
+            (Kind.HISTORY, [(token, 1.0) for token in row.get("output", ())]),
+            (Kind.BAN, [(token, 0.0) for token in row.get("ban", ())]),
+            (Kind.FORCE, [(token, 0.0) for token in row.get("force", ())]),
+        )
+        for token, value in entries
     ]
-    biases = [(i, token, value) for i, row in enumerate(rows) for token, value in row.get("bias", {}).items()]
-    bans, forced, sources = pairs("ban"), pairs("force"), pairs("source")
+    columns = {c.name: [row.get(c.name, c.neutral) for row in rows] for c in COLUMNS if c.name != "num_draws"}
     return SamplingBatch(
         rows=np.arange(len(rows), dtype=np.int32),
-        temperature=column("temperature", 1.0, np.float32),
-        top_k=column("top_k", 0, np.int32),
-        top_p=column("top_p", 1.0, np.float32),
-        min_p=column("min_p", 0.0, np.float32),
-        repetition_penalty=column("repetition_penalty", 1.0, np.float32),
-        presence_penalty=column("presence_penalty", 0.0, np.float32),
-        frequency_penalty=column("frequency_penalty", 0.0, np.float32),
-        beam_width=column("beam_width", 0, np.int32),
-        num_draws=np.array([len(values) for values in draws], dtype=np.int32),
+        table=neutral_rows(len(rows), num_draws=[len(values) for values in draws], **columns),
         uniforms=numbers,
-        num_logprobs=column("num_logprobs", -1, np.int32),
-        bias_row=np.array([b[0] for b in biases], dtype=np.int32),
-        bias_token=np.array([b[1] for b in biases], dtype=np.int32),
-        bias_value=np.array([b[2] for b in biases], dtype=np.float32),
-        history_row=np.array([h[0] for h in history], dtype=np.int32),
-        history_token=np.array([h[1] for h in history], dtype=np.int32),
-        history_is_output=np.array([h[2] for h in history], dtype=np.bool_),
-        renormalize=column("renormalize", False, np.bool_),
-        source_reward=column("source_reward", 1.0, np.float32),
-        source_row=np.array([s[0] for s in sources], dtype=np.int32),
-        source_token=np.array([s[1] for s in sources], dtype=np.int32),
-        ban_row=np.array([b[0] for b in bans], dtype=np.int32),
-        ban_token=np.array([b[1] for b in bans], dtype=np.int32),
-        force_row=np.array([f[0] for f in forced], dtype=np.int32),
-        force_token=np.array([f[1] for f in forced], dtype=np.int32),
+        edits=np.array(edits, dtype=EDIT),
     )
 
 

@@ -30,6 +30,7 @@ from transformers.generation.logits_process import (
 from engine.errors import InvalidRequestError
 from engine.outputs import RequestDelta
 from engine.request import Decoding
+from engine.sampling_table import EDIT, TABLE, Kind
 from engine.scheduling.batch import Row, banned_tokens, build_plan, forced_tokens
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult
@@ -685,26 +686,12 @@ class TestPlan:
             assert getattr(plan, name).dtype == np.int32, name
         batch = plan.sampling
         assert batch is not None
-        assert batch.counters is not None
-        assert batch.counters.seeds.dtype == np.int64
-        assert batch.counters.choices.dtype == batch.counters.positions.dtype == np.int32
-        arrays = [f.name for f in dataclasses.fields(batch) if f.name != "counters"]
-        kinds = {name: getattr(batch, name).dtype for name in arrays}
-        assert kinds.pop("uniforms") == np.float64
-        assert kinds.pop("history_is_output") == kinds.pop("renormalize") == np.bool_
-        floats = {name for name, kind in kinds.items() if kind == np.float32}
-        assert floats == {
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "bias_value",
-            "source_reward",
-        }
-        assert all(kind == np.int32 for name, kind in kinds.items() if name not in floats)
-        assert all(getattr(batch, name).flags.c_contiguous for name in (*kinds, "uniforms"))
+        assert (batch.table.dtype, batch.edits.dtype) == (TABLE, EDIT)
+        assert batch.uniforms.dtype == np.float64
+        assert batch.rows.dtype == batch.masked.dtype == np.int32
+        assert batch.masks.dtype == np.uint32
+        arrays = (batch.rows, batch.table, batch.edits, batch.uniforms, batch.masked, batch.masks)
+        assert all(array.flags.c_contiguous for array in arrays)
 
     def test_rows_of_different_lengths(self) -> None:
         first, second = row_of(9, start=8), row_of(6, start=0)
@@ -727,8 +714,8 @@ class TestPlan:
         greedy, beams = row_of(4, temperature=0.0, seed=9), row_of(4, num_beams=2, seed=9)
         batch = build_plan([fresh, going_on, greedy, beams], [], 4).sampling
         assert batch is not None
-        assert batch.num_draws.tolist() == [3, 1, 1, 0]
-        assert batch.beam_width.tolist() == [0, 0, 0, 4]
+        assert batch.table["num_draws"].tolist() == [3, 1, 1, 0]
+        assert batch.table["beam_width"].tolist() == [0, 0, 0, 4]
         assert batch.uniforms[0].tolist() == uniforms([9] * 3, [0, 1, 2], [0] * 3).tolist()
         assert batch.uniforms[1, 0] == uniforms([2**63 + 1], [2], [2])[0]
 
@@ -736,22 +723,21 @@ class TestPlan:
         rows = [row_of(4), row_of(3, output=[9, 9], presence_penalty=0.5), row_of(2, repetition_penalty=1.1)]
         batch = build_plan(rows, [], 4).sampling
         assert batch is not None
-        assert batch.history_row.tolist() == [1] * 5 + [2] * 2
-        assert batch.history_token.tolist() == [*prompt(3), 9, 9, *prompt(2)]
-        assert batch.history_is_output.tolist() == [False] * 3 + [True] * 2 + [False] * 2
+        assert batch.edits["kind"].tolist() == [Kind.HISTORY] * 7
+        assert batch.edits["row"].tolist() == [1] * 5 + [2] * 2
+        assert batch.edits["token"].tolist() == [*prompt(3), 9, 9, *prompt(2)]
+        assert batch.edits["value"].tolist() == [0.0] * 3 + [1.0] * 2 + [0.0] * 2
 
     def test_biases_name_their_rows(self) -> None:
         rows = [row_of(4), row_of(4, logit_bias=((7, 1.5), (8, -2.0))), row_of(4, logit_bias=((7, 3.0),))]
         batch = build_plan(rows, [], 4).sampling
         assert batch is not None
-        assert batch.bias_row.tolist() == [1, 1, 2]
-        assert batch.bias_token.tolist() == [7, 8, 7]
-        assert batch.bias_value.tolist() == [1.5, -2.0, 3.0]
+        assert batch.edits.tolist() == [(1, 7, Kind.BIAS, 1.5), (1, 8, Kind.BIAS, -2.0), (2, 7, Kind.BIAS, 3.0)]
 
     def test_enormous_but_valid_parameters(self) -> None:
         batch = build_plan([row_of(4, top_k=2**31 - 1, temperature=1e38, seed=2**64 - 1)], [], 4).sampling
         assert batch is not None
-        assert batch.top_k.tolist() == [2**31 - 1]
+        assert batch.table["top_k"].tolist() == [2**31 - 1]
 
 
 # ------------------------------------------------------------------ bans and forced tokens, as transformers has them

@@ -37,10 +37,10 @@ def _sampled(mixture: str, shape: str) -> Callable[[Setting], Iterator[Outcome]]
         for row, token in enumerate(result.tokens[:, 0].tolist()):
             probabilities = logits[row].double().log_softmax(-1)
             yield abs(float(probabilities[token]) - float(result.logprobs[row, 0])) / 1e-5
-            if batch.temperature[row] == 0:
+            if batch.table["temperature"][row] == 0:
                 yield 0.0 if token == int(logits[row].argmax()) else float("inf")
                 continue
-            given = [float(getattr(batch, name)[row]) for name in ("temperature", "top_k", "top_p", "min_p")]
+            given = [float(batch.table[name][row]) for name in ("temperature", "top_k", "top_p", "min_p")]
             kept = _kept(logits[row], given[0], int(given[1]), given[2], given[3])
             end = kept.cumsum(-1)[token].item()
             # How far the number lies outside of the token's part of [0, 1).

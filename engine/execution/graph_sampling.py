@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.execution.pending import LateResult
 from engine.execution.recording import Recorder
 from engine.execution.sampler_captured import CapturedSampler
-from engine.scheduling.plan import DrawCounters, Int32, SamplingBatch
+from engine.scheduling.plan import Int32, SamplingBatch
 
 
 class SamplingGraphs:
@@ -34,7 +34,7 @@ class SamplingGraphs:
         self._sampler = CapturedSampler(len(hidden), vocabulary, hidden.device)
         self._graphs: dict[int, Callable[[], None]] = {}
         self._sent: SamplingBatch | None = None
-        self._expected: Int32 | None = None  # the positions that the device has counted to
+        self._expected: Int32 = np.zeros(0, dtype=np.int32)  # the positions that the device has counted to
         self.num_replayed = self.num_sent = 0
 
     @torch.inference_mode()
@@ -48,34 +48,32 @@ class SamplingGraphs:
 
     def serves(self, batch: SamplingBatch) -> bool:
         """Nothing is wanted but one token a row."""
-        return batch.counters is not None and self._sampler.serves(batch)
+        return self._sampler.serves(batch)
 
     def run(self, batch: SamplingBatch, size: int) -> LateResult:
         """Sample a batch that this serves, of the first of `size` rows."""
-        counters = self._counters(batch)
-        self.num_sent += self._sampler.put(
-            batch, seeds=counters.seeds, choices=counters.choices, positions=counters.positions
-        )
+        if not self._follows(batch):
+            self._sampler.forget()
+            self._sent, self._expected = batch, batch.table["position"]
+        assert self._sent is not None
+        self.num_sent += self._sampler.put(self._sent)
         self._graphs[size]()
-        self._expected = (counters.positions if self._expected is None else self._expected) + (batch.num_draws > 0)
+        self._expected = self._expected + (batch.table["num_draws"] > 0)
         self.num_replayed += 1
         return self._sampler.fetch(len(batch.rows))
 
     def reset(self) -> None:
         """What the device was told is not known any more."""
-        self._sent = self._expected = None
+        self._sent = None
         self._sampler.forget()
 
-    def _counters(self, batch: SamplingBatch) -> DrawCounters:
-        """The batch's, or those that were sent before, if the device has counted to the batch's since."""
-        given, sent = batch.counters, self._sent
-        assert given is not None
-        if sent is not None and sent.counters is not None and sent.temperature is batch.temperature:
-            counted = self._expected is not None and np.array_equal(given.positions, self._expected)
-            if given is sent.counters or counted:  # where no row draws, nothing counts
-                return sent.counters
-        self._sent, self._expected = batch, None
-        return given
+    def _follows(self, batch: SamplingBatch) -> bool:
+        """The device has what this batch wants: it was sent, and the device has counted to its positions since."""
+        if self._sent is None or self._sent.version != batch.version:
+            return False
+        table = batch.table
+        # Where no row draws, nothing counts.
+        return np.array_equal(table["position"], self._expected) or not (table["temperature"] > 0).any()
 
     def _step(self, size: int) -> None:
         self._sampler.launch(self.logits(size))

@@ -23,7 +23,7 @@ from engine.model.layers import CrossPages
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
 from engine.outputs import Activation
-from engine.scheduling.plan import CrossRows, EncoderBatch, Int32, SamplingBatch, StepPlan, StepResult
+from engine.scheduling.plan import EncoderBatch, Int32, SamplingBatch, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from engine.execution.sampler_device import DeviceSampler
@@ -90,7 +90,7 @@ class ModelRunner:
             from engine.execution.sampler_device import DeviceSampler
 
             self._sampler = DeviceSampler(device, first=self._sampled.data)
-        self._last_cross: tuple[CrossRows, CrossPages] | None = None
+        self._last_cross: tuple[int, CrossPages] | None = None  # of the plan of this version
         self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(model.spec.head, self._logits, project=project, activation=activation)
 
@@ -223,7 +223,7 @@ class ModelRunner:
             return None
         if plan.cross is None:
             return CrossPages.empty(query_lens, self.model.device)
-        if self._last_cross is not None and self._last_cross[0] is plan.cross:
+        if self._last_cross is not None and self._last_cross[0] == plan.version:
             return self._last_cross[1]  # the same rows decode again
         first = np.flatnonzero(np.diff(plan.cross.owners, prepend=-1))
         joined = np.add.reduceat(query_lens, first)
@@ -231,7 +231,7 @@ class ModelRunner:
             self._cross_tables.fill(plan.cross.tables[first]),
             AttentionMetadata.build(joined.tolist(), plan.cross.lens[first].tolist(), self.model.device),
         )
-        self._last_cross = plan.cross, pages
+        self._last_cross = plan.version, pages
         return pages
 
     def _tokens(self, plan: StepPlan, padded: int) -> Tensor:

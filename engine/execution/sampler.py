@@ -24,7 +24,8 @@ from torch import Tensor
 from engine import gpu, native
 from engine.execution import sampler_torch
 from engine.execution.pending import LateScores, PromptScores
-from engine.native.sampling import Draws, Edits, Listed, LogitRows
+from engine.native.sampling import LogitRows
+from engine.sampling_table import Kind
 from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
 
 # Below this a softmax is one-hot in float32 for any two logits that differ.
@@ -45,16 +46,18 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     if not _native(logits):
         return sampler_torch.sample(logits, batch)
     rows = LogitRows(logits)
-    width = max(_most(batch.num_draws), min(_most(batch.beam_width), rows.vocabulary), 1)
+    table = batch.table
+    width = max(_most(table["num_draws"]), min(_most(table["beam_width"]), rows.vocabulary), 1)
     tokens = rows.place.repeat(width).reshape(-1, width)
     scores = np.full(tokens.shape, -np.inf, dtype=np.float32)
     ranks = np.zeros(tokens.shape, dtype=np.int32)
-    number = min(_most(batch.num_logprobs), rows.vocabulary)
+    reports = table["num_logprobs"]
+    number = min(_most(reports), rows.vocabulary)
     top_ids = np.zeros((len(rows), max(number, 0)), dtype=np.int32)
     top_logprobs = np.zeros(top_ids.shape, dtype=np.float32)
-    asking = _where(batch.num_logprobs >= 0) if number >= 0 else None
+    asking = _where(reports >= 0) if number >= 0 else None
     if asking is not None and number > 0:
-        top_ids[asking], top_logprobs[asking] = rows.best(asking, batch.num_logprobs[asking], number)
+        top_ids[asking], top_logprobs[asking] = rows.best(asking, reports[asking], number)
     impossible = _choose(rows, batch, tokens, scores)
     logprobs = rows.logprobs(tokens)
     if impossible is not None:
@@ -114,28 +117,23 @@ def _score(logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenSc
 def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float32) -> Bool | None:
     """Writes what rows choose: tokens [S, C], which hold the likeliest one, and scores of beams. Which of them are
     impossible [S, C], None for none."""
-    touched = (batch.bias_row, batch.source_row, batch.history_row, batch.ban_row, batch.force_row)
-    if (
-        max(batch.temperature.tolist()) < GREEDY_TEMPERATURE
-        and not _most(batch.beam_width)
-        and not any(map(len, touched))
-    ):
+    table, edits = batch.table, batch.edits
+    if max(table["temperature"].tolist()) < GREEDY_TEMPERATURE and not _most(table["beam_width"]) and not len(edits):
         return None
-    searching = batch.beam_width > 0
-    sampling = ~searching & (batch.temperature >= GREEDY_TEMPERATURE)
-    edits = _edits(batch, searching)
-    renormalized = batch.renormalize & searching
-    if edits is None and not len(batch.force_row) and not renormalized.any():
+    searching = table["beam_width"] > 0
+    sampling = ~searching & (table["temperature"] >= GREEDY_TEMPERATURE)
+    whole_rows = (table["renormalize"] > 0) & searching
+    if not len(edits) and not whole_rows.any():
         found = _search(rows, batch, _where(searching), tokens, scores)
         _draw(rows, batch, _where(sampling), tokens)
         return searching[:, None] & (scores == -np.inf) if found else None
     # Rows that change as a whole are rare, and get memory of their own.
-    renormalized[batch.force_row] = True
-    plain, whole = ~renormalized, _where(renormalized)
-    with rows.edited(edits) if edits is not None else contextlib.nullcontext():
+    whole_rows[edits["row"][edits["kind"] == Kind.FORCE]] = True
+    plain, whole = ~whole_rows, _where(whole_rows)
+    with rows.edited(edits, table, searching) if len(edits) else contextlib.nullcontext():
         _search(rows, batch, _where(searching & plain), tokens, scores)
         _draw(rows, batch, _where(sampling & plain), tokens)
-        if edits is not None:
+        if len(edits):
             greedy = _where(plain & ~(searching | sampling))
             tokens[greedy] = rows.best(greedy, np.ones_like(greedy), 1)[0]
         chosen = rows.values[np.arange(len(rows))[:, None], tokens]
@@ -149,25 +147,6 @@ def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float3
     return impossible
 
 
-def _edits(batch: SamplingBatch, apart: Bool) -> Edits | None:
-    lists = (batch.bias_row, batch.source_row, batch.history_row, batch.ban_row)
-    if not any(map(len, lists)):
-        return None
-    return Edits(
-        bias=Listed(rows=batch.bias_row, tokens=batch.bias_token),
-        bias_value=batch.bias_value,
-        source=Listed(rows=batch.source_row, tokens=batch.source_token),
-        source_reward=batch.source_reward,
-        history=Listed(rows=batch.history_row, tokens=batch.history_token),
-        history_is_output=batch.history_is_output,
-        repetition=batch.repetition_penalty,
-        frequency=batch.frequency_penalty,
-        presence=batch.presence_penalty,
-        ban=Listed(rows=batch.ban_row, tokens=batch.ban_token),
-        apart=apart,
-    )
-
-
 def _search(
     rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, scores: Float32, place: Int32 | None = None
 ) -> bool:
@@ -176,7 +155,7 @@ def _search(
     if not len(at):
         return False
     of = at if place is None else place[at]
-    wanted = batch.beam_width[of]
+    wanted = batch.table["beam_width"][of]
     width = min(_most(wanted), rows.vocabulary)
     tokens[of, :width], scores[of, :width] = rows.best(at, wanted, width)
     return True
@@ -187,24 +166,18 @@ def _draw(rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, place
     if not len(at):
         return
     of = at if place is None else place[at]
-    draws = Draws(
-        temperature=batch.temperature[of],
-        top_k=batch.top_k[of],
-        top_p=batch.top_p[of],
-        min_p=batch.min_p[of],
-        counts=batch.num_draws[of],
-        uniforms=batch.uniforms[of],
-    )
-    tokens[of, : draws.uniforms.shape[1]] = rows.draw(at, draws)[0]
+    drawn, _ = rows.draw(at, batch.table[of], batch.uniforms[of])
+    tokens[of, : drawn.shape[1]] = drawn
 
 
 def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows:
     """Rows with forced tokens, and beams whose scores are made log-probabilities again."""
     made = torch.empty((len(whole), rows.vocabulary), dtype=torch.float32)
     values: Float32 = made.numpy()
-    forced = np.isin(whole, batch.force_row)
+    forces = batch.edits[batch.edits["kind"] == Kind.FORCE]
+    forced = np.isin(whole, forces["row"])
     values[forced] = -np.inf
-    values[np.searchsorted(whole, batch.force_row), batch.force_token] = 0.0
+    values[np.searchsorted(whole, forces["row"]), forces["token"]] = 0.0
     for place in np.flatnonzero(~forced).tolist():
         row = int(whole[place])
         np.subtract(rows.values[row], rows.peak[row], out=values[place])
@@ -212,7 +185,7 @@ def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows
         rows.put(row, values[place])
     rewritten = LogitRows(made)
     # What is not made a log-probability again is its own.
-    own = ~(batch.renormalize[whole] & (batch.beam_width[whole] > 0))
+    own = ~((batch.table["renormalize"][whole] > 0) & (batch.table["beam_width"][whole] > 0))
     rewritten.peak[own] = rewritten.log_sum[own] = 0.0
     return rewritten
 

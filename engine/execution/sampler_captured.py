@@ -15,31 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.sampler_layout import FILTERS, TOUCHING
-from engine.execution.transfers import Array, Download
+from engine.execution.transfers import Download
 from engine.gpu.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
-from engine.scheduling.plan import Int32, SamplingBatch, StepResult
-
-# Bytes of each field, in their order: those of 8 come first, so that all are aligned.
-_FIELDS: dict[str, tuple[type[np.generic], torch.dtype]] = {
-    "seeds": (np.int64, torch.int64),
-    "uniforms": (np.float64, torch.float64),
-    "temperature": (np.float32, torch.float32),
-    "top_p": (np.float32, torch.float32),
-    "min_p": (np.float32, torch.float32),
-    "top_k": (np.int32, torch.int32),
-    "num_draws": (np.int32, torch.int32),
-    "choices": (np.int32, torch.int32),
-    "positions": (np.int32, torch.int32),
-}
-_ALIGNED = 16
+from engine.sampling_table import TABLE, WORDS, word
+from engine.scheduling.plan import SamplingBatch, StepResult
 
 
 class CapturedSampler:
     """Samples up to `rows` rows by launches that a CUDA graph may hold.
 
     Args:
-        counted: random numbers are made on the device, of what `put` is given; else they are the batch's.
+        counted: random numbers are made on the device, of the table's seeds, choices and positions; else they are the
+            batch's.
         sizes: how kernels cut their work; tests take small ones.
 
     Attributes:
@@ -51,49 +38,39 @@ class CapturedSampler:
     def __init__(self, rows: int, vocabulary: int, device: torch.device, *, counted: bool = True, sizes: Sizes = SIZES):
         self._rows, self._device, self._counted = rows, device, counted
         self._room = Workspace(rows, vocabulary, device, sizes)
-        self._places: dict[str, slice] = {}
-        size = 0
-        for name, (kind, _) in _FIELDS.items():
-            width = rows * np.dtype(kind).itemsize
-            self._places[name] = slice(size, size + width)
-            size += -(-width // _ALIGNED) * _ALIGNED
-        self._packed = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._on_device = {name: self._packed[self._places[name]].view(kind) for name, (_, kind) in _FIELDS.items()}
-        self._on_device["num_draws"].fill_(-1)
+        # The table's rows, and numbers of the host behind them.
+        size, numbers = rows * TABLE.itemsize, 0 if counted else rows * 8
+        self._packed = torch.zeros(size + numbers, dtype=torch.uint8, device=device)
+        self._table = self._packed[:size].view(torch.int32).view(rows, WORDS)
+        self._uniforms = None if counted else self._packed[size:].view(torch.float64).view(rows, 1)
+        self._table[:, word("num_draws")] = -1
         # Rows of whole vectors, so that all begin where kernels expect memory to begin.
         self._results = torch.zeros((3, -(-rows // 4) * 4), dtype=torch.int32, device=device)
         self._column = self._results[2].view(-1, 1)
         self._chosen = torch.zeros((rows, 1), dtype=torch.float32, device=device)
         self.tokens, self.logprobs = self._results[0, :rows], self._results[1, :rows].view(torch.float32)
-        self.positions = self._on_device["positions"]
-        self._last: tuple[object, ...] = ()
+        self.positions = self._table[:, word("position")]
+        self._last: SamplingBatch | None = None
 
     @staticmethod
     def serves(batch: SamplingBatch) -> bool:
         """Whether a batch wants nothing but one token a row."""
-        return (
-            not batch.beam_width.any()
-            and int(batch.num_draws.max()) <= 1
-            and int(batch.num_logprobs.max()) < 0
-            and not any(len(getattr(batch, name)) for name in TOUCHING)
+        table = batch.table
+        return not (
+            len(batch.edits)
+            or table["beam_width"].any()
+            or int(table["num_draws"].max()) > 1
+            or int(table["num_logprobs"].max()) >= 0
         )
 
-    def put(
-        self,
-        batch: SamplingBatch,
-        *,
-        seeds: Array | None = None,
-        choices: Int32 | None = None,
-        positions: Int32 | None = None,
-    ) -> bool:
+    def put(self, batch: SamplingBatch) -> bool:
         """Tell the device what the next launches sample, in one asynchronous copy.
 
-        Nothing is sent where all arrays are those of the last call: the device's positions go on from where they are.
+        Nothing is sent where the batch has the version of the last call, and its numbers: the same positions, if they
+        are `counted`, which go on from where the device is, else the same uniforms.
 
         Args:
             batch: S rows; those behind are unused.
-            seeds, choices, positions: [S] int64, int32, int32, what numbers are made of if they are `counted`;
-                `positions` those of the next draw.
 
         Returns:
             Whether anything was sent.
@@ -101,52 +78,42 @@ class CapturedSampler:
         Raises:
             ValueError: the batch has more rows, or wants more than one token a row.
         """
-        count = len(batch.temperature)
+        count, table, last = len(batch.table), batch.table, self._last
+        if last is not None and last.version == batch.version:
+            if not self._counted and np.array_equal(last.uniforms, batch.uniforms):
+                return False
+            if self._counted and np.array_equal(last.table["position"], table["position"]):
+                return False
         if count > self._rows or not self.serves(batch):
             raise ValueError(
                 f"up to {self._rows} rows that want one token each, not {count} rows or ones that want more"
             )
-        filters = {name: getattr(batch, name) for name in FILTERS}
-        given: dict[str, Array | None] = {**filters, "num_draws": batch.num_draws}
-        if self._counted:
-            given |= {"seeds": seeds, "choices": choices, "positions": positions}
-            if any(values is None for values in given.values()):
-                raise ValueError("seeds, choices and positions are needed where numbers are made on the device")
-        else:
-            given["uniforms"] = batch.uniforms
-        arrays = tuple(given.values())
-        if len(arrays) == len(self._last) and all(a is b for a, b in zip(arrays, self._last, strict=True)):
-            return False
-        self._last = arrays
+        self._last = batch
         packed = torch.zeros(len(self._packed), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        host = packed.numpy()
-        host[self._places["num_draws"]].view(np.int32)[:] = -1
-        for name, values in given.items():
-            assert values is not None
-            host[self._places[name]].view(_FIELDS[name][0])[:count] = values.reshape(count, -1)[:, 0]
+        size = self._rows * TABLE.itemsize
+        rows = packed.numpy()[:size].view(TABLE)
+        rows["num_draws"] = -1
+        rows[:count] = table
+        if not self._counted:
+            packed.numpy()[size:].view(np.float64)[:count] = batch.uniforms[:, 0]
         self._packed.copy_(packed, non_blocking=True)
         return True
 
     def forget(self) -> None:
         """What is given next is sent, whatever was sent before."""
-        self._last = ()
+        self._last = None
 
     @torch.inference_mode()
     def launch(self, logits: Tensor) -> None:
         """Sample the first N rows, of logits [N, vocabulary]; this is what is captured."""
         count = len(logits)
-        given = {name: values[:count] for name, values in self._on_device.items()}
-        counters = {name: given[name] for name in ("seeds", "choices", "positions")} if self._counted else {}
-        parameters = Parameters(
-            **{name: given[name] for name in (*FILTERS, "num_draws")},
-            uniforms=None if self._counted else given["uniforms"].view(-1, 1),
-            **counters,
-        )
+        uniforms = None if self._uniforms is None else self._uniforms[:count]
+        parameters = Parameters(table=self._table[:count], uniforms=uniforms)
         rows = LogitRows(logits, parameters, self._room)
         column, chosen = self._column[:count], self._chosen[:count]
         rows.choose(column, chosen)
         logprobs = self.logprobs[:count].view(-1, 1)
-        rows.report(column, chosen, logprobs, self.tokens[:count], positions=counters.get("positions"))
+        rows.report(column, chosen, logprobs, self.tokens[:count], counted=self._counted)
 
     def fetch(self, rows: int) -> Fetched:
         """Start the copy of the first rows' results to the host, on the current stream."""

@@ -10,27 +10,17 @@ computed apart from the others, in memory of their own.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.sampler_layout import (
-    DECISIVE,
-    FILTERS,
-    PENALTIES,
-    TOUCHING,
-    Layout,
-    lay_out,
-    places_of,
-    trial_batch,
-    where_true,
-)
+from engine.execution.sampler_layout import Layout, edit_arrays, lay_out, touched_rows, trial_batch, words
 from engine.execution.transfers import Array, Download, Uploads
 from engine.gpu.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
 from engine.gpu.sampling_edit import penalize
+from engine.sampling_table import neutral_rows, new_version
 from engine.scheduling.plan import Int32, SamplingBatch, StepResult, TokenScores
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -136,21 +126,22 @@ class DeviceSampler:
         self._first = torch.zeros(max_rows, dtype=torch.int32, device=device) if first is None else first
         self._layout: Layout | None = None
         self._vocabulary = 0
-        self._decided: tuple[Array, ...] = ()
-        self._touching: tuple[Array, ...] = ()
-        self._edited: dict[str, tuple[tuple[object, ...], dict[str, Array]]] = {}
+        # Versions of the batch and its edits that are laid out; of the edits and the layout that arrays are made of.
+        self._laid = self._edited = (0, 0)
+        self._edit_arrays: dict[str, Array] = {}
+        self._edit_version = 0
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch) -> DeviceSamples:
         """Candidates for each row of logits [S, vocabulary]."""
         rows, vocabulary = logits.shape
         layout = self._lay(batch, vocabulary)
-        arrays = {name: getattr(batch, name) for name in (*FILTERS, "uniforms")} | layout.arrays
-        if len(layout.touched):
-            arrays |= self._edits(batch, layout, vocabulary)
-        given = self.uploads.put(arrays)
+        edits = self._edits(batch, layout, vocabulary)
+        versions = dict.fromkeys(layout.arrays, layout.version) | dict.fromkeys(edits, self._edit_version)
+        given = self.uploads.put({"uniforms": batch.uniforms, **layout.arrays, **edits}, versions)
         samples, chosen = self._outputs(rows, layout)
-        walked = LogitRows(logits, _parameters(given), self._room("all", rows, vocabulary))
+        parameters = Parameters(table=given["table"], uniforms=given["uniforms"])
+        walked = LogitRows(logits, parameters, self._room("all", rows, vocabulary))
         walked.choose(samples.tokens, chosen)
         scores = samples.scores
         if scores is not None:
@@ -197,11 +188,11 @@ class DeviceSampler:
         Nothing waits for the device, and other rows may be scored before these are fetched.
         """
         rows, vocabulary = logits.shape
-        zeros = np.zeros(rows, dtype=np.int32)
-        arrays: dict[str, Array] = dict.fromkeys(FILTERS, zeros.astype(np.float32)) | {"top_k": zeros}
-        arrays |= {"num_draws": zeros, "targets": targets, "counts": counts, "uniforms": np.zeros((rows, 1))}
-        given = Uploads(self._device).put(arrays)
-        walked = LogitRows(logits, _parameters(given), self._room("all", rows, vocabulary))
+        table = words(neutral_rows(rows, temperature=0.0, num_draws=0))
+        arrays: dict[str, Array] = {"table": table, "targets": targets, "counts": counts}
+        given = Uploads(self._device).put(arrays | {"uniforms": np.zeros((rows, 1))})
+        parameters = Parameters(table=given["table"], uniforms=given["uniforms"])
+        walked = LogitRows(logits, parameters, self._room("all", rows, vocabulary))
         unused = torch.empty((2, rows, 1), dtype=torch.int32, device=self._device)
         walked.choose(unused[0], unused[1].view(torch.float32))
         everyone = walked.room.every[:rows]
@@ -257,38 +248,21 @@ class DeviceSampler:
 
     def _lay(self, batch: SamplingBatch, vocabulary: int) -> Layout:
         """How the batch's rows are laid out: as in the last step, if that is so."""
-        decided = tuple(getattr(batch, name) for name in (*DECISIVE, *FILTERS, *PENALTIES.values()))
-        touching = tuple(getattr(batch, name) for name in TOUCHING)
-        last = self._layout if vocabulary == self._vocabulary else None
-        alike = last is not None and all(map(operator.is_, decided, self._decided))
-        if last is not None and alike and all(map(operator.is_, touching, self._touching)):
-            return last
-        searching = batch.beam_width > 0
-        mask = batch.renormalize & searching
-        for listed in touching:
-            mask[listed] = True
-        touched = where_true(mask)
-        if last is None or not alike or not np.array_equal(last.touched, touched):
-            last = self._layout = lay_out(batch, touched, searching, vocabulary)
-        self._vocabulary, self._decided, self._touching = vocabulary, decided, touching
+        last = self._layout if self._laid[:1] == (batch.version,) and self._vocabulary == vocabulary else None
+        if last is None or self._laid != (batch.version, batch.edits_version):
+            touched = touched_rows(batch)
+            if last is None or not np.array_equal(last.touched, touched):
+                last = self._layout = lay_out(batch, touched, vocabulary)
+        self._vocabulary, self._laid = vocabulary, (batch.version, batch.edits_version)
         return last
 
     def _edits(self, batch: SamplingBatch, layout: Layout, vocabulary: int) -> dict[str, Array]:
-        """What is changed, as the device is told: places among the touched rows' logits. Made anew where the batch's
-        arrays are others."""
-        arrays: dict[str, Array] = {}
-        for name in TOUCHING:
-            rows = getattr(batch, name)
-            if not len(rows):
-                continue
-            kind = name.removesuffix("_row")
-            tokens = getattr(batch, f"{kind}_token")
-            known = self._edited.get(kind)
-            if known is None or not (known[0][0] is rows and known[0][1] is tokens and known[0][2] is layout):
-                made = places_of(batch, kind, layout.place[rows], tokens, vocabulary)
-                known = self._edited[kind] = (rows, tokens, layout), made
-            arrays |= known[1]
-        return arrays
+        """What is changed, as the device is told; as in the last step, if that is so."""
+        known = (batch.edits_version, layout.version)
+        if known != self._edited:
+            self._edited, self._edit_version = known, new_version()
+            self._edit_arrays = edit_arrays(batch.edits, layout.place, vocabulary)
+        return self._edit_arrays
 
     def _change(
         self,
@@ -311,7 +285,7 @@ class DeviceSampler:
         if "bias" in given:
             flat.index_put_((given["bias"],), given["bias_value"], accumulate=True)
         if "source" in given:
-            where, reward = given["source"], given["source_reward"]
+            where, reward = given["source"], given["source_value"]
             score = flat.index_select(0, where)
             flat.index_copy_(0, where, torch.where(score < 0, score * reward, score / reward))
         if "history_place" in given:
@@ -320,19 +294,14 @@ class DeviceSampler:
                 given["history_place"],
                 given["history_token"],
                 given["history_is_output"],
-                repetition=given["touched_repetition"],
-                frequency=given["touched_frequency"],
-                presence=given["touched_presence"],
+                given["touched_table"],
             )
         if "ban" in given:
             flat.index_fill_(0, given["ban"], _NEGATIVE_INFINITY)
         if "force" in given:
             logits.index_fill_(0, given["force_place"], _NEGATIVE_INFINITY)
             flat.index_fill_(0, given["force"], 0.0)
-        parameters = Parameters(
-            **{name: given[f"touched_{name}"] for name in (*FILTERS, "num_draws")},
-            uniforms=given["uniforms"].index_select(0, index),
-        )
+        parameters = Parameters(table=given["touched_table"], uniforms=given["uniforms"].index_select(0, index))
         changed = LogitRows(logits, parameters, self._room("touched", len(touched), vocabulary))
         changed.choose(samples.tokens, chosen, touched)
         if samples.scores is not None:
@@ -352,7 +321,3 @@ class DeviceSampler:
 def _aligned(words: int) -> int:
     """Words of 4 bytes such that what follows lies where kernels expect memory to begin: at multiples of 16 bytes."""
     return -(-words // 4) * 4
-
-
-def _parameters(given: dict[str, Tensor]) -> Parameters:
-    return Parameters(**{name: given[name] for name in (*FILTERS, "num_draws", "uniforms")})

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.execution.transfers import Array
-from engine.scheduling.plan import Float32, Int32, SamplingBatch
-
-# Arrays of a batch that decide how its rows are laid out; the others are numbers that rows are treated with.
-DECISIVE = ("beam_width", "num_draws", "num_logprobs", "renormalize")
-PENALTIES = {"repetition": "repetition_penalty", "frequency": "frequency_penalty", "presence": "presence_penalty"}
-FILTERS = ("temperature", "top_k", "top_p", "min_p")
-TOUCHING = ("bias_row", "source_row", "history_row", "ban_row", "force_row")
+from engine.sampling_table import EDIT, WORDS, EditList, Kind, Table, neutral_rows, new_version
+from engine.scheduling.plan import Int32, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +21,7 @@ class Layout:
         place: [S] where among the touched rows a row is.
         beams: whether there are any.
         arrays: what the device needs of it.
+        version: of these arrays.
     """
 
     width: int
@@ -34,62 +30,86 @@ class Layout:
     place: Int32
     beams: bool
     arrays: dict[str, Array]
+    version: int
 
 
-def lay_out(batch: SamplingBatch, touched: Int32, searching: Array, vocabulary: int) -> Layout:
+def touched_rows(batch: SamplingBatch) -> Int32:
+    """Rows whose logits are changed."""
+    mask = (batch.table["renormalize"] > 0) & (batch.table["beam_width"] > 0)
+    mask[batch.edits["row"]] = True
+    return where_true(mask)
+
+
+def lay_out(batch: SamplingBatch, touched: Int32, vocabulary: int) -> Layout:
+    table = batch.table
+    searching, reports = table["beam_width"] > 0, table["num_logprobs"]
     place = np.zeros(len(searching), dtype=np.int32)
     place[touched] = np.arange(len(touched), dtype=np.int32)
     apart = np.zeros(len(searching), dtype=np.bool_)
     apart[touched] = True
     plain = where_true(searching & ~apart)
-    draws = np.where(searching, 0, batch.num_draws).astype(np.int32)
-    arrays: dict[str, Array] = {"num_draws": np.where(apart, 0, draws).astype(np.int32)}
+    draws = np.where(searching, 0, table["num_draws"])
+    own = table.copy()
+    own["num_draws"] = np.where(apart, 0, draws)
+    arrays: dict[str, Array] = {"table": words(own)}
     if searching.any():
-        arrays |= {"beam_rows": plain, "beam_counts": batch.beam_width[plain]}
+        arrays |= {"beam_rows": plain, "beam_counts": table["beam_width"][plain]}
     if len(touched):
         among = where_true(searching[touched])
-        arrays |= {f"touched_{name}": getattr(batch, name)[touched] for name in FILTERS}
-        arrays |= {f"touched_{name}": getattr(batch, of)[touched] for name, of in PENALTIES.items()}
+        changed = table[touched]
+        changed["num_draws"] = draws[touched]
         arrays |= {
             "touched": touched,
-            "touched_num_draws": draws[touched],
+            "touched_table": words(changed),
             "touched_drawn": ~searching[touched],
-            "touched_kept": ~(batch.renormalize & searching)[touched],
+            "touched_kept": ~((changed["renormalize"] > 0) & searching[touched]),
             "touched_beam_rows": among,
-            "touched_beam_counts": batch.beam_width[touched[among]],
+            "touched_beam_counts": changed["beam_width"][among],
             "touched_beam_place": touched[among],
         }
-    asking = where_true(batch.num_logprobs >= 0)
+    asking = where_true(reports >= 0)
     if len(asking):
-        arrays |= {"asking_rows": asking, "asking_counts": batch.num_logprobs[asking]}
+        arrays |= {"asking_rows": asking, "asking_counts": reports[asking]}
     return Layout(
-        width=int(max(draws.max(), min(int(batch.beam_width.max()), vocabulary), 1)),
-        number=min(max(int(batch.num_logprobs.max()), 0), vocabulary),
+        width=int(max(draws.max(), min(int(table["beam_width"].max()), vocabulary), 1)),
+        number=min(max(int(reports.max()), 0), vocabulary),
         touched=touched,
         place=place,
         beams=bool(searching.any()),
         arrays=arrays,
+        version=new_version(),
     )
 
 
-def places_of(batch: SamplingBatch, kind: str, place: Int32, tokens: Int32, vocabulary: int) -> dict[str, Array]:
-    """What a kind of edit needs on the device; tokens outside the vocabulary, as an encoder with one of its own may
-    have them, count for nothing."""
-    known = tokens < vocabulary
-    if kind == "history":
-        return {
-            "history_place": place[known],
-            "history_token": tokens[known],
-            "history_is_output": batch.history_is_output[known],
-        }
-    arrays: dict[str, Array] = {kind: (place.astype(np.int64) * vocabulary + tokens)[known]}
-    if kind == "bias":
-        arrays["bias_value"] = batch.bias_value[known]
-    elif kind == "source":
-        arrays["source_reward"] = batch.source_reward[batch.source_row][known]
-    elif kind == "force":
-        arrays["force_place"] = place.astype(np.int64)
+def edit_arrays(edits: EditList, place: Int32, vocabulary: int) -> dict[str, Array]:
+    """What a device is told of edits, by kinds: places among the touched rows' logits. Tokens outside the vocabulary,
+    as an encoder with one of its own may have them, count for nothing.
+
+    Args:
+        place: [S] where among the touched rows a row is.
+    """
+    arrays: dict[str, Array] = {}
+    edits = edits[edits["token"] < vocabulary]
+    for kind in Kind:
+        chosen = edits[edits["kind"] == kind]
+        if not len(chosen):
+            continue
+        rows, name = place[chosen["row"]], kind.name.lower()
+        if kind is Kind.HISTORY:
+            tokens = np.ascontiguousarray(chosen["token"])
+            arrays |= {"history_place": rows, "history_token": tokens, "history_is_output": chosen["value"] > 0}
+            continue
+        arrays[name] = rows.astype(np.int64) * vocabulary + chosen["token"]
+        if kind in (Kind.BIAS, Kind.SOURCE):
+            arrays[f"{name}_value"] = np.ascontiguousarray(chosen["value"])
+        elif kind is Kind.FORCE:
+            arrays["force_place"] = rows.astype(np.int64)
     return arrays
+
+
+def words(table: Table) -> Array:
+    """A table as a device reads it: [rows, WORDS] int32."""
+    return table.view(np.int32).reshape(len(table), WORDS)
 
 
 def where_true(mask: Array) -> Int32:
@@ -98,39 +118,14 @@ def where_true(mask: Array) -> Int32:
 
 def trial_batch(vocabulary: int) -> SamplingBatch:
     """A row that draws, one of beams, and one that is changed and asks for reports: together they take all kernels."""
-
-    def ints(*values: int) -> Int32:
-        return np.array(values, dtype=np.int32)
-
-    def floats(*values: float) -> Float32:
-        return np.array(values, dtype=np.float32)
-
-    none, ones, last = ints(), floats(1.0, 1.0, 1.0), vocabulary - 1
-    return SamplingBatch(
-        rows=ints(0, 1, 2),
-        temperature=ones,
-        top_k=ints(0, 0, 0),
-        top_p=floats(0.9, 1.0, 0.9),
-        min_p=floats(0.0, 0.0, 0.0),
-        repetition_penalty=floats(1.0, 1.0, 1.1),
-        presence_penalty=floats(0.0, 0.0, 0.0),
-        frequency_penalty=floats(0.0, 0.0, 0.0),
-        beam_width=ints(0, 2, 0),
-        num_draws=ints(1, 0, 1),
-        uniforms=np.full((3, 1), 0.5),
-        num_logprobs=ints(-1, -1, 1),
-        bias_row=none,
-        bias_token=none,
-        bias_value=floats(),
-        history_row=ints(2, 2),
-        history_token=ints(0, last),
-        history_is_output=np.array([False, True]),
-        renormalize=np.zeros(3, dtype=np.bool_),
-        source_reward=ones,
-        source_row=none,
-        source_token=none,
-        ban_row=none,
-        ban_token=none,
-        force_row=none,
-        force_token=none,
+    edits = np.zeros(2, dtype=EDIT)
+    edits["row"], edits["token"], edits["kind"], edits["value"] = 2, (0, vocabulary - 1), Kind.HISTORY, (0.0, 1.0)
+    table = neutral_rows(
+        3,
+        top_p=(0.9, 1.0, 0.9),
+        repetition_penalty=(1.0, 1.0, 1.1),
+        beam_width=(0, 2, 0),
+        num_draws=(1, 0, 1),
+        num_logprobs=(-1, -1, 1),
     )
+    return SamplingBatch(rows=np.arange(3, dtype=np.int32), table=table, uniforms=np.full((3, 1), 0.5), edits=edits)

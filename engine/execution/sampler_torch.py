@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.sampling_table import EditList, Kind, Table
 from engine.scheduling.plan import Float32, Int32, SamplingBatch, StepResult, TokenScores
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -20,10 +21,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     vocabulary = logits.shape[1]
     # Not logsumexp: torch splits a single row's sum among threads, so its last bits would depend on the batch.
     own = logits.log_softmax(dim=-1)
-    beams = np.flatnonzero(batch.beam_width)
+    table = batch.table
+    beams = np.flatnonzero(table["beam_width"])
     processed = _process(logits, own, batch, beams)
-    drawing = np.flatnonzero((batch.beam_width == 0) & (batch.temperature >= _GREEDY_TEMPERATURE))
-    width = int(max(batch.num_draws.max(), min(int(batch.beam_width.max()), vocabulary), 1))
+    drawing = np.flatnonzero((table["beam_width"] == 0) & (table["temperature"] >= _GREEDY_TEMPERATURE))
+    width = int(max(table["num_draws"].max(), min(int(table["beam_width"].max()), vocabulary), 1))
     scores = torch.full((len(logits), width), _NEGATIVE_INFINITY, dtype=torch.float32, device=logits.device)
     if len(beams) < len(logits):
         tokens = processed.argmax(dim=-1, keepdim=True).repeat(1, width)
@@ -31,7 +33,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
         tokens = torch.zeros_like(scores, dtype=torch.int64)
     if len(beams):
         index = _index(beams, logits)
-        best, values = _top(_rows(processed, index), batch.beam_width[beams])
+        best, values = _top(_rows(processed, index), table["beam_width"][beams])
         columns = torch.arange(best.shape[1], device=logits.device)
         tokens[index[:, None], columns] = best
         scores[index[:, None], columns] = values
@@ -69,54 +71,47 @@ def score(logits: Tensor, targets: Int32, counts: Int32, width: int) -> TokenSco
 def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarray) -> Tensor:
     """Logits (beams: log-probabilities) after penalties, bans and forced tokens; the input itself where there is
     nothing to do."""
-    renormalized = beams[batch.renormalize[beams]]
-    touched = (batch.bias_row, batch.source_row, batch.history_row, batch.ban_row, batch.force_row, renormalized)
+    renormalized = beams[batch.table["renormalize"][beams] > 0]
+    # Tokens of an encoder with a vocabulary of its own may lie outside the decoder's.
+    edits = batch.edits[batch.edits["token"] < logits.shape[1]]
     alike = len(beams) in (0, len(logits))
     start = own if alike and len(beams) else logits
-    if alike and not any(len(rows) for rows in touched):
+    if alike and not (len(batch.edits) or len(renormalized)):
         return start
     processed = start.clone()
     if not alike:
         index = _index(beams, logits)
         processed[index] = own[index]
-    if len(batch.bias_row):
-        where = (_index(batch.bias_row, logits), _index(batch.bias_token, logits))
-        processed.index_put_(where, torch.from_numpy(batch.bias_value).to(logits.device), accumulate=True)
-    if len(batch.source_row):
-        _favour(processed, batch)
-    if len(batch.history_row):
-        _penalize(processed, batch)
-    if len(batch.ban_row):
-        # Tokens of an encoder with a vocabulary of its own may lie outside the decoder's.
-        known = batch.ban_token < logits.shape[1]
-        where = (_index(batch.ban_row[known], logits), _index(batch.ban_token[known], logits))
-        processed[where] = _NEGATIVE_INFINITY
-    if len(batch.force_row):
-        rows = _index(batch.force_row, logits)
-        processed[rows] = _NEGATIVE_INFINITY
-        processed[rows, _index(batch.force_token, logits)] = 0.0
+    for kind in Kind if len(edits) else ():
+        chosen = edits[edits["kind"] == kind]
+        if not len(chosen):
+            continue
+        where = (_index(chosen["row"], logits), _index(chosen["token"], logits))
+        value = torch.from_numpy(np.ascontiguousarray(chosen["value"])).to(logits.device)
+        if kind is Kind.BIAS:
+            processed.index_put_(where, value, accumulate=True)
+        elif kind is Kind.SOURCE:
+            score = processed[where]
+            processed[where] = torch.where(score < 0, score * value, score / value)
+        elif kind is Kind.HISTORY:
+            _penalize(processed, chosen, batch.table)
+        elif kind is Kind.BAN:
+            processed[where] = _NEGATIVE_INFINITY
+        else:
+            processed[where[0]] = _NEGATIVE_INFINITY
+            processed[where] = 0.0
     if len(renormalized):
         index = _index(renormalized, logits)
         processed[index] = processed[index].log_softmax(dim=-1)
     return processed
 
 
-def _favour(processed: Tensor, batch: SamplingBatch) -> None:
-    """Repetition penalty of the encoder's tokens, which makes them more probable."""
-    known = batch.source_token < processed.shape[1]
-    row = batch.source_row[known]
-    where = (_index(row, processed), _index(batch.source_token[known], processed))
-    reward = torch.from_numpy(batch.source_reward[row]).to(processed.device)
-    score = processed[where]
-    processed[where] = torch.where(score < 0, score * reward, score / reward)
-
-
-def _penalize(processed: Tensor, batch: SamplingBatch) -> None:
+def _penalize(processed: Tensor, history: EditList, table: Table) -> None:
     """Repetition, frequency and presence penalties on the tokens that occur, each token once."""
     vocabulary = processed.shape[1]
-    key = batch.history_row.astype(np.int64) * vocabulary + batch.history_token
+    key = history["row"].astype(np.int64) * vocabulary + history["token"]
     unique, inverse = np.unique(key, return_inverse=True)
-    count = np.bincount(inverse, weights=batch.history_is_output, minlength=len(unique)).astype(np.float32)
+    count = np.bincount(inverse, weights=history["value"], minlength=len(unique)).astype(np.float32)
     row, token = unique // vocabulary, unique % vocabulary
     where = (_index(row, processed), _index(token, processed))
 
@@ -124,20 +119,21 @@ def _penalize(processed: Tensor, batch: SamplingBatch) -> None:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(processed.device)
 
     score = processed[where]
-    repetition = column(batch.repetition_penalty[row])
+    repetition = column(table["repetition_penalty"][row])
     score = torch.where(score < 0, score * repetition, score / repetition)
-    score = score - column(batch.frequency_penalty[row] * count + batch.presence_penalty[row] * (count > 0))
+    score = score - column(table["frequency_penalty"][row] * count + table["presence_penalty"][row] * (count > 0))
     processed[where] = score
 
 
 def _draw(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
     """Tokens [N, draws] by inverse CDF in vocabulary order, summed up in float64."""
     device = logits.device
-    temperature = torch.from_numpy(batch.temperature[rows]).to(device)
+    table = batch.table[rows]
+    temperature = torch.from_numpy(np.ascontiguousarray(table["temperature"])).to(device)
     scaled = logits / temperature[:, None]
-    scaled = _filter(scaled, batch, rows)
+    scaled = _filter(scaled, table)
     weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
-    min_p = batch.min_p[rows]
+    min_p = np.ascontiguousarray(table["min_p"])
     if (min_p > 0).any():
         # The most probable token's weight is 1, so min_p is a threshold on the weights themselves.
         weights = weights.masked_fill(weights < torch.from_numpy(min_p).to(device)[:, None], 0.0)
@@ -149,16 +145,16 @@ def _draw(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
     return torch.minimum(drawn, last).clamp_(max=logits.shape[1] - 1)
 
 
-def _filter(scaled: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
+def _filter(scaled: Tensor, table: Table) -> Tensor:
     """top-k, then top-p among what is left; -inf elsewhere."""
     vocabulary = scaled.shape[1]
-    top_k = np.where(batch.top_k[rows] > 0, np.minimum(batch.top_k[rows], vocabulary), vocabulary)
-    top_p = batch.top_p[rows]
+    top_k = np.where(table["top_k"] > 0, np.minimum(table["top_k"], vocabulary), vocabulary)
+    top_p = table["top_p"]
     limited = np.flatnonzero(top_k < vocabulary)
     unlimited = np.flatnonzero((top_k == vocabulary) & (top_p < 1.0))
     if not len(limited) and not len(unlimited):
         return scaled
-    smallest = scaled.new_full((len(rows), 1), _NEGATIVE_INFINITY)
+    smallest = scaled.new_full((len(table), 1), _NEGATIVE_INFINITY)
     if len(limited):
         index = _index(limited, scaled)
         some = _rows(scaled, index).topk(int(top_k[limited].max()), dim=-1).values
@@ -203,8 +199,9 @@ def _smallest(best: Tensor, whole: Tensor | None, top_k: np.ndarray, top_p: np.n
 
 def _report(logits: Tensor, own: Tensor, tokens: Tensor, batch: SamplingBatch) -> tuple[Int32, Int32, Float32]:
     """Ranks [S, C] and most probable tokens [S, L] for the rows that ask for them."""
-    rows = np.flatnonzero(batch.num_logprobs >= 0)
-    number = min(max(int(batch.num_logprobs.max()), 0), logits.shape[1])
+    reports = batch.table["num_logprobs"]
+    rows = np.flatnonzero(reports >= 0)
+    number = min(max(int(reports.max()), 0), logits.shape[1])
     ranks = np.zeros(tokens.shape, dtype=np.int32)
     top_ids = np.zeros((len(logits), number), dtype=np.int32)
     top_logprobs = np.zeros((len(logits), number), dtype=np.float32)
@@ -213,7 +210,7 @@ def _report(logits: Tensor, own: Tensor, tokens: Tensor, batch: SamplingBatch) -
         raw, chosen = logits[index], logits.gather(1, tokens)[index]
         for column in range(tokens.shape[1]):  # columns, not rows: draws or candidates, few
             ranks[rows, column] = _numpy((raw > chosen[:, column : column + 1]).sum(dim=-1) + 1)
-        top, _ = _top(raw, batch.num_logprobs[rows])
+        top, _ = _top(raw, reports[rows])
         top_ids[rows] = _numpy(top)
         top_logprobs[rows] = _numpy(own[index].gather(1, top))
     return ranks, top_ids, top_logprobs

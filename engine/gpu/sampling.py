@@ -45,23 +45,13 @@ class Parameters:
     """How S rows are drawn from, on the device.
 
     Attributes:
-        temperature, top_p, min_p: [S] float32; temperature 0 is greedy.
-        top_k: [S] int32; 0 keeps all.
-        num_draws: [S] int32; 0 for rows of which the likeliest token alone is wanted, less for unused rows.
-        uniforms: [S, D] float64, one for each draw; None if they are made on the device.
-        seeds, choices, positions: [S] int64, int32, int32: what they are made of then (`engine.gpu.philox`), the
-            choice being that of the first draw.
+        table: [S, WORDS] int32, rows of the sampling table (`engine.sampling_table`), side by side; 0 draws: of that
+            row the likeliest token alone is wanted, less: it is unused.
+        uniforms: [S, D] float64, one for each draw; None if they are made on the device, of what the table says.
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    num_draws: Tensor
+    table: Tensor
     uniforms: Tensor | None = None
-    seeds: Tensor | None = None
-    choices: Tensor | None = None
-    positions: Tensor | None = None
 
 
 class Workspace:
@@ -116,8 +106,7 @@ class LogitRows:
             logits,
             logits.stride(0),
             room.vocabulary,
-            parameters.temperature,
-            parameters.num_draws,
+            parameters.table,
             room.split_peak,
             room.split_floor,
             room.split_place,
@@ -141,21 +130,16 @@ class LogitRows:
         room, given = self.room, self.parameters
         counted = given.uniforms is None
         every = room.every if place is None else place
-        stand_in = given.temperature  # for what is not read
         numbers = (
-            stand_in if given.uniforms is None else given.uniforms,
+            given.table if given.uniforms is None else given.uniforms,  # or what is not read
             0 if given.uniforms is None else given.uniforms.shape[1],
-            stand_in if given.seeds is None else given.seeds,
-            stand_in if given.choices is None else given.choices,
-            stand_in if given.positions is None else given.positions,
         )
-        filters = (given.temperature, given.top_k, given.top_p, given.min_p, given.num_draws)
         row = (self.logits, self.logits.stride(0), room.vocabulary, every)
         columns = tokens.shape[1]
         splits, sizes = triton.next_power_of_2(room.splits), room.sizes
         sampling_draw.choose[(len(self.logits),)](
             *row,
-            *filters,
+            given.table,
             *numbers,
             room.split_peak,
             room.split_place,
@@ -184,7 +168,7 @@ class LogitRows:
         )
         sampling_wide.wide[(len(self.logits),)](
             *row,
-            *filters,
+            given.table,
             *numbers,
             room.split_floor,
             room.split_weight,
@@ -281,15 +265,13 @@ class LogitRows:
         )
         ranks.index_copy_(0, where.long(), partial.sum(dim=1, dtype=torch.int32) + 1)
 
-    def report(
-        self, tokens: Tensor, chosen: Tensor, logprobs: Tensor, first: Tensor, *, positions: Tensor | None = None
-    ) -> None:
+    def report(self, tokens: Tensor, chosen: Tensor, logprobs: Tensor, first: Tensor, *, counted: bool = False) -> None:
         """Write log-probabilities of tokens under the model's own distribution: NaN where `chosen` is -inf.
 
         Args:
             tokens, chosen, logprobs: [S, C].
             first: [S] int32, written: the first column of the tokens.
-            positions: [S] int32, counted up by one in rows that draw.
+            counted: positions in the table are counted up by one in rows that draw.
         """
         columns = tokens.shape[1]
         sampling_best.report[(len(self.logits),)](
@@ -302,10 +284,9 @@ class LogitRows:
             columns,
             logprobs,
             first,
-            self.parameters.num_draws,
-            first if positions is None else positions,
+            self.parameters.table,
             COLUMNS=_block(columns),
-            COUNTED=positions is not None,
+            COUNTED=counted,
             num_warps=1,
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.gpu.sampling_walk import collect, key_of, kth_largest
+from engine.gpu.sampling_draw import POSITION
+from engine.gpu.sampling_walk import NUM_DRAWS, WORDS, collect, key_of, kth_largest
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def best(
 
 @triton.jit(do_not_specialize=["columns"])
 def report(
-    logits, stride, row_peak, row_log_sum, tokens, chosen, columns, logprobs, first, num_draws, positions,
+    logits, stride, row_peak, row_log_sum, tokens, chosen, columns, logprobs, first, table,
     COLUMNS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Program (row) makes log-probabilities [S, columns] of tokens under the model's own distribution.
@@ -93,7 +94,7 @@ def report(
     Args:
         chosen: [S, columns] what tokens were chosen for: NaN takes the place of what was impossible.
         first: [S] int32, the tokens of the first column again.
-        num_draws, positions: [S] int32; positions of rows that draw are counted up if COUNTED.
+        table: [S, WORDS] int32; positions of rows that draw are counted up if COUNTED.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -105,8 +106,9 @@ def report(
     tl.store(logprobs + row * columns + column, tl.where(possible, logprob, float("nan")), mask=known)
     tl.store(first + row + column, token, mask=column == 0)
     if COUNTED:
-        position = tl.load(positions + row)
-        tl.store(positions + row, position + (tl.load(num_draws + row) > 0).to(tl.int32))
+        own = table + row * WORDS
+        draws = tl.load(own + NUM_DRAWS)
+        tl.store(own + POSITION, tl.load(own + POSITION) + (draws > 0).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["columns"])

@@ -21,19 +21,29 @@ import triton.language as tl
 from engine.gpu.philox import uniform
 from engine.gpu.sampling_walk import (
     GREEDY_TEMPERATURE,
+    NUM_DRAWS,
+    TEMPERATURE,
+    WORDS,
     collect,
     divided,
     key_of,
     kth_largest,
     least_with,
+    number_of,
 )
+from engine.sampling_table import word
+
+SEED, CHOICE, POSITION = tl.constexpr(word("seed")), tl.constexpr(word("choice")), tl.constexpr(word("position"))
+TOP_K, TOP_P, MIN_P = tl.constexpr(word("top_k")), tl.constexpr(word("top_p")), tl.constexpr(word("min_p"))
 
 
 @triton.jit
-def _number(uniforms, seeds, choices, positions, row, column, width, COUNTED: tl.constexpr):
+def _number(uniforms, table, row, column, width, COUNTED: tl.constexpr):
     """The number of a row's draw: given, or made of what it is for."""
     if COUNTED:
-        made = uniform(tl.load(seeds + row), tl.load(choices + row) + column, tl.load(positions + row))
+        own = table + row * WORDS
+        low, high = tl.load(own + SEED).to(tl.int64), tl.load(own + SEED + 1).to(tl.int64)
+        made = uniform((high << 32) | (low & 0xFFFFFFFF), tl.load(own + CHOICE) + column, tl.load(own + POSITION))
     else:
         made = tl.load(uniforms + row * width + column)
     return made
@@ -103,7 +113,7 @@ def _in_splits(
 @triton.jit(do_not_specialize=["width", "columns"])
 def choose(
     logits, stride, vocabulary: tl.constexpr, place,
-    temperature, top_k, top_p, min_p, num_draws, uniforms, width, seeds, choices, positions,
+    table, uniforms, width,
     split_peak, split_place, split_sum, split_weight, tops, num_splits, num_tops,
     row_peak, row_log_sum, chunks, values, candidates, is_wide,
     tokens, chosen, columns,
@@ -114,8 +124,8 @@ def choose(
 
     Args:
         place: [S] rows of `tokens` and `chosen` that are written.
-        temperature, top_k, top_p, min_p, num_draws: [S], as in `SamplingBatch`; less than 0 draws: an unused row.
-        uniforms: [S, width] float64; seeds, choices, positions: [S], read instead if COUNTED.
+        table: [S, WORDS] (`engine.sampling_table`); less than 0 draws: an unused row.
+        uniforms: [S, width] float64; if COUNTED they are made of what the table says.
         row_peak, row_log_sum: [S] float32, written: the largest logit, and the log of the sum of exp(logit - peak),
             NaN for a row that has NaN or inf, or nothing but -inf.
         chunks, values, candidates: scratch, [S, num_tops], [S, ROOM], [S, ROOM].
@@ -124,7 +134,7 @@ def choose(
         FEW: how many of the largest logits a threshold is looked for among; ROOM is at least twice that.
     """
     row = tl.program_id(0).to(tl.int64)
-    draws = tl.load(num_draws + row)
+    draws = tl.load(table + row * WORDS + NUM_DRAWS)
     out = tl.load(place + row).to(tl.int64) * columns
     column = tl.arange(0, COLUMNS)
     tl.store(is_wide + row, 0)
@@ -148,17 +158,18 @@ def choose(
     tl.store(row_log_sum + row, log_sum)
     tl.store(tokens + out + column, best, mask=column < columns)
     tl.store(chosen + out + column, peak, mask=column < columns)
-    heat = tl.load(temperature + row)
+    heat = number_of(table, row, TEMPERATURE)
     if (draws == 0) | (heat < GREEDY_TEMPERATURE) | (log_sum != log_sum):
         return
     tl.debug_barrier()  # the likeliest token is written before the draws are
-    k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    k = tl.load(table + row * WORDS + TOP_K)
+    p, least = number_of(table, row, TOP_P), number_of(table, row, MIN_P)
     limited = (k > 0) & (k < vocabulary)
     row_logits = logits + row * stride
     if (limited == 0) & (p >= 1.0) & (least <= 0.0):
         draw = draws * 0
         while draw < draws:
-            number = _number(uniforms, seeds, choices, positions, row, draw, width, COUNTED)
+            number = _number(uniforms, table, row, draw, width, COUNTED)
             token, value = _in_splits(
                 row_logits, vocabulary, split_weight + row * num_splits, split_peak + row * num_splits, num_splits,
                 peak, heat, float("-inf"), 0.0, number, best, True, SPLITS, SPLIT,
@@ -219,7 +230,7 @@ def choose(
     whole = tl.sum(weight, axis=0)
     draw = draws * 0
     while draw < draws:
-        number = _number(uniforms, seeds, choices, positions, row, draw, width, COUNTED)
+        number = _number(uniforms, table, row, draw, width, COUNTED)
         drawn, logit = _among(weight, token, value, number * whole, best)
         tl.store(tokens + out + draw, drawn)
         tl.store(chosen + out + draw, logit)

@@ -7,13 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.gpu.sampling_walk import WORDS
+from engine.sampling_table import word
+
 _BLOCK = 256
+REPETITION = tl.constexpr(word("repetition_penalty"))
+FREQUENCY = tl.constexpr(word("frequency_penalty"))
+PRESENCE = tl.constexpr(word("presence_penalty"))
 
 
 @triton.jit(do_not_specialize=["count"])
-def _penalize(
-    logits, stride, vocabulary, keys, first, last, count, repetition, frequency, presence, BLOCK: tl.constexpr
-):
+def _penalize(logits, stride, vocabulary, keys, first, last, count, table, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = at < count
     token = tl.load(keys + at, mask=known, other=-1) // 2
@@ -23,28 +27,20 @@ def _penalize(
     row = token // vocabulary
     where = logits + row * stride + token % vocabulary
     score = tl.load(where, mask=new, other=0.0)
-    factor = tl.load(repetition + row, mask=new, other=1.0)
+    own = table + row * WORDS
+    factor = tl.load(own + REPETITION, mask=new, other=0x3F800000).to(tl.float32, bitcast=True)  # or 1
     score = tl.where(score < 0, score * factor, tl.math.div_rn(score, factor))
-    taken = tl.load(frequency + row, mask=new, other=0.0) * times
-    taken += tl.load(presence + row, mask=new, other=0.0) * (times > 0).to(tl.float32)
+    taken = tl.load(own + FREQUENCY, mask=new, other=0).to(tl.float32, bitcast=True) * times
+    taken += tl.load(own + PRESENCE, mask=new, other=0).to(tl.float32, bitcast=True) * (times > 0).to(tl.float32)
     tl.store(where, score - taken, mask=new)
 
 
-def penalize(
-    logits: Tensor,
-    rows: Tensor,
-    tokens: Tensor,
-    is_output: Tensor,
-    *,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> None:
+def penalize(logits: Tensor, rows: Tensor, tokens: Tensor, is_output: Tensor, table: Tensor) -> None:
     """Take penalties from logits [N, vocabulary] float32, in place, without knowing on the host which tokens occur.
 
     Args:
         rows, tokens, is_output: [M] what occurs: tokens within the vocabulary, as often as they do.
-        repetition, frequency, presence: [N] float32, as in `SamplingBatch`.
+        table: [N, WORDS] int32 (`engine.sampling_table`).
     """
     vocabulary = logits.shape[1]
     keys = ((rows.long() * vocabulary + tokens) * 2 + is_output).sort().values
@@ -52,6 +48,5 @@ def penalize(
     first = torch.searchsorted(keys, output)
     last = torch.searchsorted(keys, output, right=True)
     _penalize[(triton.cdiv(len(keys), _BLOCK),)](
-        logits, logits.stride(0), vocabulary, keys, first, last, len(keys), repetition, frequency, presence,
-        BLOCK=_BLOCK,
-    )  # fmt: skip
+        logits, logits.stride(0), vocabulary, keys, first, last, len(keys), table, BLOCK=_BLOCK
+    )

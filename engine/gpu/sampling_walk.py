@@ -13,13 +13,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine import sampling_table
+from engine.sampling_table import word
+
 CHUNK = tl.constexpr(64)
 # Below this a softmax is one-hot in float32 for any two logits that differ.
 GREEDY_TEMPERATURE = tl.constexpr(1e-5)
+# Where in a row of the sampling table its columns are.
+WORDS = tl.constexpr(sampling_table.WORDS)
+NUM_DRAWS = tl.constexpr(word("num_draws"))
+TEMPERATURE = tl.constexpr(word("temperature"))
 # The key of -inf.
 LOWEST = tl.constexpr(-2139095041)
 # exp() of what lies farther below the peak is 0 in float32, denormals and all.
 FARTHEST = tl.constexpr(104.0)
+
+
+@triton.jit
+def number_of(table, row, column: tl.constexpr):
+    """A float32 of a row of the sampling table."""
+    return tl.load(table + row * WORDS + column).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -47,8 +60,7 @@ def summarize(
     logits,
     stride,
     vocabulary: tl.constexpr,
-    temperature,
-    num_draws,
+    table,
     split_peak,
     split_floor,
     split_place,
@@ -63,8 +75,7 @@ def summarize(
 
     Args:
         logits: [S, vocabulary], rows `stride` apart.
-        temperature, num_draws: [S]; weights are made for rows that draw with a temperature. Less than 0 draws: the
-            row is unused.
+        table: [S, WORDS]; weights are made for rows that draw with a temperature. Less than 0 draws: the row is unused.
         split_peak, split_floor: [S, num_splits] float32, the largest logit and the least that is not -inf.
         split_place: [S, num_splits] int32, the first token that has the peak.
         split_sum: [S, num_splits] float32, sum of exp(logit - peak); NaN where a logit is NaN or inf.
@@ -73,7 +84,7 @@ def summarize(
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    draws = tl.load(num_draws + row)
+    draws = tl.load(table + row * WORDS + NUM_DRAWS)
     if draws < 0:
         return
     chunk = split * CHUNKS + tl.arange(0, CHUNKS)
@@ -91,7 +102,7 @@ def summarize(
     tl.store(split_floor + at, least)
     tl.store(split_place + at, place)
     tl.store(split_sum + at, tl.sum(tl.sum(tl.exp(value - reference), axis=1), axis=0))
-    heat = tl.load(temperature + row)
+    heat = number_of(table, row, TEMPERATURE)
     if (draws > 0) & (heat >= GREEDY_TEMPERATURE):
         weight = tl.exp(divided(value, heat) - divided(reference, heat))
         tl.store(split_weight + at, tl.sum(tl.sum(weight.to(tl.float64), axis=1), axis=0))

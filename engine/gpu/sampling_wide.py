@@ -11,8 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.gpu.sampling_draw import _in_splits, _number, _weights
-from engine.gpu.sampling_walk import FARTHEST, divided, key_of, kth_largest, least_with, value_of
+from engine.gpu.sampling_draw import MIN_P, TOP_K, TOP_P, _in_splits, _number, _weights
+from engine.gpu.sampling_walk import (
+    FARTHEST,
+    NUM_DRAWS,
+    TEMPERATURE,
+    WORDS,
+    divided,
+    key_of,
+    kth_largest,
+    least_with,
+    number_of,
+    value_of,
+)
 
 
 @triton.jit
@@ -123,7 +134,7 @@ def _threshold(
 @triton.jit(do_not_specialize=["width", "columns"])
 def wide(
     logits, stride, vocabulary: tl.constexpr, place,
-    temperature, top_k, top_p, min_p, num_draws, uniforms, width, seeds, choices, positions,
+    table, uniforms, width,
     split_floor, split_weight, num_splits, split_peak,
     row_peak, room, is_wide,
     tokens, chosen, columns,
@@ -134,9 +145,9 @@ def wide(
     if tl.load(is_wide + row) == 0:
         return
     row_logits, row_room = logits + row * stride, room + row * ROOM
-    heat, peak = tl.load(temperature + row), tl.load(row_peak + row)
-    k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    draws = tl.load(num_draws + row)
+    heat, peak = number_of(table, row, TEMPERATURE), tl.load(row_peak + row)
+    k, draws = tl.load(table + row * WORDS + TOP_K), tl.load(table + row * WORDS + NUM_DRAWS)
+    p, least = number_of(table, row, TOP_P), number_of(table, row, MIN_P)
     reference = divided(peak, heat)
     at = tl.arange(0, SPLITS)
     known = at < num_splits
@@ -174,7 +185,7 @@ def wide(
     out = tl.load(place + row).to(tl.int64) * columns
     draw = draws * 0
     while draw < draws:
-        number = _number(uniforms, seeds, choices, positions, row, draw, width, COUNTED)
+        number = _number(uniforms, table, row, draw, width, COUNTED)
         token, value = _in_splits(
             row_logits, vocabulary, split_weight + row * num_splits, split_weight, num_splits,
             peak, heat, smallest, least, number, best, False, SPLITS, SPLIT,

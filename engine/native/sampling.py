@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.native.loading import Kernel
+from engine.sampling_table import EDIT, TABLE, EditList, Table
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -24,91 +25,23 @@ _ROWS = "piiip"
 _SUMMARY = Kernel("logits_summary", f"{_ROWS} pppp p")
 _BEST = Kernel("logits_best", f"{_ROWS} pp pp ii p pp pi")
 _RANKS = Kernel("logits_ranks", f"{_ROWS} pp ii p")
-_DRAW = Kernel("logits_draw", f"{_ROWS} pi pppp pp i pp ppp i")
+_DRAW = Kernel("logits_draw", f"{_ROWS} pi pi pi pp ppp i")
 _EDIT = Kernel("logits_edit", f"{_ROWS} pp p")
 _RESTORE = Kernel("logits_restore", f"{_ROWS} p")
-_FIELDS: dict[str, type[np.generic]] = {
-    "bias_value": np.float32,
-    "history_is_output": np.bool_,
-    **dict.fromkeys(("source_reward", "repetition", "frequency", "presence"), np.float32),
-    "apart": np.bool_,
-}
 # The numbers are those of src/sampling.h.
 _CHUNK, _PIECE = 64, 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draws:
-    """How each of M rows is drawn from.
-
-    Attributes:
-        temperature, top_p, min_p: [M] float32; temperatures above 0.
-        top_k: [M] int32, 0 keeps all.
-        counts: [M] int32 tokens to draw.
-        uniforms: [M, largest count or more] float64 in [0, 1).
-    """
-
-    temperature: Float32
-    top_k: Int32
-    top_p: Float32
-    min_p: Float32
-    counts: Int32
-    uniforms: Float64
-
-
-class _Tokens(ctypes.Structure):
-    """`Tokens` of `src/sampling_edit.h`."""
-
-    _fields_ = (("start", ctypes.c_void_p), ("tokens", ctypes.c_void_p))
 
 
 class _Edits(ctypes.Structure):
     """`Edits` of `src/sampling_edit.h`."""
 
-    _fields_ = (
-        *((name, _Tokens) for name in ("bias", "source", "history", "ban")),
-        *((name, ctypes.c_void_p) for name in ("bias_value", "history_is_output")),
-        *((name, ctypes.c_void_p) for name in ("source_reward", "repetition", "frequency", "presence", "apart")),
-        *((name, ctypes.c_void_p) for name in ("counts", "columns", "values", "before", "keys")),
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            *("start", "edits", "repetition", "frequency", "presence", "apart"),
+            *("counts", "columns", "values", "before", "keys"),
+        )
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """Tokens of rows: token i is one of row rows[i].
-
-    Attributes:
-        rows, tokens: [M] int32; tokens outside of the vocabulary count for nothing.
-    """
-
-    rows: Int32
-    tokens: Int32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edits:
-    """What becomes of single logits, in this order.
-
-    Attributes:
-        bias: tokens whose `bias_value` [M] float32 is added.
-        source: tokens, each once in a row, that get more probable by their row's `source_reward` [N] float32.
-        history: tokens that `repetition`, `frequency` and `presence` [N] float32 make less probable, the latter two
-            by how often `history_is_output` [M] is set for them.
-        ban: tokens that become impossible.
-        apart: [N] rows whose edits begin with log-probabilities.
-    """
-
-    bias: Listed
-    bias_value: Float32
-    source: Listed
-    source_reward: Float32
-    history: Listed
-    history_is_output: Bool
-    repetition: Float32
-    frequency: Float32
-    presence: Float32
-    ban: Listed
-    apart: Bool
 
 
 class _Laid:
@@ -119,49 +52,30 @@ class _Laid:
         counts: [N] how many a row has.
     """
 
-    def __init__(self, edits: Edits, rows: int):
-        call = self.call = _Edits()
-        self.address = ctypes.addressof(call)
-        self._kept: list[NDArray[np.generic]] = []
-        numbers = np.arange(rows + 1, dtype=np.int32)
-        nothing = np.zeros(rows + 1, dtype=np.int64)
-        self.start, total = nothing, 0
-        for name, listed, values, field in (
-            ("bias", edits.bias, edits.bias_value, "bias_value"),
-            ("source", edits.source, None, ""),
-            ("history", edits.history, edits.history_is_output, "history_is_output"),
-            ("ban", edits.ban, None, ""),
-        ):
-            where, tokens = nothing, listed.tokens
-            if len(tokens):
-                order = np.argsort(listed.rows, kind="stable")
-                where, tokens = np.searchsorted(listed.rows[order], numbers), tokens[order]
-                if values is not None:
-                    setattr(call, field, self._keep(values[order], _FIELDS[field]))
-                self.start = self.start + where
-                total += len(tokens)
-            setattr(call, name, _Tokens(self._keep(where, np.int64), self._keep(tokens, np.int32)))
-        for field, row_values in (
-            ("source_reward", edits.source_reward),
-            ("repetition", edits.repetition),
-            ("frequency", edits.frequency),
-            ("presence", edits.presence),
-            ("apart", edits.apart),
-        ):
-            setattr(call, field, self._keep(row_values, _FIELDS[field]))
+    def __init__(self, edits: EditList, table: Table, apart: Bool):
+        rows, total = len(table), len(edits)
+        self.start = np.searchsorted(edits["row"], np.arange(rows + 1, dtype=np.int32))
+        penalties = [np.ascontiguousarray(table[f"{name}_penalty"]) for name in ("repetition", "frequency", "presence")]
+        self._kept = (edits, *penalties, apart)
         made = torch.empty((3, total), dtype=torch.float32)
         keys, counts = torch.empty(2 * total, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
         first = made.data_ptr()
-        call.values, call.columns, call.before = first, first + 4 * total, first + 8 * total
-        call.keys, call.counts = keys.data_ptr(), counts.data_ptr()
+        call = self._call = _Edits(
+            _address(self.start, np.int64),
+            _address(edits, EDIT),
+            *(_address(values, np.float32) for values in penalties),
+            _address(apart, np.bool_),
+            counts.data_ptr(),
+            first + 4 * total,
+            first,
+            first + 8 * total,
+            keys.data_ptr(),
+        )
+        self.address = ctypes.addressof(call)
         numbers_made: Float32 = made.numpy()
         self.values, self.columns = numbers_made[0], numbers_made[1].view(np.int32)
         self.counts: Int64 = counts.numpy()
         self._memory = (made, keys, counts)
-
-    def _keep(self, values: NDArray[np.generic], dtype: type[np.generic]) -> int:
-        self._kept.append(values)
-        return _address(values, dtype)
 
 
 class LogitRows:
@@ -251,7 +165,7 @@ class LogitRows:
         _RANKS.call(*self._rows, _address(rows, np.int32), _address(tokens, np.int32), *tokens.shape, found.data_ptr())
         return found.numpy()
 
-    def draw(self, rows: Int32, draws: Draws) -> tuple[Int32, Int32]:
+    def draw(self, rows: Int32, table: Table, uniforms: Float64) -> tuple[Int32, Int32]:
         """Tokens drawn from rows [M] after temperature, top-k, top-p and min-p, as `transformers` has them.
 
         A draw is where running sums of the weights in vocabulary order, in float64, pass its uniform number's share
@@ -259,13 +173,14 @@ class LogitRows:
 
         Args:
             rows: int32.
-            draws: how, for each of them.
+            table: [M] how, for each of them; temperatures above 0.
+            uniforms: [M, largest number of draws or more] float64 in [0, 1).
 
         Returns:
-            Tokens [M, C], 0 beyond a row's count and where no token is possible; and whether all tokens had to be
-            asked for a row's top-p [M], because it is not among the few most probable ones.
+            Tokens [M, C], 0 beyond a row's number of draws and where no token is possible; and whether all tokens had
+            to be asked for a row's top-p [M], because it is not among the few most probable ones.
         """
-        most = draws.uniforms.shape[1]
+        most = uniforms.shape[1]
         tokens = torch.empty((len(rows), most), dtype=torch.int32)
         wide = torch.empty(len(rows), dtype=torch.int32)
         threads = torch.get_num_threads()
@@ -276,12 +191,9 @@ class LogitRows:
             *self._rows,
             _address(rows, np.int32),
             len(rows),
-            _address(draws.temperature, np.float32),
-            _address(draws.top_k, np.int32),
-            _address(draws.top_p, np.float32),
-            _address(draws.min_p, np.float32),
-            _address(draws.counts, np.int32),
-            _address(draws.uniforms, np.float64),
+            _address(table, TABLE),
+            TABLE.itemsize,
+            _address(uniforms, np.float64),
             most,
             tokens.data_ptr(),
             wide.data_ptr(),
@@ -293,13 +205,14 @@ class LogitRows:
         return tokens.numpy(), wide.numpy()
 
     @contextlib.contextmanager
-    def edited(self, edits: Edits) -> Iterator[None]:
-        """Writes edits into the rows for a while. `best` and `draw` see them; `peak`, `place` and `log_sum` stay.
+    def edited(self, edits: EditList, table: Table, apart: Bool) -> Iterator[None]:
+        """Writes edits [E] into the rows for a while, with the penalties of a table [N]; forced tokens are left to the
+        caller. `best` and `draw` see them; `peak`, `place` and `log_sum` stay.
 
-        In rows that are `apart` tokens with edits are -inf for all but `best`, which knows what became of their
-        log-probabilities; `put` has them, too.
+        In rows that are `apart` [N] edits begin with log-probabilities; tokens with edits are -inf there for all but
+        `best`, which knows what became of their log-probabilities; `put` has them, too.
         """
-        laid = _Laid(edits, len(self))
+        laid = _Laid(edits, table, apart)
         _EDIT.call(*self._rows, *self._log_probability, laid.address)
         self._edits = laid
         try:
@@ -316,8 +229,8 @@ class LogitRows:
             logprobs[self._edits.columns[made]] = self._edits.values[made]
 
 
-def _address(values: NDArray[np.generic], dtype: type[np.generic]) -> int:
+def _address(values: NDArray[Any], dtype: Any) -> int:
     if values.dtype != dtype or not values.flags.c_contiguous:
-        raise ValueError(f"expected {dtype.__name__}, side by side, not {values.dtype} with strides {values.strides}")
+        raise ValueError(f"expected {np.dtype(dtype)}, side by side, not {values.dtype} with strides {values.strides}")
     address: int = values.__array_interface__["data"][0]
     return address

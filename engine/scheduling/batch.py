@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from engine.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, new_version
 from engine.scheduling.encoding import Memory
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import (
     CrossRows,
-    DrawCounters,
     EncoderBatch,
+    Float32,
     Float64,
     Int32,
     PoolingRow,
@@ -118,7 +119,9 @@ def build_plan(
         slots = positions[:0]
         if not whole:
             slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+    sampling = _sampling(rows, query_start) if known is None else _sampling_again(rows, known.sampling)
     plan = StepPlan(
+        version=new_version() if sampling is None else sampling.version,
         token_ids=token_ids,
         positions=positions,
         slots=slots,
@@ -126,7 +129,7 @@ def build_plan(
         context_lens=context_lens,
         block_tables=tables,
         copies=np.array(copies, dtype=np.int32).reshape(-1, 2),
-        sampling=_sampling(rows, query_start) if known is None else _sampling_again(rows, known.sampling),
+        sampling=sampling,
         prompt_logprobs=None if decoding else _prompt_logprobs(rows, query_start),
         encoder=_encoder(memories, block_size) if memories else None,
         cross=_cross(groups) if known is None else known.cross,
@@ -209,40 +212,11 @@ def _sampling(rows: Seq[Row], query_start: Int32) -> SamplingBatch | None:
         return None
     token_rows = query_start[1:][is_sampled] - 1
     rows = [row for row in rows if row.sampled]
-    parameters = np.array([row.group.parameters for row in rows])
-    draws = [_num_draws(row.group) for row in rows]
-    places = [row.num_output for row in rows]
-    biases = [(i, *bias) for i, row in enumerate(rows) for bias in row.group.request.decoding.logit_bias]
-    sources = [i for i, row in enumerate(rows) if len(row.group.favoured)]
-    return SamplingBatch(
-        rows=token_rows,
-        temperature=parameters[:, 0].astype(np.float32),
-        top_k=parameters[:, 1].astype(np.int32),
-        top_p=parameters[:, 2].astype(np.float32),
-        min_p=parameters[:, 3].astype(np.float32),
-        repetition_penalty=parameters[:, 4].astype(np.float32),
-        presence_penalty=parameters[:, 5].astype(np.float32),
-        frequency_penalty=parameters[:, 6].astype(np.float32),
-        beam_width=parameters[:, 7].astype(np.int32),
-        num_logprobs=parameters[:, 8].astype(np.int32),
-        num_draws=_int32(draws),
-        uniforms=_uniforms(rows, draws, places),
-        counters=DrawCounters(
-            seeds=np.array([row.group.seed & (2**64 - 1) for row in rows], dtype=np.uint64).view(np.int64),
-            choices=_int32([row.sequence.index for row in rows]),
-            positions=_int32(places),
-        ),
-        bias_row=_int32([b[0] for b in biases]),
-        bias_token=_int32([b[1] for b in biases]),
-        bias_value=np.array([b[2] for b in biases], dtype=np.float32),
-        renormalize=parameters[:, 9] > 0,
-        source_reward=parameters[:, 10].astype(np.float32),
-        source_row=np.repeat(_int32(sources), [len(rows[i].group.favoured) for i in sources]),
-        source_token=np.concatenate([_int32([]), *(rows[i].group.favoured for i in sources)]),
-        **_histories(rows),
-        **_bans(rows),
-        **_forces(rows),
-    )
+    draws, places = [_num_draws(row.group) for row in rows], [row.num_output for row in rows]
+    table = np.frombuffer(bytearray().join([row.group.parameters for row in rows]), dtype=TABLE)
+    table["num_draws"], table["position"] = draws, places
+    table["choice"] = [row.sequence.index for row in rows]
+    return SamplingBatch(rows=token_rows, table=table, uniforms=_uniforms(rows, draws, places), edits=_edits(rows))
 
 
 def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBatch | None:
@@ -251,41 +225,49 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
     groups = {row.group for row in rows}
     changes: dict[str, Any] = {}
     if any(group.draws for group in groups):
-        assert before.counters is not None
         places = [row.num_output for row in rows]
-        changes["uniforms"] = _uniforms(rows, before.num_draws.tolist(), places)
-        changes["counters"] = replace(before.counters, positions=_int32(places))
-    if any(group.has_penalties for group in groups):
-        changes |= _histories(rows)
-    if any(group.has_changing_bans for group in groups):
-        changes |= _bans(rows)
-    if any(group.has_forced_tokens for group in groups):
-        changes |= _forces(rows)
+        changes["uniforms"] = _uniforms(rows, before.table["num_draws"].tolist(), places)
+        table = changes["table"] = before.table.copy()
+        table["position"] = places
+    if any(group.has_changing_edits for group in groups):
+        changes |= {"edits": _edits(rows), "edits_version": new_version()}
     return replace(before, **changes) if changes else before
 
 
-def _histories(rows: Seq[Row]) -> dict[str, Any]:
-    punished = [(i, row.sequence) for i, row in enumerate(rows) if row.group.has_penalties]
-    lengths = [sequence.tokens.size for _, sequence in punished]
-    is_output, start = np.ones(sum(lengths), dtype=np.bool_), 0
-    for (_, sequence), length in zip(punished, lengths, strict=True):
-        is_output[start : start + sequence.num_prompt] = False
+def _edits(rows: Seq[Row]) -> EditList:
+    """What is edited of each row: its tokens by kinds."""
+    parts: list[tuple[int, Kind, Int32 | list[int], float | Float32]] = []
+    for i, row in enumerate(rows):
+        group, tokens = row.group, row.sequence.tokens
+        if not group.has_edits:
+            continue
+        if group.biased is not None:
+            parts.append((i, Kind.BIAS, *group.biased))
+        if len(group.favoured):
+            parts.append((i, Kind.SOURCE, group.favoured, 1.0 / group.request.decoding.encoder_repetition_penalty))
+        if group.has_penalties:
+            prompt = row.sequence.num_prompt
+            parts.append((i, Kind.HISTORY, tokens.view(0, prompt), 0.0))
+            parts.append((i, Kind.HISTORY, tokens.view(prompt), 1.0))
+        if group.has_bans:
+            parts.append((i, Kind.BAN, list(banned_tokens(row)), 0.0))
+        if group.has_forced_tokens:
+            parts.append((i, Kind.FORCE, list(forced_tokens(row)), 0.0))
+    lengths = [len(tokens) for _, _, tokens, _ in parts]
+    edits = np.empty(sum(lengths), dtype=EDIT)
+    if not len(edits):
+        return NO_EDITS
+    edits["row"] = np.repeat([row for row, _, _, _ in parts], lengths)
+    edits["token"] = np.concatenate([tokens for _, _, tokens, _ in parts])
+    edits["kind"] = np.repeat([int(kind) for _, kind, _, _ in parts], lengths)
+    values = [value if isinstance(value, float) else 0.0 for _, _, _, value in parts]
+    edits["value"] = np.repeat(np.array(values, dtype=np.float32), lengths)
+    start = 0
+    for (_, _, _, value), length in zip(parts, lengths, strict=True):
+        if not isinstance(value, float):
+            edits["value"][start : start + length] = value
         start += length
-    return {
-        "history_row": np.repeat(_int32([i for i, _ in punished]), lengths),
-        "history_token": np.concatenate([_int32([]), *(sequence.tokens.view() for _, sequence in punished)]),
-        "history_is_output": is_output,
-    }
-
-
-def _bans(rows: Seq[Row]) -> dict[str, Any]:
-    bans = [(i, token) for i, row in enumerate(rows) if row.group.has_bans for token in banned_tokens(row)]
-    return {"ban_row": _int32([i for i, _ in bans]), "ban_token": _int32([token for _, token in bans])}
-
-
-def _forces(rows: Seq[Row]) -> dict[str, Any]:
-    forced = [(i, token) for i, row in enumerate(rows) if row.group.has_forced_tokens for token in forced_tokens(row)]
-    return {"force_row": _int32([i for i, _ in forced]), "force_token": _int32([token for _, token in forced])}
+    return edits
 
 
 def _num_draws(group: SequenceGroup) -> int:

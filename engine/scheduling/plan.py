@@ -5,87 +5,48 @@ T tokens run in R rows (a row is one sequence's chunk); S of the T tokens are sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.pooling import Pooling
+from engine.sampling_table import NO_EDITS, NO_MASKS, EditList, Masks, Table, new_version
 
 Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawCounters:
-    """What the random numbers of S rows are made of (`engine.scheduling.philox`), for devices that make their own.
-
-    Attributes:
-        seeds: [S] the 64 bits of the seed.
-        choices: [S] number of the answer that the first draw is for; the others follow.
-        positions: [S] place of the token in its answer.
-    """
-
-    seeds: Int64
-    choices: Int32
-    positions: Int32
+_NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """How to turn the logits of the S sampled tokens into candidates.
+    """How to turn the logits of the S sampled tokens into candidates (see `engine.sampling_table`).
 
     Attributes:
         rows: [S] index into the flat tokens.
-        temperature, top_p, min_p: [S]; temperature 0 is greedy.
-        top_k: [S]; 0 keeps all.
-        repetition_penalty, presence_penalty, frequency_penalty: [S].
-        beam_width: [S] candidates wanted of a beam row, 0 for a row that samples.
-        num_draws: [S] tokens to draw (n on a request's first sample, else 1), 0 for beam rows.
-        uniforms: [S, max draws] numbers in [0, 1), one per draw.
-        counters: the same numbers, as a device makes them.
-        num_logprobs: [S] how many most probable tokens to report, -1 for none.
-        bias_row, bias_token, bias_value: added to logits first (logit_bias).
-        history_row, history_token, history_is_output: tokens of the rows that have penalties.
-        renormalize: [S] a beam row's scores are log-probabilities again after all that.
-        source_reward: [S] factor by which log-probabilities or logits of the source's tokens grow (the reciprocal
-            of a penalty); source_row, source_token: these tokens, each once.
-        ban_row, ban_token: set to -inf after the penalties.
-        force_row, force_token: rows in which only these tokens are possible, after the bans (a row may
-            have several).
+        table: [S] `TABLE`.
+        uniforms: [S, max draws] numbers in [0, 1), one per draw: those that a device makes itself of the table's
+            seeds, choices and positions (`engine.scheduling.philox`).
+        edits: [E] `EDIT`, in the order of the rows, and of a row in that of their kinds.
+        masked: [M] rows that have a mask, ascending.
+        masks: [M, words] of each the tokens that may come, a bit each (`mask_words`); the others are impossible, as
+            if they were banned.
+        version: a batch of the same version as the one before it has the same table but for positions; all rows are
+            one token further.
+        edits_version: a batch of the same version of edits as the one before it has the same edits.
     """
 
     rows: Int32
-    temperature: Float32
-    top_k: Int32
-    top_p: Float32
-    min_p: Float32
-    repetition_penalty: Float32
-    presence_penalty: Float32
-    frequency_penalty: Float32
-    beam_width: Int32
-    num_draws: Int32
+    table: Table
     uniforms: Float64
-    num_logprobs: Int32
-    bias_row: Int32
-    bias_token: Int32
-    bias_value: Float32
-    history_row: Int32
-    history_token: Int32
-    history_is_output: Bool
-    renormalize: Bool
-    source_reward: Float32
-    source_row: Int32
-    source_token: Int32
-    ban_row: Int32
-    ban_token: Int32
-    force_row: Int32
-    force_token: Int32
-    counters: DrawCounters | None = None
+    edits: EditList = field(default_factory=lambda: NO_EDITS)
+    masked: Int32 = field(default_factory=lambda: _NO_ROWS)
+    masks: Masks = field(default_factory=lambda: NO_MASKS)
+    version: int = field(default_factory=new_version)
+    edits_version: int = field(default_factory=new_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +139,8 @@ class StepPlan:
         token_types: [T] segments, for models that tell them apart; None where all tokens are of the first.
         shifts: [R] how many rows after its position the angles of each of a row's tokens are in rotary tables; None:
             positions are the rows of all.
+        version: a plan of the same version as that of the step before has the same rows, each one token further: the
+            same `cross`, and a `sampling` of the same version. All other plans have versions of their own.
     """
 
     token_ids: Int32
@@ -196,6 +159,7 @@ class StepPlan:
     token_types: Int32 | None = None
     sources: Int32 | None = None
     shifts: Int32 | None = None
+    version: int = field(default_factory=new_version)
 
     @property
     def turns(self) -> Int32 | None:

@@ -12,9 +12,10 @@ import numpy as np
 
 from engine.outputs import TokenLogprobs
 from engine.request import Request
+from engine.sampling_table import REQUESTED, neutral_rows
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoding import Memory
-from engine.scheduling.plan import Float64, Int32
+from engine.scheduling.plan import Float32, Float64, Int32
 from engine.scheduling.search import BeamSearch, Hypothesis
 
 _EMPTY = np.zeros(0, dtype=np.int32)
@@ -192,6 +193,7 @@ class SequenceGroup:
         memory: the encoder's input and its pages, for an encoder-decoder model.
         source: the encoder's input, or the prompt of a decoder-only model, where its n-grams are not to be repeated.
         favoured: its distinct tokens, where these are favoured or disfavoured.
+        biased: tokens with a bias, and their biases; None where there are none.
         sequences: the live ones; one until the first sample. Beams: best first.
         status: where the group is.
         started: the first token was sampled.
@@ -210,10 +212,11 @@ class SequenceGroup:
         shift: how many rows after its position a token's angles are in rotary tables; the same for its whole life.
         token_types: the segment of each token of its prompt; empty where all are of the first.
         pooled: what its pooling has so far, where the input is computed in parts.
-        parameters: its row of the sampler's parameters.
+        parameters: the bytes of its row of the sampling table.
         draws: its tokens are drawn, with numbers that follow from the seed.
         has_penalties, has_bans, has_forced_tokens: sampling heeds such.
-        has_changing_bans: which tokens are banned changes as the answer grows.
+        has_edits: or biases, or favoured tokens.
+        has_changing_edits: which tokens are penalised, banned or forced changes as the answer grows.
         heeds_tokens: how a token is sampled depends on which ones came before, not on their number alone.
     """
 
@@ -261,29 +264,30 @@ class SequenceGroup:
         self.num_cached_tokens = self.num_found = 0
         self.admitted = False
         self.scheduled_time: float | None = None
-        # One row of the sampler's parameters; they do not change from step to step.
-        self.parameters = np.array(
-            [
-                decoding.temperature,
-                decoding.top_k,
-                decoding.top_p,
-                decoding.min_p,
-                decoding.repetition_penalty,
-                decoding.presence_penalty,
-                decoding.frequency_penalty,
-                0 if self.beam is None else self.beam.num_candidates,
-                -1 if decoding.logprobs is None else decoding.logprobs,
-                decoding.renormalize,
-                1.0 / decoding.encoder_repetition_penalty,
-            ],
-            dtype=np.float64,
-        )
+        # They do not change from step to step, but for the columns that say what is drawn.
+        self.parameters = neutral_rows(
+            1,
+            seed=np.array(decoding.seed & (2**64 - 1), dtype=np.uint64).view(np.int64),
+            beam_width=0 if self.beam is None else self.beam.num_candidates,
+            num_logprobs=-1 if decoding.logprobs is None else decoding.logprobs,
+            renormalize=decoding.renormalize,
+            **{name: getattr(decoding, name) for name in REQUESTED},
+        ).tobytes()
+        self.biased: tuple[Int32, Float32] | None = None
+        if decoding.logit_bias:
+            tokens, values = zip(*decoding.logit_bias, strict=True)
+            self.biased = np.array(tokens, dtype=np.int32), np.array(values, dtype=np.float32)
         self.has_penalties = (
             decoding.repetition_penalty != 1.0 or decoding.presence_penalty != 0.0 or decoding.frequency_penalty != 0.0
         )
         self.draws = self.beam is None and decoding.temperature > 0.0
         self.seed = decoding.seed
-        self.has_changing_bans = bool(
+        self.heeds_tokens = self.has_penalties or bool(
+            decoding.no_repeat_ngram_size
+            or decoding.encoder_no_repeat_ngram_size
+            or any(len(word) > 1 for word in decoding.bad_words)
+        )
+        has_changing_bans = bool(
             decoding.min_tokens
             or decoding.min_length
             or decoding.begin_suppress_tokens
@@ -291,13 +295,10 @@ class SequenceGroup:
             or decoding.encoder_no_repeat_ngram_size
             or decoding.bad_words
         )
-        self.heeds_tokens = self.has_penalties or bool(
-            decoding.no_repeat_ngram_size
-            or decoding.encoder_no_repeat_ngram_size
-            or any(len(word) > 1 for word in decoding.bad_words)
-        )
-        self.has_bans = self.has_changing_bans or bool(decoding.suppress_tokens)
+        self.has_bans = has_changing_bans or bool(decoding.suppress_tokens)
         self.has_forced_tokens = bool(decoding.forced_eos_token_ids) or decoding.forced_bos_token_id is not None
+        self.has_changing_edits = self.has_penalties or has_changing_bans or self.has_forced_tokens
+        self.has_edits = self.has_changing_edits or self.has_bans or self.biased is not None or len(self.favoured) > 0
 
     @property
     def key(self) -> tuple[int, int]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from engine import SamplingParams
+from engine import FILTERS, SamplingParams
 from server.answering.pieces import Shape
 from server.api.schemas import GenerationBody
 from server.context import Service
 from server.errors import ApiError
 
 # What beam search does not use, with the values that ask for nothing.
-_NOT_WITH_BEAMS: dict[str, tuple[float, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+_NOT_WITH_BEAMS = {column.name: column.nothing for column in FILTERS}
 
 
 def shape_of(body: GenerationBody, service: Service, *, echo: bool = False) -> Shape:

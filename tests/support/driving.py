@@ -122,7 +122,7 @@ def watching(engine: Engine) -> Iterator[list[StepPlan]]:
 
 def beam_rows(plan: StepPlan) -> int:
     """Sampled rows of a plan that belong to beams."""
-    return 0 if plan.sampling is None else int((plan.sampling.beam_width > 0).sum())
+    return 0 if plan.sampling is None else int((plan.sampling.table["beam_width"] > 0).sum())
 
 
 def other_rows(plan: StepPlan) -> int:

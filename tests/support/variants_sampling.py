@@ -9,18 +9,20 @@ from engine.gpu.sampling import SIZES
 from support.gpu import Variant
 
 _INT32 = (
-    *("place", "rows", "counts", "tokens", "chunks", "candidates", "is_wide", "top_k", "num_draws", "choices"),
-    *("positions", "split_place", "first", "partial"),
+    *("place", "rows", "counts", "tokens", "chunks", "candidates", "is_wide", "table"),
+    *("split_place", "first", "partial"),
 )
 _FLOAT32 = (
-    *("temperature", "top_p", "min_p", "split_peak", "split_floor", "split_sum", "tops", "row_peak", "row_log_sum"),
-    *("values", "room", "chosen", "scores", "before", "after", "logprobs", "repetition", "frequency", "presence"),
+    *("split_peak", "split_floor", "split_sum", "tops", "row_peak", "row_log_sum"),
+    *("values", "room", "chosen", "scores", "before", "after", "logprobs"),
 )
 _NUMBERS = ("stride", "width", "num_splits", "num_tops", "columns", "count")
 _TYPES = {
     "split_weight": "*fp64",
     "uniforms": "*fp64",
     "seeds": "*i64",
+    "choices": "*i32",
+    "positions": "*i32",
     **dict.fromkeys(_INT32, "*i32"),
     **dict.fromkeys(_FLOAT32, "*fp32"),
     **dict.fromkeys(_NUMBERS, "i32"),

@@ -18,7 +18,7 @@ struct Best {
 
 // Puts tokens in whose log-probabilities the edits keep; keys are of log-probabilities from here on.
 int64_t merge(const Best& a, int64_t row, uint64_t* keys, uint64_t* spare, int64_t count) {
-  const int64_t first = a.edits->first(row), edited = a.edits->counts[row];
+  const int64_t first = a.edits->start[row], edited = a.edits->counts[row];
   const int32_t* columns = a.edits->columns + first;
   const float *values = a.edits->values + first, peak = a.peak[row], log_sum = a.log_sum[row];
   int64_t kept = 0;

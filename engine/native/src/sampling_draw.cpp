@@ -9,11 +9,19 @@ constexpr int64_t LEAST = 16, FEW = 256;
 // Tokens of which the rest of a nucleus is sorted out, once the others are known to be in or out.
 constexpr int64_t REST = 512;
 
+// The layout is that of `TABLE` in engine/sampling_table.py.
+struct Row {
+  int64_t seed;
+  int32_t choice, position, num_draws, beam_width, renormalize, num_logprobs;
+  float temperature;
+  int32_t top_k;
+  float top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
+};
+
 struct Drawing {
   Logits logits;
   const int32_t* chosen;     // [count] rows
-  const float *temperature, *top_p, *min_p;  // [count]
-  const int32_t *top_k, *draws;              // [count]
+  const Row* table;          // [count]
   const double* uniforms;    // [count, most draws]
   int64_t most_draws;
   int32_t* tokens;           // [count, most draws]
@@ -186,20 +194,21 @@ int64_t find(const Weights& a, double u) {
 
 void draw_row(const Drawing& a, int64_t i, double* sums, uint64_t* keys, float* weights) {
   const int64_t row = a.chosen[i], chunks = a.logits.chunks();
+  const Row& how = a.table[i];
   int32_t* tokens = a.tokens + i * a.most_draws;
   for (int64_t draw = 0; draw < a.most_draws; ++draw) tokens[draw] = 0;
   a.wide[i] = 0;
   const float peak = top_of(a.logits.tops_of(row), chunks);
   if (!(peak > -INFINITE && peak < INFINITE)) return;
-  Weights w{a.logits, row, a.temperature[i], 0, -INFINITE, 0, sums};
+  Weights w{a.logits, row, how.temperature, 0, -INFINITE, 0, sums};
   w.peak = w.scaled(peak);
   uint64_t* spare = keys + a.logits.columns;
-  a.wide[i] = filter(w, a.top_k[i], static_cast<double>(a.top_p[i]), keys, spare, weights);
-  w.least = a.min_p[i];
+  a.wide[i] = filter(w, how.top_k, static_cast<double>(how.top_p), keys, spare, weights);
+  w.least = how.min_p;
   sum_up(w);
   for (int64_t chunk = 1; chunk < chunks; ++chunk) sums[chunk] += sums[chunk - 1];
   if (!(sums[chunks - 1] > 0)) return;
-  for (int64_t draw = 0; draw < a.draws[i]; ++draw)
+  for (int64_t draw = 0; draw < how.num_draws; ++draw)
     tokens[draw] = static_cast<int32_t>(find(w, a.uniforms[i * a.most_draws + draw]));
 }
 
@@ -210,12 +219,12 @@ using namespace octavo;
 
 // `sums` is [threads, chunks], `keys` [threads, 2, columns], `weights` [threads, columns].
 OCTAVO_EXPORT(logits_draw)(float* values, int64_t rows, int64_t columns, int64_t stride, float* tops,
-                           const int32_t* chosen, int64_t count, const float* temperature, const int32_t* top_k,
-                           const float* top_p, const float* min_p, const int32_t* draws, const double* uniforms,
-                           int64_t most_draws, int32_t* tokens, int32_t* wide, double* sums, uint64_t* keys,
-                           float* weights, int64_t most_threads) {
-  const Drawing a{{values, rows, columns, stride, tops}, chosen,     temperature, top_p,  min_p, top_k, draws,
-                  uniforms,                              most_draws, tokens,      wide};
+                           const int32_t* chosen, int64_t count, const void* table, int64_t row_bytes,
+                           const double* uniforms, int64_t most_draws, int32_t* tokens, int32_t* wide, double* sums,
+                           uint64_t* keys, float* weights, int64_t most_threads) {
+  if (row_bytes != sizeof(Row)) __builtin_trap();
+  const Drawing a{{values, rows, columns, stride, tops}, chosen, static_cast<const Row*>(table), uniforms, most_draws,
+                  tokens, wide};
   parallel(count > 1 && count * columns >= WORTH_SHARING, [&](int thread, int threads) {
     threads = static_cast<int>(smaller<int64_t>(threads, most_threads));
     if (thread >= threads) return;

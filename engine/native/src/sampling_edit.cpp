@@ -4,20 +4,16 @@
 namespace octavo {
 namespace {
 
-enum Stage : uint64_t { BIAS, SOURCE, HISTORY, BAN };
-
-// What is to be done to a row: a key is the column, then the stage, then the place among the stage's tokens.
+// What is to be done to a row: a key is the column, then the kind, then the place among the row's edits.
 int64_t collect(const Edits& a, int64_t row, int64_t vocabulary, uint64_t* keys) {
-  const Tokens* const stages[] = {&a.bias, &a.source, &a.history, &a.ban};
+  const int64_t first = a.start[row];
   int64_t count = 0;
-  for (uint64_t stage = BIAS; stage <= BAN; ++stage) {
-    const Tokens& those = *stages[stage];
-    for (int64_t i = those.start[row]; i < those.start[row + 1]; ++i) {
-      // Tokens of an encoder with a vocabulary of its own may lie outside of the decoder's.
-      if (those.tokens[i] < 0 || those.tokens[i] >= vocabulary) continue;
-      keys[count++] = static_cast<uint64_t>(those.tokens[i]) << 32 | stage << 30 |
-                      static_cast<uint64_t>(i - those.start[row]);
-    }
+  for (int64_t i = first; i < a.start[row + 1]; ++i) {
+    const Edit& edit = a.edits[i];
+    // Tokens of an encoder with a vocabulary of its own may lie outside of the decoder's.
+    if (edit.token < 0 || edit.token >= vocabulary || edit.kind >= FORCE) continue;
+    keys[count++] = static_cast<uint64_t>(edit.token) << 32 | static_cast<uint64_t>(edit.kind) << 30 |
+                    static_cast<uint64_t>(i - first);
   }
   return count;
 }
@@ -45,16 +41,14 @@ float edited(const Edits& a, int64_t row, float value, const uint64_t* keys, int
   bool known = false;
   float outputs = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const uint64_t stage = keys[i] >> 30 & 3;
-    const int64_t place = static_cast<int64_t>(keys[i] & 0x3fffffff);
-    if (stage == BIAS) {
-      value += a.bias_value[a.bias.start[row] + place];
-    } else if (stage == SOURCE) {
-      const float reward = a.source_reward[row];
-      value = value < 0 ? value * reward : value / reward;
-    } else if (stage == HISTORY) {
+    const Edit& edit = a.edits[a.start[row] + static_cast<int64_t>(keys[i] & 0x3fffffff)];
+    if (edit.kind == BIAS) {
+      value += edit.value;
+    } else if (edit.kind == SOURCE) {
+      value = value < 0 ? value * edit.value : value / edit.value;
+    } else if (edit.kind == HISTORY) {
       known = true;
-      outputs += a.history_is_output[a.history.start[row] + place] ? 1.0f : 0.0f;
+      outputs += edit.value;
     } else {
       return -INFINITE;
     }
@@ -76,7 +70,7 @@ void refresh(const Logits& logits, int64_t row, const int32_t* columns, int64_t 
 }
 
 void edit_row(const Logits& logits, const Edits& a, const float* peak, const float* log_sum, int64_t row) {
-  const int64_t first = a.first(row), room = a.first(row + 1) - first;
+  const int64_t first = a.start[row], room = a.start[row + 1] - first;
   uint64_t* keys = a.keys + 2 * first;
   const int64_t count = collect(a, row, logits.columns, keys);
   sort_by_column(keys, keys + room, count, logits.columns);
@@ -98,7 +92,7 @@ void edit_row(const Logits& logits, const Edits& a, const float* peak, const flo
 }
 
 void restore_row(const Logits& logits, const Edits& a, int64_t row) {
-  const int64_t first = a.first(row);
+  const int64_t first = a.start[row];
   for (int64_t i = first; i < first + a.counts[row]; ++i) logits.row(row)[a.columns[i]] = a.before[i];
   refresh(logits, row, a.columns + first, a.counts[row]);
 }
@@ -111,7 +105,7 @@ using namespace octavo;
 OCTAVO_EXPORT(logits_edit)(float* values, int64_t rows, int64_t columns, int64_t stride, float* tops,
                            const float* peak, const float* log_sum, const Edits* edits) {
   const Logits logits{values, rows, columns, stride, tops};
-  parallel(edits->first(rows) >= WORTH_SHARING / 64, [&](int thread, int threads) {
+  parallel(edits->start[rows] >= WORTH_SHARING / 64, [&](int thread, int threads) {
     const Share own = share(rows, thread, threads);
     for (int64_t row = own.first; row < own.last; ++row) edit_row(logits, *edits, peak, log_sum, row);
   });
@@ -120,7 +114,7 @@ OCTAVO_EXPORT(logits_edit)(float* values, int64_t rows, int64_t columns, int64_t
 OCTAVO_EXPORT(logits_restore)(float* values, int64_t rows, int64_t columns, int64_t stride, float* tops,
                               const Edits* edits) {
   const Logits logits{values, rows, columns, stride, tops};
-  parallel(edits->first(rows) >= WORTH_SHARING / 16, [&](int thread, int threads) {
+  parallel(edits->start[rows] >= WORTH_SHARING / 16, [&](int thread, int threads) {
     const Share own = share(rows, thread, threads);
     for (int64_t row = own.first; row < own.last; ++row) restore_row(logits, *edits, row);
   });
