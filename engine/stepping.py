@@ -98,8 +98,7 @@ class Stepping:
             result = step.answer.result()
         except Exception as error:
             return self._recovery.recover(error)
-        if not self._scheduler.in_flight.continues:
-            self._recovery.succeeded()
+        self._recovery.succeeded(partly=self._scheduler.in_flight.continues)
         plan = step.plan
         deltas = self._scheduler.update(result)
         # The device begins with a step when it has ended the one before.

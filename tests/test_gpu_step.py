@@ -89,7 +89,7 @@ def test_memory_that_is_short_in_the_middle_of_a_step(checkpoint: Callable[[str]
             raise torch.OutOfMemoryError("CUDA out of memory, made by the test")
 
         graphs.run = broken
-        engine._stepping._recovery.succeeded = lambda: setattr(engine._stepping._recovery, "rows", 2)
+        engine._stepping._recovery.succeeded = lambda **_: setattr(engine._stepping._recovery, "rows", 2)
         assert run(engine, jobs) == expected
         assert calls >= 4
         assert engine.stats().num_oom_retries >= 2

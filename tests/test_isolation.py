@@ -159,7 +159,7 @@ def test_an_engine_that_computes_nothing_any_more_says_so(engines: Callable[...,
     for number, job in enumerate(MIXED[:3]):
         add(one, str(number), job)
     with faults(one, dead), pytest.raises(EngineDeadError, match="AcceleratorError: CUDA error: made by the test"):
-        one.step()
+        finish(one)
     check_idle(one)
 
 

@@ -48,14 +48,14 @@ def windowed_spec(config: Any) -> ModelSpec:
 @pytest.fixture
 def windowed(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Like `engines`, with windows."""
-    monkeypatch.setattr("engine.engine.build_spec", windowed_spec)
+    monkeypatch.setattr("engine.execution.starting.build_spec", windowed_spec)
     return engines
 
 
 def answers_of_whole_tables(path: Path, **settings: Any) -> list[Tokens]:
     """What the jobs answer alone, computed by an engine that keeps every page and has nothing cached."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.engine.build_spec", windowed_spec)
+        patch.setattr("engine.execution.starting.build_spec", windowed_spec)
         patch.setattr(ModelSpec, "attention_span", None)
         plain = make_engine(path, enable_prefix_caching=False, block_size=4, **settings)
     result = run_alone(plain, LONG)

@@ -72,10 +72,11 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(autouse=True)
 def same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has some activations to itself otherwise."""
+    """torch has some activations to itself otherwise, and bfloat16 on CPUs with matrix tiles."""
     everything = dict.fromkeys((torch.float32, torch.bfloat16), frozenset(ACTIVATIONS))
     monkeypatch.setattr(kernels, "PLAIN", everything)
     monkeypatch.setattr(kernels, "GATED", everything)
+    monkeypatch.setattr(packing, "_native_is_best", lambda dtype: dtype in everything)
 
 
 def hidden_states(model: Transformer, padding: int) -> list[Tensor]:

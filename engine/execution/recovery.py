@@ -57,6 +57,7 @@ class Recovery:
         self._scheduler = scheduler
         self._executor = executor
         self.tokens = self.rows = _UNBOUNDED
+        self._works = True  # something was computed since the last step that failed as a whole
         self._patience = _PATIENCE
         self._good = 0  # steps since the last shortage, or since the limits were raised
 
@@ -71,9 +72,10 @@ class Recovery:
         if not self._holds(plan):
             raise TooLarge
 
-    def succeeded(self) -> None:
-        """A step went well, all its parts included."""
-        if self.tokens == self.rows == _UNBOUNDED:
+    def succeeded(self, *, partly: bool) -> None:
+        """A step went well; partly: more parts of it are in flight."""
+        self._works = True
+        if partly or self.tokens == self.rows == _UNBOUNDED:
             return
         self._good += 1
         if self._good >= self._patience:
@@ -103,10 +105,10 @@ class Recovery:
         if scheduler.skip():  # no request waits for it any more
             return []
         is_short = isinstance(error, TooLarge) or is_out_of_memory(error)
-        if not is_short:
-            if not step.is_part:
+        if not step.is_part:
+            self._works = False
+            if not is_short:
                 logger.error("a step of %d tokens in %d rows failed", *_sizes(step), exc_info=error)
-            self._try_one_token(error)
         deltas: list[RequestDelta] = []
         if is_short or len({row.group for row in step.live()}) > 1:
             pairs = [(group, pair) for group, own in step.copies.items() for pair in own]
@@ -120,15 +122,22 @@ class Recovery:
             rows = step.live()
             if len(rows) > 1 or isinstance(error, TooLarge):
                 try:
-                    return deltas + scheduler.update(self._compute(rows, steps.plan(step).encoder))
+                    result = self._compute(rows, steps.plan(step).encoder)
+                    self._works = True
+                    return deltas + scheduler.update(result)
                 except Exception as problem:
                     error = problem
-        if is_out_of_memory(error):
-            self._try_one_token(error)
         return deltas + self._fail(error)
 
     def _fail(self, error: Exception, groups: list[SequenceGroup] | None = None) -> list[RequestDelta]:
-        """End these requests of the oldest step, or all of them."""
+        """End these requests of the oldest step, or all of them, if the fault is theirs.
+
+        Raises:
+            EngineDeadError: it is not; all requests of the step have ended.
+        """
+        if not self._works:
+            self._try_one_token(error)
+            self._works = True
         ended = groups or dict.fromkeys(row.group for row in self._scheduler.in_flight.oldest.live())
         for group in ended:
             logger.error("request %s cannot be computed", group.request.request_id, exc_info=error)
@@ -138,12 +147,13 @@ class Recovery:
         """If that works, the fault is the requests'.
 
         Raises:
-            EngineDeadError: it does not; the oldest step's requests have ended.
+            EngineDeadError: it does not; the requests of all steps in flight have ended.
         """
         try:
             self._executor.trial()
         except Exception as second:
-            self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}")
+            while self._scheduler.in_flight:
+                self._scheduler.fail(f"the engine failed to compute a step: {_named(error)}")
             raise EngineDeadError(
                 f"no step can be computed any more: {_named(error)}; a step of one token: {_named(second)}"
             ) from second
