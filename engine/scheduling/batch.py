@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, new_version
+from engine.constraints import allow
+from engine.request import Decoding
+from engine.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, mask_words, new_version
 from engine.scheduling.encoding import Memory
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import (
@@ -216,7 +218,9 @@ def _sampling(rows: Seq[Row], query_start: Int32) -> SamplingBatch | None:
     table = np.frombuffer(bytearray().join([row.group.parameters for row in rows]), dtype=TABLE)
     table["num_draws"], table["position"] = draws, places
     table["choice"] = [row.sequence.index for row in rows]
-    return SamplingBatch(rows=token_rows, table=table, uniforms=_uniforms(rows, draws, places), edits=_edits(rows))
+    return SamplingBatch(
+        rows=token_rows, table=table, uniforms=_uniforms(rows, draws, places), edits=_edits(rows), **_masks(rows)
+    )
 
 
 def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBatch | None:
@@ -231,6 +235,8 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
         table["position"] = places
     if any(group.has_changing_edits for group in groups):
         changes |= {"edits": _edits(rows), "edits_version": new_version()}
+    if len(before.masked):
+        changes |= _masks(rows)
     return replace(before, **changes) if changes else before
 
 
@@ -268,6 +274,24 @@ def _edits(rows: Seq[Row]) -> EditList:
             edits["value"][start : start + length] = value
         start += length
     return edits
+
+
+def _masks(rows: Seq[Row]) -> dict[str, Any]:
+    """What constraints leave of the vocabulary; of one that is complete the end of the answer."""
+    masked = [i for i, row in enumerate(rows) if row.sequence.constraint is not None]
+    if not masked:
+        return {}
+    first = rows[masked[0]].sequence.constraint
+    assert first is not None
+    masks = np.zeros((len(masked), mask_words(first.vocab_size)), dtype=np.uint32)
+    for mask, i in zip(masks, masked, strict=True):
+        decoding, constraint = rows[i].group.request.decoding, rows[i].sequence.constraint
+        assert constraint is not None
+        if constraint.is_complete:
+            allow(mask, decoding.eos_ids | decoding.stop_ids)
+        else:
+            constraint.fill(mask)
+    return {"masked": _int32(masked), "masks": masks}
 
 
 def _num_draws(group: SequenceGroup) -> int:
@@ -330,10 +354,14 @@ def banned_tokens(row: Row) -> set[int]:
 
 def forced_tokens(row: Row) -> tuple[int, ...]:
     """The only tokens that may come next; empty where there is a free choice."""
-    decoding = row.group.request.decoding
-    if decoding.forced_eos_token_ids and row.num_output == decoding.max_tokens - 1:
+    return forced_after(row.group.request.decoding, row.start + row.count, row.num_output)
+
+
+def forced_after(decoding: Decoding, num_tokens: int, num_output: int) -> tuple[int, ...]:
+    """The only tokens that may follow so many tokens, and so many of the answer."""
+    if decoding.forced_eos_token_ids and num_output == decoding.max_tokens - 1:
         return decoding.forced_eos_token_ids
-    if decoding.forced_bos_token_id is not None and row.start + row.count == 1:
+    if decoding.forced_bos_token_id is not None and num_tokens == 1:
         return (decoding.forced_bos_token_id,)
     return ()
 
