@@ -31,6 +31,7 @@ from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup
 # Positions of an answer that random numbers are made for at a time: many take hardly longer than one.
 _AHEAD = 32
 _UNKNOWN = np.zeros(1, dtype=np.int32)  # in the place of a token
+_BIAS, _SOURCE, _HISTORY, _BAN, _FORCE = map(int, Kind)  # members of an enumeration are slow to come by
 
 
 @dataclass(slots=True)
@@ -242,37 +243,36 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
 
 def _edits(rows: Seq[Row]) -> EditList:
     """What is edited of each row: its tokens by kinds."""
-    parts: list[tuple[int, Kind, Int32 | list[int], float | Float32]] = []
+    parts: list[tuple[int, int, Int32 | list[int], float]] = []  # row, kind, tokens, value
+    biases: dict[int, Float32] = {}  # values of parts that have one for each token
     for i, row in enumerate(rows):
-        group, tokens = row.group, row.sequence.tokens
+        group = row.group
         if not group.has_edits:
             continue
         if group.biased is not None:
-            parts.append((i, Kind.BIAS, *group.biased))
+            tokens, biases[len(parts)] = group.biased
+            parts.append((i, _BIAS, tokens, 0.0))
         if len(group.favoured):
-            parts.append((i, Kind.SOURCE, group.favoured, 1.0 / group.request.decoding.encoder_repetition_penalty))
+            parts.append((i, _SOURCE, group.favoured, 1.0 / group.request.decoding.encoder_repetition_penalty))
         if group.has_penalties:
-            prompt = row.sequence.num_prompt
-            parts.append((i, Kind.HISTORY, tokens.view(0, prompt), 0.0))
-            parts.append((i, Kind.HISTORY, tokens.view(prompt), 1.0))
+            known, prompt = row.sequence.tokens, row.sequence.num_prompt
+            parts.append((i, _HISTORY, known.view(0, prompt), 0.0))
+            parts.append((i, _HISTORY, known.view(prompt), 1.0))
         if group.has_bans:
-            parts.append((i, Kind.BAN, list(banned_tokens(row)), 0.0))
+            parts.append((i, _BAN, list(banned_tokens(row)), 0.0))
         if group.has_forced_tokens:
-            parts.append((i, Kind.FORCE, list(forced_tokens(row)), 0.0))
-    lengths = [len(tokens) for _, _, tokens, _ in parts]
-    edits = np.empty(sum(lengths), dtype=EDIT)
-    if not len(edits):
+            parts.append((i, _FORCE, list(forced_tokens(row)), 0.0))
+    if not parts:
         return NO_EDITS
-    edits["row"] = np.repeat([row for row, _, _, _ in parts], lengths)
-    edits["token"] = np.concatenate([tokens for _, _, tokens, _ in parts])
-    edits["kind"] = np.repeat([int(kind) for _, kind, _, _ in parts], lengths)
-    values = [value if isinstance(value, float) else 0.0 for _, _, _, value in parts]
-    edits["value"] = np.repeat(np.array(values, dtype=np.float32), lengths)
-    start = 0
-    for (_, _, _, value), length in zip(parts, lengths, strict=True):
-        if not isinstance(value, float):
-            edits["value"][start : start + length] = value
-        start += length
+    numbers, kinds, tokens_of, values = zip(*parts, strict=True)
+    lengths = [len(tokens) for tokens in tokens_of]
+    first = np.empty(len(parts), dtype=EDIT)
+    first["row"], first["kind"], first["value"] = numbers, kinds, values
+    edits: EditList = np.repeat(first, lengths)
+    np.concatenate(tokens_of, out=edits["token"], casting="unsafe")  # of nothing numpy makes floats
+    for part, own in biases.items():
+        start = sum(lengths[:part])
+        edits["value"][start : start + len(own)] = own
     return edits
 
 
