@@ -159,6 +159,20 @@ def test_memory_that_is_short(counting: None, engines: Callable[..., Engine]) ->
     assert raised
 
 
+def test_forced_tokens_come_whatever_is_allowed(counting: None, engines: Callable[..., Engine]) -> None:
+    """The constraint hears of none of them: what it allows begins behind the first one."""
+    forced = {"forced_bos_token_id": 3, "forced_eos_token_id": 2, "allowed_token_ids": [40]}
+    assert 3 not in allowed_after([], VOCAB)
+    one = engines()
+    for params in (greedy(8, **forced), sampled(3, 8, **forced), beams(3, 8, ignore_eos=True, **forced)):
+        for text in run(one, [Job([7], params)])[0]:
+            assert (text[0], text[-1], len(text)) == (3, 2, 8)
+            seen: list[int] = []
+            for token in text[1:-1]:
+                assert token in allowed_after(seen, VOCAB)
+                seen += [] if token in one.defaults.eos_ids else [token]
+
+
 # ------------------------------------------------------------------ allowed_token_ids
 
 
