@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.constraints import AllowedTokens
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.request import Decoding, SamplingParams
 from engine.sampling_table import REQUESTED
@@ -230,6 +231,7 @@ def resolve(
         ("stop_token_ids", params.stop_token_ids or ()),
         ("suppress_tokens", params.suppress_tokens or ()),
         ("begin_suppress_tokens", params.begin_suppress_tokens or ()),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
         ("bad_words_ids", [i for word in params.bad_words_ids or () for i in word]),
         ("forced_bos_token_id", (params.forced_bos_token_id,)),
         ("forced_eos_token_id", (params.forced_eos_token_id,)),
@@ -268,6 +270,7 @@ def resolve(
         forced_bos_token_id=pick("forced_bos_token_id", params.forced_bos_token_id, None),
         forced_eos_token_ids=tuple(sorted(_ids(pick("forced_eos_token_id", params.forced_eos_token_id, None)))),
         stream_beams=params.stream_beams,
+        constraint=AllowedTokens(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.constraints import Constraint
 from engine.pooling import Pooling, PoolingParams
 from engine.sampling_table import FILTERS, REQUESTED
 from engine.values import (
@@ -127,6 +128,8 @@ class SamplingParams:
             where given, replaces it, as in `transformers`.
         suppress_tokens: ids that are never generated.
         begin_suppress_tokens: ids that are not generated as the first token.
+        allowed_token_ids: the only ids that are generated, at least one; the answer ends early only with an EOS or
+            stop id among them, or with a stop string. Forced tokens come all the same.
         bad_words_ids: sequences of ids that never occur in the answer; one of a single EOS id counts for nothing.
         encoder_repetition_penalty: above 1 favours the tokens of the encoder's input, or of a decoder-only
             model's prompt; below 1 disfavours them (1.0).
@@ -165,6 +168,7 @@ class SamplingParams:
     min_length: int | None = None
     suppress_tokens: Sequence[int] | None = None
     begin_suppress_tokens: Sequence[int] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     bad_words_ids: Sequence[Sequence[int]] | None = None
     encoder_repetition_penalty: float | None = None
     encoder_no_repeat_ngram_size: int | None = None
@@ -187,6 +191,9 @@ class SamplingParams:
         check_ids("stop_token_ids", self.stop_token_ids)
         check_ids("suppress_tokens", self.suppress_tokens)
         check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
+        check_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            fail("allowed_token_ids", "allowed_token_ids must hold at least one token id; leave it out to allow all.")
         check_words("bad_words_ids", self.bad_words_ids)
         for name in _SWITCHES:
             value = getattr(self, name)
@@ -245,7 +252,8 @@ class Decoding:
     """`SamplingParams` with every default filled in for one prompt (see `engine.generation.resolve`).
 
     `stop_ids` holds every id that ends a sequence: the model's EOS (unless ignored) and stop_token_ids;
-    `eos_ids` is the model's EOS alone, which `min_length` bans.
+    `eos_ids` is the model's EOS alone, which `min_length` bans. `constraint` is in its first state, and
+    sequences have forks of it.
     """
 
     max_tokens: int
@@ -278,6 +286,7 @@ class Decoding:
     forced_bos_token_id: int | None = None
     forced_eos_token_ids: tuple[int, ...] = ()
     stream_beams: bool = False
+    constraint: Constraint | None = None
 
     @property
     def width(self) -> int:

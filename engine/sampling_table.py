@@ -23,6 +23,7 @@ from engine.values import NumberRange
 Table = NDArray[np.void]
 EditList = NDArray[np.void]
 Masks = NDArray[np.uint32]
+MaskRow = NDArray[np.uint32]
 
 Use = Literal["filter", "penalty", "search", "draw"]
 

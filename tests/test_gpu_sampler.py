@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from support.gpu import check_compiled, compile_variants, kernels
 from support.poison import poisoned
 from test_native_sampling import KINDS, by_rank, used
-from test_sampler import FILTERS, batch_of, distribution, mixed_rows, warped
+from test_sampler import FILTERS, allowed_rows, batch_of, distribution, mixed_rows, warped
 
 from engine.execution import sampler, sampler_captured, sampler_device, sampler_torch
 from engine.execution.pending import PendingStep
@@ -101,6 +101,17 @@ def test_filters_that_keep_many_tokens(device: torch.device, row: dict[str, Any]
     logits = random_logits(3, 20_011, 3, 0.7)
     rows = [{**row, "draws": [0.1, 0.9]}, {"draws": [0.5]}, {**row, "temperature": 1.7, "draws": [0.999]}]
     assert_same(sample(logits, rows, device), sampler_torch.sample(logits, batch_of(rows)), rows)
+
+
+@pytest.mark.parametrize(("vocabulary", "sizes"), [(97, SMALL), (1000, SIZES)])
+def test_masks(device: torch.device, vocabulary: int, sizes: Sizes) -> None:
+    """Step after step with other masks."""
+    ours = DeviceSampler(device, sizes=sizes)
+    for seed in range(2):
+        rows = allowed_rows(vocabulary)[seed:]
+        logits = random_logits(len(rows), vocabulary, seed=20 + seed)
+        found = ours.sample(logits.to(device), batch_of(rows, vocabulary)).result()
+        assert_same(found, sampler_torch.sample(logits, batch_of(rows, vocabulary)), rows)
 
 
 # ------------------------------------------------------------------ exact distributions
@@ -327,7 +338,7 @@ def test_logits_of_other_formats(device: torch.device, dtype: torch.dtype) -> No
 # ------------------------------------------------------------------ what is sent, and what nobody waits for
 
 
-KERNELS = {"summarize", "choose", "wide", "best", "report", "count_larger", "_penalize"}
+KERNELS = {"summarize", "choose", "wide", "best", "report", "count_larger", "_penalize", "_mask"}
 
 
 def recorded(names: set[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -468,7 +479,15 @@ def test_numbers_of_the_host_may_be_captured_too(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [{"beam_width": 2}, {"draws": [0.1, 0.2]}, {"num_logprobs": 0}, {"ban": [1]}, {"bias": {1: 1.0}}, {"force": [2]}],
+    [
+        {"beam_width": 2},
+        {"draws": [0.1, 0.2]},
+        {"num_logprobs": 0},
+        {"ban": [1]},
+        {"bias": {1: 1.0}},
+        {"force": [2]},
+        {"allow": [1]},
+    ],
     ids=str,
 )
 def test_what_a_graph_does_not_hold_is_refused(device: torch.device, row: dict[str, Any]) -> None:

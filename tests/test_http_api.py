@@ -14,6 +14,7 @@ import pytest
 from fake_client import EOS, FakeClient, Script, Step, byte_tokenizer, entry, say
 
 from engine import (
+    FILTERS,
     ChoiceDelta,
     EngineDeadError,
     InvalidRequestError,
@@ -142,7 +143,8 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
 
 def test_every_sampling_field_reaches_the_engine() -> None:
     fields = {
-        "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "n": 2,
+        **{column.name: 3 if column.allowed.integer else 0.5 for column in FILTERS if column.allowed},
+        "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2,
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"5": 1.5},
         "stop": ["zz"], "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True,
         "skip_special_tokens": False, "logprobs": 2, "prompt_logprobs": 1, "num_beams": 1, "length_penalty": 0.8,
@@ -150,6 +152,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "begin_suppress_tokens": [2], "forced_bos_token_id": 3, "forced_eos_token_id": 6,
         "bad_words_ids": [[4, 5], [6]], "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3,
         "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
+        "allowed_token_ids": [8, 9, 8],
     }  # fmt: skip
     assert set(fields) == set(SamplingParams.__dataclass_fields__)
     api = Api()

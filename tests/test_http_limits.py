@@ -426,6 +426,8 @@ def test_the_document_states_the_limits_that_hold() -> None:
         assert one["maxLength"] == several["items"]["maxLength"] == MAX_STOP_LENGTH
         assert properties["logit_bias"]["anyOf"][0]["maxProperties"] == MAX_LISTED_IDS
         assert properties["stop_token_ids"]["anyOf"][0]["maxItems"] == MAX_LISTED_IDS
+        assert properties["allowed_token_ids"]["anyOf"][0]["maxItems"] == MAX_LISTED_IDS
+        assert properties["allowed_token_ids"]["anyOf"][0]["minItems"] == 1
 
 
 def test_every_route_is_documented_with_examples_that_work() -> None:

@@ -17,6 +17,7 @@ LAYERS = {
     "engine.errors": 0,
     "engine.cache_map": 1,
     "engine.config": 1,
+    "engine.constraints": 1,
     "engine.folders": 1,
     "engine.cgroups": 1,
     "engine.cpus": 1,

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from engine import (
+    FILTERS,
     ChoiceDelta,
     ConfigError,
     EngineConfig,
@@ -49,7 +50,8 @@ from engine.outputs import BeamMove, BeamMoves, EngineInfo, Pooled
 from engine.process import Loop
 
 EVERYTHING = SamplingParams(
-    max_tokens=7, min_tokens=2, temperature=0.1, top_k=5, top_p=0.3, min_p=1e-9, seed=2**64 - 1, n=3,
+    **{column.name: 5 if column.allowed.integer else 0.1 for column in FILTERS if column.allowed},
+    max_tokens=7, min_tokens=2, seed=2**64 - 1, n=3, allowed_token_ids=[8, 9],
     repetition_penalty=1.1, presence_penalty=-2.0, frequency_penalty=2.0, logit_bias={5: -100.0, 0: 0.1},
     stop=["a", "日本\n"], stop_token_ids=[1, 2], ignore_eos=True, include_stop_str_in_output=True,
     skip_special_tokens=False, logprobs=20, prompt_logprobs=0, num_beams=1, length_penalty=-0.5,

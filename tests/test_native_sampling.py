@@ -17,8 +17,9 @@ from torch import Tensor
 
 from engine import native
 from engine.execution import sampler, sampler_torch
+from engine.native.build import SOURCES
 from engine.native.sampling import LogitRows
-from engine.sampling_table import EDIT, EditList, Kind, Table, neutral_rows
+from engine.sampling_table import EDIT, TABLE, EditList, Kind, Table, neutral_rows
 from engine.scheduling.plan import PromptLogprobRows, StepResult
 
 pytestmark = needs_native
@@ -427,6 +428,20 @@ def test_prompts_are_scored_as_by_torch(isa: str) -> None:
     for i in range(150):
         assert (ours.top_ids[i, : i % 4] == theirs.top_ids[i, : i % 4]).all()
         assert np.allclose(ours.top_logprobs[i, : i % 4], theirs.top_logprobs[i, : i % 4], rtol=2e-6, atol=2e-6)
+
+
+def test_rows_of_the_table_are_what_the_kernels_take_them_for() -> None:
+    """Names and types of the twin in C++, in their order."""
+    source = (SOURCES / "sampling_draw.cpp").read_text(encoding="utf-8")
+    body = source.partition("struct Row {")[2].partition("};")[0]
+    kinds = {"int64_t": np.int64, "int32_t": np.int32, "float": np.float32}
+    found = [
+        (name.strip(), np.dtype(kinds[line.split()[0]]))
+        for line in body.replace("\n", " ").split(";")
+        if line.strip()
+        for name in line.strip().partition(" ")[2].split(",")
+    ]
+    assert found == [(name, TABLE[name]) for name in TABLE.names or ()]
 
 
 def test_what_does_not_fit_is_refused() -> None:

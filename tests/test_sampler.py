@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from engine import native
+from engine.constraints import allow
 from engine.execution.sampler import sample, score_prompt
-from engine.sampling_table import COLUMNS, EDIT, Kind, neutral_rows
+from engine.sampling_table import COLUMNS, EDIT, Kind, mask_words, neutral_rows
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, SamplingBatch, StepResult
 
@@ -39,11 +40,11 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
 
 
-def batch_of(rows: Sequence[dict[str, Any]]) -> SamplingBatch:
+def batch_of(rows: Sequence[dict[str, Any]], vocabulary: int = VOCAB) -> SamplingBatch:
     """A batch from one dict a row; what is left out is neutral.
 
     Keys: the parameters by name; `draws` (uniform numbers), `beam_width`, `num_logprobs`, `prompt`,
-    `output` (for the penalties), `bias`, `ban`, `force`.
+    `output` (for the penalties), `bias`, `ban`, `force`; `allow`, tokens below `vocabulary`.
     """
 
     draws = [row.get("draws", () if row.get("beam_width") else (0.5,)) for row in rows]
@@ -63,12 +64,18 @@ def batch_of(rows: Sequence[dict[str, Any]]) -> SamplingBatch:
         )
         for token, value in entries
     ]
+    masked = [i for i, row in enumerate(rows) if "allow" in row]
+    masks = np.zeros((len(masked), mask_words(vocabulary)), dtype=np.uint32)
+    for mask, i in zip(masks, masked, strict=True):
+        allow(mask, [token for token in rows[i]["allow"] if token < vocabulary])
     columns = {c.name: [row.get(c.name, c.neutral) for row in rows] for c in COLUMNS if c.name != "num_draws"}
     return SamplingBatch(
         rows=np.arange(len(rows), dtype=np.int32),
         table=neutral_rows(len(rows), num_draws=[len(values) for values in draws], **columns),
         uniforms=numbers,
         edits=np.array(edits, dtype=EDIT),
+        masked=np.array(masked, dtype=np.int32),
+        masks=masks,
     )
 
 
@@ -523,6 +530,74 @@ def test_a_single_bad_logit_gives_no_token_outside_the_vocabulary(bad: float) ->
         assert np.isfinite(result.logprobs).all()
     else:
         assert np.isnan(result.logprobs).all()
+
+
+def allowed_rows(vocabulary: int) -> list[dict[str, Any]]:
+    """Rows of every kind with a mask, and between them others without."""
+    some, two = list(range(1, vocabulary, 3)), [7, vocabulary - 1]
+    return [
+        {"temperature": 0.0, "allow": some, "num_logprobs": 3},
+        {"draws": [0.4]},
+        {"draws": [0.1, 0.5, 0.9], "allow": some},
+        {"top_k": 4, "top_p": 0.9, "draws": [0.2, 0.8], "allow": some, "temperature": 0.7},
+        {"temperature": 0.0, "allow": two, "bias": {7: 5.0, 3: 90.0}},
+        {"beam_width": 4, "num_logprobs": 2},
+        {"beam_width": 4, "allow": some, "num_logprobs": 1},
+        {"beam_width": 3, "allow": two, "renormalize": True, "ban": [7]},
+        {
+            "beam_width": 5, "allow": some, "bias": {1: 3.0}, "ban": [4], "repetition_penalty": 1.3, "prompt": [7, 10],
+            "output": [10], "presence_penalty": 0.2, "source_reward": 1.5, "source": [1, 4],
+        },
+        {
+            "draws": [0.3, 0.7], "allow": some, "bias": {1: 3.0, 2: 50.0}, "ban": [4], "repetition_penalty": 1.3,
+            "prompt": [7, 10], "output": [13, 13], "frequency_penalty": 0.4, "min_p": 0.01,
+        },
+        {"temperature": 0.0, "allow": two, "force": [5]},
+        {"draws": [0.6], "allow": range(vocabulary), "num_logprobs": 1},
+        {"temperature": 0.0, "allow": []},
+        {"draws": [0.5], "allow": [9], "ban": [9]},
+        {"beam_width": 2, "allow": []},
+    ]  # fmt: skip
+
+
+def as_bans(row: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """The same said by bans: the slow way, token by token."""
+    allowed = set(row.get("allow", range(vocabulary)))
+    rest = {name: value for name, value in row.items() if name != "allow"}
+    return rest | {"ban": sorted({*row.get("ban", ()), *(set(range(vocabulary)) - allowed)})}
+
+
+@pytest.mark.parametrize("vocabulary", [32, VOCAB, 97, 1000])
+def test_masks_are_bans_of_all_other_tokens(vocabulary: int) -> None:
+    """To the bit, whatever else is edited; rows without a mask are as they were. Against an oracle in numpy, too."""
+    rows = allowed_rows(vocabulary)
+    logits = random_logits(len(rows), vocabulary, seed=30)
+    kept = logits.clone()
+    found = sample(logits, batch_of(rows, vocabulary))
+    assert torch.equal(logits, kept)
+    expected = sample(logits, batch_of([as_bans(row, vocabulary) for row in rows], vocabulary))
+    for i, row in enumerate(rows):
+        width = min(row.get("beam_width", len(row.get("draws", [0]))), vocabulary)
+        possible = ~np.isnan(expected.logprobs[i, :width])
+        assert (np.isnan(found.logprobs[i, :width]) == ~possible).all(), row
+        for name in ("tokens", "scores", "logprobs"):
+            ours, theirs = getattr(found, name)[i, :width][possible], getattr(expected, name)[i, :width][possible]
+            assert np.allclose(ours, theirs, rtol=1e-6, atol=1e-6), (name, row)
+        if "force" not in row:
+            assert set(found.tokens[i, :width][possible].tolist()) <= set(row.get("allow", range(vocabulary))), row
+        assert found.top_ids[i].tolist() == expected.top_ids[i].tolist()
+    likeliest = max(rows[0]["allow"], key=lambda token: float(logits[0, token]))
+    assert found.tokens[0, 0] == likeliest
+    assert found.tokens[10, 0] == 5
+    assert np.isnan(found.logprobs[[12, 13, 14], 0]).all()
+
+
+def test_masked_rows_are_to_the_bit_what_they_are_alone() -> None:
+    rows = allowed_rows(VOCAB)
+    logits = random_logits(len(rows), seed=31)
+    together = sample(logits, batch_of(rows))
+    for i, row in enumerate(rows):
+        assert_equal_rows(together, i, sample(logits[i : i + 1], batch_of([row])), row, VOCAB)
 
 
 def test_a_row_without_a_possible_token_harms_nobody() -> None:

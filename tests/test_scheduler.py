@@ -31,7 +31,7 @@ from engine.errors import InvalidRequestError
 from engine.outputs import RequestDelta
 from engine.request import Decoding
 from engine.sampling_table import EDIT, TABLE, Kind
-from engine.scheduling.batch import Row, banned_tokens, build_plan, forced_tokens
+from engine.scheduling.batch import LastStep, Row, banned_tokens, build_plan, forced_tokens
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, worst_case_pages
@@ -706,6 +706,31 @@ class TestPlan:
         assert plan.copies.shape == (0, 2)
         assert plan.sampling is not None
         assert plan.sampling.rows.tolist() == [0, 6]
+
+    def test_a_version_says_that_rows_are_one_token_further(self) -> None:
+        first, second = row_of(3, output=[7], seed=5, temperature=1.0), row_of(4, output=[8], repetition_penalty=1.2)
+        last = LastStep()
+
+        def plan(*rows: Row) -> StepPlan:
+            ends = [(row, row.sequence.num_tokens - 1) for row in rows]
+            return build_plan([Row(row.group, row.sequence, end, 1, True) for row, end in ends], [], 4, (), last)
+
+        before = plan(first, second)
+        for row in (first, second):
+            row.sequence.tokens.append(9)
+        again = plan(first, second)
+        assert before.sampling is not None
+        assert again.sampling is not None
+        assert again.version == before.version == before.sampling.version == again.sampling.version
+        assert again.sampling.edits_version != before.sampling.edits_version
+        assert again.sampling.table["position"].tolist() == [2, 2]
+        assert before.sampling.table["position"].tolist() == [1, 1], "what was handed out stays as it was"
+        names = [name for name in TABLE.names or () if name != "position"]
+        assert all((again.sampling.table[name] == before.sampling.table[name]).all() for name in names)
+        versions = [before.version, plan(first).version, plan(first, second).version]
+        last.forget()
+        versions += [plan(first, second).version, build_plan([first], [], 4).version]
+        assert len(set(versions)) == 5
 
     def test_uniforms_belong_to_seed_choice_and_position(self) -> None:
         fresh = row_of(4, n=3, temperature=1.0, seed=9)

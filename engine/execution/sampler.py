@@ -24,7 +24,7 @@ from torch import Tensor
 from engine import gpu, native
 from engine.execution import sampler_torch
 from engine.execution.pending import LateScores, PromptScores
-from engine.native.sampling import LogitRows
+from engine.native.sampling import LogitRows, mask
 from engine.sampling_table import Kind
 from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
 
@@ -118,17 +118,19 @@ def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float3
     """Writes what rows choose: tokens [S, C], which hold the likeliest one, and scores of beams. Which of them are
     impossible [S, C], None for none."""
     table, edits = batch.table, batch.edits
-    if max(table["temperature"].tolist()) < GREEDY_TEMPERATURE and not _most(table["beam_width"]) and not len(edits):
+    edited = len(edits) or len(batch.masked)
+    if max(table["temperature"].tolist()) < GREEDY_TEMPERATURE and not _most(table["beam_width"]) and not edited:
         return None
     searching = table["beam_width"] > 0
     sampling = ~searching & (table["temperature"] >= GREEDY_TEMPERATURE)
     whole_rows = (table["renormalize"] > 0) & searching
-    if not len(edits) and not whole_rows.any():
+    if not edited and not whole_rows.any():
         found = _search(rows, batch, _where(searching), tokens, scores)
         _draw(rows, batch, _where(sampling), tokens)
         return searching[:, None] & (scores == -np.inf) if found else None
     # Rows that change as a whole are rare, and get memory of their own.
     whole_rows[edits["row"][edits["kind"] == Kind.FORCE]] = True
+    whole_rows[batch.masked] = True
     plain, whole = ~whole_rows, _where(whole_rows)
     with rows.edited(edits, table, searching) if len(edits) else contextlib.nullcontext():
         _search(rows, batch, _where(searching & plain), tokens, scores)
@@ -171,7 +173,7 @@ def _draw(rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, place
 
 
 def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows:
-    """Rows with forced tokens, and beams whose scores are made log-probabilities again."""
+    """Rows with forced tokens, others with masks, and beams whose scores are made log-probabilities again."""
     made = torch.empty((len(whole), rows.vocabulary), dtype=torch.float32)
     values: Float32 = made.numpy()
     forces = batch.edits[batch.edits["kind"] == Kind.FORCE]
@@ -180,9 +182,15 @@ def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows
     values[np.searchsorted(whole, forces["row"]), forces["token"]] = 0.0
     for place in np.flatnonzero(~forced).tolist():
         row = int(whole[place])
+        if not batch.table["beam_width"][row]:
+            values[place] = rows.values[row]  # with its edits
+            continue
         np.subtract(rows.values[row], rows.peak[row], out=values[place])
         values[place] -= rows.log_sum[row]
         rows.put(row, values[place])
+    free = ~np.isin(batch.masked, forces["row"])
+    if free.any():
+        mask(values, np.searchsorted(whole, batch.masked[free]).astype(np.int32), batch.masks[free])
     rewritten = LogitRows(made)
     # What is not made a log-probability again is its own.
     own = ~((batch.table["renormalize"][whole] > 0) & (batch.table["beam_width"][whole] > 0))

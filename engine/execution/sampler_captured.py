@@ -58,6 +58,7 @@ class CapturedSampler:
         table = batch.table
         return not (
             len(batch.edits)
+            or len(batch.masked)
             or table["beam_width"].any()
             or int(table["num_draws"].max()) > 1
             or int(table["num_logprobs"].max()) >= 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.execution.sampler_layout import Layout, edit_arrays, lay_out, touched_rows, trial_batch, words
 from engine.execution.transfers import Array, Download, Uploads
 from engine.gpu.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
-from engine.gpu.sampling_edit import penalize
+from engine.gpu.sampling_edit import mask, penalize
 from engine.sampling_table import neutral_rows, new_version
 from engine.scheduling.plan import Int32, SamplingBatch, StepResult, TokenScores
 
@@ -138,7 +138,10 @@ class DeviceSampler:
         layout = self._lay(batch, vocabulary)
         edits = self._edits(batch, layout, vocabulary)
         versions = dict.fromkeys(layout.arrays, layout.version) | dict.fromkeys(edits, self._edit_version)
-        given = self.uploads.put({"uniforms": batch.uniforms, **layout.arrays, **edits}, versions)
+        arrays = {"uniforms": batch.uniforms, **layout.arrays, **edits}
+        if len(batch.masked):
+            arrays |= {"masked": layout.place[batch.masked], "masks": batch.masks.view(np.int32)}
+        given = self.uploads.put(arrays, versions)
         samples, chosen = self._outputs(rows, layout)
         parameters = Parameters(table=given["table"], uniforms=given["uniforms"])
         walked = LogitRows(logits, parameters, self._room("all", rows, vocabulary))
@@ -249,7 +252,7 @@ class DeviceSampler:
     def _lay(self, batch: SamplingBatch, vocabulary: int) -> Layout:
         """How the batch's rows are laid out: as in the last step, if that is so."""
         last = self._layout if self._laid[:1] == (batch.version,) and self._vocabulary == vocabulary else None
-        if last is None or self._laid != (batch.version, batch.edits_version):
+        if last is None or self._laid != (batch.version, batch.edits_version) or len(batch.masked):
             touched = touched_rows(batch)
             if last is None or not np.array_equal(last.touched, touched):
                 last = self._layout = lay_out(batch, touched, vocabulary)
@@ -298,6 +301,8 @@ class DeviceSampler:
             )
         if "ban" in given:
             flat.index_fill_(0, given["ban"], _NEGATIVE_INFINITY)
+        if "masks" in given:
+            mask(logits, given["masked"], given["masks"])
         if "force" in given:
             logits.index_fill_(0, given["force_place"], _NEGATIVE_INFINITY)
             flat.index_fill_(0, given["force"], 0.0)

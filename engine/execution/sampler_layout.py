@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.execution.transfers import Array
-from engine.sampling_table import EDIT, WORDS, EditList, Kind, Table, neutral_rows, new_version
+from engine.sampling_table import EDIT, WORDS, EditList, Kind, Table, mask_words, neutral_rows, new_version
 from engine.scheduling.plan import Int32, SamplingBatch
 
 
@@ -37,6 +37,7 @@ def touched_rows(batch: SamplingBatch) -> Int32:
     """Rows whose logits are changed."""
     mask = (batch.table["renormalize"] > 0) & (batch.table["beam_width"] > 0)
     mask[batch.edits["row"]] = True
+    mask[batch.masked] = True
     return where_true(mask)
 
 
@@ -128,4 +129,11 @@ def trial_batch(vocabulary: int) -> SamplingBatch:
         num_draws=(1, 0, 1),
         num_logprobs=(-1, -1, 1),
     )
-    return SamplingBatch(rows=np.arange(3, dtype=np.int32), table=table, uniforms=np.full((3, 1), 0.5), edits=edits)
+    return SamplingBatch(
+        rows=np.arange(3, dtype=np.int32),
+        table=table,
+        uniforms=np.full((3, 1), 0.5),
+        edits=edits,
+        masked=np.array([2], dtype=np.int32),
+        masks=np.full((1, mask_words(vocabulary)), 2**32 - 1, dtype=np.uint32),
+    )

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling_table import EditList, Kind, Table
+from engine.sampling_table import EditList, Kind, Masks, Table
 from engine.scheduling.plan import Float32, Int32, SamplingBatch, StepResult, TokenScores
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -76,13 +76,15 @@ def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarra
     edits = batch.edits[batch.edits["token"] < logits.shape[1]]
     alike = len(beams) in (0, len(logits))
     start = own if alike and len(beams) else logits
-    if alike and not (len(batch.edits) or len(renormalized)):
+    if alike and not (len(batch.edits) or len(batch.masked) or len(renormalized)):
         return start
     processed = start.clone()
     if not alike:
         index = _index(beams, logits)
         processed[index] = own[index]
-    for kind in Kind if len(edits) else ():
+    for kind in Kind:
+        if kind is Kind.FORCE and len(batch.masked):
+            _mask(processed, batch.masked, batch.masks)
         chosen = edits[edits["kind"] == kind]
         if not len(chosen):
             continue
@@ -104,6 +106,15 @@ def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarra
         index = _index(renormalized, logits)
         processed[index] = processed[index].log_softmax(dim=-1)
     return processed
+
+
+def _mask(processed: Tensor, rows: Int32, masks: Masks) -> None:
+    """Make tokens impossible whose bits in masks [M, words] are 0."""
+    words = torch.from_numpy(masks.view(np.int32)).to(processed.device)
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=processed.device) & 1
+    index = _index(rows, processed)
+    allowed = bits.flatten(1)[:, : processed.shape[1]].bool()
+    processed[index] = processed[index].masked_fill(~allowed, _NEGATIVE_INFINITY)
 
 
 def _penalize(processed: Tensor, history: EditList, table: Table) -> None:

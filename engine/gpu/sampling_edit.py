@@ -1,4 +1,4 @@
-"""What a request's own tokens do to its logits: repetition, frequency and presence penalties, each token once."""
+"""What becomes of logits: penalties of tokens that occurred, each token once; tokens that a mask makes impossible."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from engine.gpu.sampling_walk import WORDS
 from engine.sampling_table import word
 
 _BLOCK = 256
+_MASK_BLOCK = 1024
 REPETITION = tl.constexpr(word("repetition_penalty"))
 FREQUENCY = tl.constexpr(word("frequency_penalty"))
 PRESENCE = tl.constexpr(word("presence_penalty"))
@@ -49,4 +50,28 @@ def penalize(logits: Tensor, rows: Tensor, tokens: Tensor, is_output: Tensor, ta
     last = torch.searchsorted(keys, output, right=True)
     _penalize[(triton.cdiv(len(keys), _BLOCK),)](
         logits, logits.stride(0), vocabulary, keys, first, last, len(keys), table, BLOCK=_BLOCK
+    )
+
+
+@triton.jit(do_not_specialize=["vocabulary", "words"])
+def _mask(logits, stride, vocabulary, rows, masks, words, BLOCK: tl.constexpr):
+    item = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = token < vocabulary
+    bits = tl.load(masks + item * words + token // 32, mask=known, other=-1)
+    row = tl.load(rows + item).to(tl.int64)
+    banned = ((bits >> (token % 32)) & 1) == 0
+    tl.store(logits + row * stride + token, float("-inf"), mask=known & banned)
+
+
+def mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Make tokens impossible in rows of logits [N, vocabulary] float32, in place.
+
+    Args:
+        rows: [M] int32.
+        masks: [M, words] int32, side by side: tokens whose bits are 0.
+    """
+    vocabulary = logits.shape[1]
+    _mask[(len(rows), triton.cdiv(vocabulary, _MASK_BLOCK))](
+        logits, logits.stride(0), vocabulary, rows, masks, masks.shape[1], BLOCK=_MASK_BLOCK
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.native.loading import Kernel
-from engine.sampling_table import EDIT, TABLE, EditList, Table
+from engine.sampling_table import EDIT, TABLE, EditList, Masks, Table, mask_words
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -27,6 +27,7 @@ _BEST = Kernel("logits_best", f"{_ROWS} pp pp ii p pp pi")
 _RANKS = Kernel("logits_ranks", f"{_ROWS} pp ii p")
 _DRAW = Kernel("logits_draw", f"{_ROWS} pi pi pi pp ppp i")
 _EDIT = Kernel("logits_edit", f"{_ROWS} pp p")
+_MASK = Kernel("logits_mask", "pii pi pi")
 _RESTORE = Kernel("logits_restore", f"{_ROWS} p")
 # The numbers are those of src/sampling.h.
 _CHUNK, _PIECE = 64, 4096
@@ -227,6 +228,23 @@ class LogitRows:
             first = int(self._edits.start[row])
             made = slice(first, first + int(self._edits.counts[row]))
             logprobs[self._edits.columns[made]] = self._edits.values[made]
+
+
+def mask(logits: Float32, rows: Int32, masks: Masks) -> None:
+    """Make tokens impossible in rows [M] of logits [N, vocabulary], side by side: those whose bits in masks [M, words]
+    are 0 (`engine.sampling_table.mask_words`)."""
+    vocabulary = logits.shape[1]
+    if masks.shape != (len(rows), mask_words(vocabulary)):
+        raise ValueError(f"{masks.shape} words do not mask {len(rows)} rows of {vocabulary} tokens")
+    _MASK.call(
+        _address(logits, np.float32),
+        vocabulary,
+        vocabulary,
+        _address(rows, np.int32),
+        len(rows),
+        _address(masks, np.uint32),
+        masks.shape[1],
+    )
 
 
 def _address(values: NDArray[Any], dtype: Any) -> int:

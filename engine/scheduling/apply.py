@@ -23,7 +23,7 @@ from engine.outputs import (
     RequestDelta,
     TokenLogprobs,
 )
-from engine.scheduling.batch import Row
+from engine.scheduling.batch import Row, forced_after
 from engine.scheduling.plan import Float32, Int32, PooledRow, StepResult
 from engine.scheduling.search import (
     BeamSearch,
@@ -233,8 +233,7 @@ def _apply_samples(group: SequenceGroup, answer: Answer, rows: Seq[int]) -> Outc
         choice = _choice(group, sequence, token, score, _token_logprobs(group, answer, row, 0))
         choices.append(choice)
         if choice.finish_reason is None:
-            sequence.tokens.append(token)
-            sequence.score = score
+            _grow(group, sequence, token, score)
             live.append(sequence)
         else:
             dropped.append(sequence)
@@ -253,7 +252,7 @@ def _apply_draws(group: SequenceGroup, answer: Answer, first: int) -> Outcome:
         for c in drawn
     ]
     going = [c for c, choice in zip(drawn, choices, strict=True) if choice.finish_reason is None]
-    live, forks, dropped = _extend([parent], going)
+    live, forks, dropped = _extend(group, [parent], going)
     for sequence, continuation in zip(live, going, strict=True):
         sequence.index = continuation.column  # the number of the answer
     delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=not live)
@@ -280,8 +279,19 @@ def _choice(
     )
 
 
+def _grow(group: SequenceGroup, sequence: Sequence, token: int, score: float) -> None:
+    """A sequence goes on with a token. Its constraint hears of it, but not of forced tokens, nor of the model's EOS."""
+    if sequence.constraint is not None:
+        decoding = group.request.decoding
+        forced = forced_after(decoding, sequence.num_tokens, sequence.num_output)
+        if not forced and token not in decoding.eos_ids:
+            sequence.constraint.accept(token)
+    sequence.tokens.append(token)
+    sequence.score = score
+
+
 def _extend(
-    parents: Seq[Sequence], continuations: Seq[Continuation]
+    group: SequenceGroup, parents: Seq[Sequence], continuations: Seq[Continuation]
 ) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]], list[Sequence]]:
     """What goes on, in the order of the continuations; what of it is forked from whom, and what is over: each parent's
     first child inherits its sequence and pages, the others fork, into sequences of childless parents if there are any.
@@ -300,8 +310,7 @@ def _extend(
         heirs.add(number)
         live.append(sequence)
     for sequence, continuation in zip(live, continuations, strict=True):
-        sequence.tokens.append(continuation.token)
-        sequence.score = continuation.score
+        _grow(group, sequence, continuation.token, continuation.score)
     return live, forks, spare
 
 
@@ -313,7 +322,7 @@ def _apply_beams(group: SequenceGroup, beam: BeamSearch, ranking: Ranking, answe
     if step.done and not group.kept:
         delta = final_abort(group, "error", "no token is possible: every token is banned for all beams")
         return Outcome(delta, [], dropped=list(parents))
-    live, forks, dropped = _extend(parents, step.live)
+    live, forks, dropped = _extend(group, parents, step.live)
     for place, sequence in enumerate(live):
         sequence.index = place
         if sequence.logprobs is not None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, new_version
+from engine.constraints import allow
+from engine.request import Decoding
+from engine.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, mask_words, new_version
 from engine.scheduling.encoding import Memory
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import (
@@ -29,6 +31,7 @@ from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup
 # Positions of an answer that random numbers are made for at a time: many take hardly longer than one.
 _AHEAD = 32
 _UNKNOWN = np.zeros(1, dtype=np.int32)  # in the place of a token
+_BIAS, _SOURCE, _HISTORY, _BAN, _FORCE = map(int, Kind)  # members of an enumeration are slow to come by
 
 
 @dataclass(slots=True)
@@ -216,7 +219,9 @@ def _sampling(rows: Seq[Row], query_start: Int32) -> SamplingBatch | None:
     table = np.frombuffer(bytearray().join([row.group.parameters for row in rows]), dtype=TABLE)
     table["num_draws"], table["position"] = draws, places
     table["choice"] = [row.sequence.index for row in rows]
-    return SamplingBatch(rows=token_rows, table=table, uniforms=_uniforms(rows, draws, places), edits=_edits(rows))
+    return SamplingBatch(
+        rows=token_rows, table=table, uniforms=_uniforms(rows, draws, places), edits=_edits(rows), **_masks(rows)
+    )
 
 
 def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBatch | None:
@@ -231,43 +236,62 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
         table["position"] = places
     if any(group.has_changing_edits for group in groups):
         changes |= {"edits": _edits(rows), "edits_version": new_version()}
+    if len(before.masked):
+        changes |= _masks(rows)
     return replace(before, **changes) if changes else before
 
 
 def _edits(rows: Seq[Row]) -> EditList:
     """What is edited of each row: its tokens by kinds."""
-    parts: list[tuple[int, Kind, Int32 | list[int], float | Float32]] = []
+    parts: list[tuple[int, int, Int32 | list[int], float]] = []  # row, kind, tokens, value
+    biases: dict[int, Float32] = {}  # values of parts that have one for each token
     for i, row in enumerate(rows):
-        group, tokens = row.group, row.sequence.tokens
+        group = row.group
         if not group.has_edits:
             continue
         if group.biased is not None:
-            parts.append((i, Kind.BIAS, *group.biased))
+            tokens, biases[len(parts)] = group.biased
+            parts.append((i, _BIAS, tokens, 0.0))
         if len(group.favoured):
-            parts.append((i, Kind.SOURCE, group.favoured, 1.0 / group.request.decoding.encoder_repetition_penalty))
+            parts.append((i, _SOURCE, group.favoured, 1.0 / group.request.decoding.encoder_repetition_penalty))
         if group.has_penalties:
-            prompt = row.sequence.num_prompt
-            parts.append((i, Kind.HISTORY, tokens.view(0, prompt), 0.0))
-            parts.append((i, Kind.HISTORY, tokens.view(prompt), 1.0))
+            known, prompt = row.sequence.tokens, row.sequence.num_prompt
+            parts.append((i, _HISTORY, known.view(0, prompt), 0.0))
+            parts.append((i, _HISTORY, known.view(prompt), 1.0))
         if group.has_bans:
-            parts.append((i, Kind.BAN, list(banned_tokens(row)), 0.0))
+            parts.append((i, _BAN, list(banned_tokens(row)), 0.0))
         if group.has_forced_tokens:
-            parts.append((i, Kind.FORCE, list(forced_tokens(row)), 0.0))
-    lengths = [len(tokens) for _, _, tokens, _ in parts]
-    edits = np.empty(sum(lengths), dtype=EDIT)
-    if not len(edits):
+            parts.append((i, _FORCE, list(forced_tokens(row)), 0.0))
+    if not parts:
         return NO_EDITS
-    edits["row"] = np.repeat([row for row, _, _, _ in parts], lengths)
-    edits["token"] = np.concatenate([tokens for _, _, tokens, _ in parts])
-    edits["kind"] = np.repeat([int(kind) for _, kind, _, _ in parts], lengths)
-    values = [value if isinstance(value, float) else 0.0 for _, _, _, value in parts]
-    edits["value"] = np.repeat(np.array(values, dtype=np.float32), lengths)
-    start = 0
-    for (_, _, _, value), length in zip(parts, lengths, strict=True):
-        if not isinstance(value, float):
-            edits["value"][start : start + length] = value
-        start += length
+    numbers, kinds, tokens_of, values = zip(*parts, strict=True)
+    lengths = [len(tokens) for tokens in tokens_of]
+    first = np.empty(len(parts), dtype=EDIT)
+    first["row"], first["kind"], first["value"] = numbers, kinds, values
+    edits: EditList = np.repeat(first, lengths)
+    np.concatenate(tokens_of, out=edits["token"], casting="unsafe")  # of nothing numpy makes floats
+    for part, own in biases.items():
+        start = sum(lengths[:part])
+        edits["value"][start : start + len(own)] = own
     return edits
+
+
+def _masks(rows: Seq[Row]) -> dict[str, Any]:
+    """What constraints leave of the vocabulary; of one that is complete the end of the answer."""
+    masked = [i for i, row in enumerate(rows) if row.sequence.constraint is not None]
+    if not masked:
+        return {}
+    first = rows[masked[0]].sequence.constraint
+    assert first is not None
+    masks = np.zeros((len(masked), mask_words(first.vocab_size)), dtype=np.uint32)
+    for mask, i in zip(masks, masked, strict=True):
+        decoding, constraint = rows[i].group.request.decoding, rows[i].sequence.constraint
+        assert constraint is not None
+        if constraint.is_complete:
+            allow(mask, decoding.eos_ids | decoding.stop_ids)
+        else:
+            constraint.fill(mask)
+    return {"masked": _int32(masked), "masks": masks}
 
 
 def _num_draws(group: SequenceGroup) -> int:
@@ -330,10 +354,14 @@ def banned_tokens(row: Row) -> set[int]:
 
 def forced_tokens(row: Row) -> tuple[int, ...]:
     """The only tokens that may come next; empty where there is a free choice."""
-    decoding = row.group.request.decoding
-    if decoding.forced_eos_token_ids and row.num_output == decoding.max_tokens - 1:
+    return forced_after(row.group.request.decoding, row.start + row.count, row.num_output)
+
+
+def forced_after(decoding: Decoding, num_tokens: int, num_output: int) -> tuple[int, ...]:
+    """The only tokens that may follow so many tokens, and so many of the answer."""
+    if decoding.forced_eos_token_ids and num_output == decoding.max_tokens - 1:
         return decoding.forced_eos_token_ids
-    if decoding.forced_bos_token_id is not None and row.start + row.count == 1:
+    if decoding.forced_bos_token_id is not None and num_tokens == 1:
         return (decoding.forced_bos_token_id,)
     return ()
 

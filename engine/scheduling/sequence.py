@@ -10,6 +10,7 @@ from enum import Enum
 
 import numpy as np
 
+from engine.constraints import Constraint
 from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.sampling_table import REQUESTED, neutral_rows
@@ -106,9 +107,11 @@ class Sequence:
         score: accumulated log-probability of the output.
         logprobs: one entry per output token, if asked for (beams only: other answers send them at once).
         uniforms: random numbers for the next output tokens, by position, as far as they were made.
+        constraint: of its output so far, None where all tokens may come.
     """
 
     __slots__ = (
+        "constraint",
         "hashes",
         "index",
         "logprobs",
@@ -138,6 +141,7 @@ class Sequence:
         self.score = 0.0
         self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
         self.uniforms: dict[int, float] = {}
+        self.constraint: Constraint | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -173,6 +177,7 @@ class Sequence:
         self.num_published = parent.num_published
         self.score = parent.score
         self.logprobs = None if parent.logprobs is None else list(parent.logprobs)
+        self.constraint = None if parent.constraint is None else parent.constraint.fork()
 
 
 class Status(Enum):
@@ -246,6 +251,8 @@ class SequenceGroup:
         )
         with_logprobs = decoding.logprobs is not None and decoding.num_beams > 1
         self.sequences = [Sequence(0, request.prompt_token_ids, with_logprobs=with_logprobs)]
+        if decoding.constraint is not None:
+            self.sequences[0].constraint = decoding.constraint.fork()
         self.status = Status.WAITING
         self.started = False
         self.fork_point: int | None = None
@@ -283,7 +290,8 @@ class SequenceGroup:
         self.draws = self.beam is None and decoding.temperature > 0.0
         self.seed = decoding.seed
         self.heeds_tokens = self.has_penalties or bool(
-            decoding.no_repeat_ngram_size
+            decoding.constraint
+            or decoding.no_repeat_ngram_size
             or decoding.encoder_no_repeat_ngram_size
             or any(len(word) > 1 for word in decoding.bad_words)
         )

@@ -55,7 +55,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "targets": ([],),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
-    "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
     "structured_outputs": (),
@@ -155,6 +154,12 @@ _JSON_TYPES: dict[str, Any] = {
     "stop_token_ids": _IDS,
     "suppress_tokens": _IDS,
     "begin_suppress_tokens": _IDS,
+    "allowed_token_ids": Annotated[
+        list[int],
+        _FIRST,
+        _FEW,
+        WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_LISTED_IDS, "items": _ID}),
+    ],
     "bad_words_ids": Annotated[
         Annotated[list[Annotated[list[int], _FIRST]], _FIRST],
         BeforeValidator(_few_ids),

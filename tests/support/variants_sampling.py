@@ -89,5 +89,12 @@ VARIANTS = [
         {"keys": "*i64", "first": "*i64", "last": "*i64", "vocabulary": "i32"},
         BLOCK=sampling_edit._BLOCK,
     ),
+    _variant(
+        "masks",
+        sampling_edit._mask,
+        4,
+        {"masks": "*i32", "words": "i32", "vocabulary": "i32"},
+        BLOCK=sampling_edit._MASK_BLOCK,
+    ),
     _variant("philox", philox._fill, 4, {"out": "*fp64"}, BLOCK=philox._BLOCK),
 ]

@@ -119,3 +119,21 @@ OCTAVO_EXPORT(logits_restore)(float* values, int64_t rows, int64_t columns, int6
     for (int64_t row = own.first; row < own.last; ++row) restore_row(logits, *edits, row);
   });
 }
+
+// Makes tokens impossible whose bit is 0 in the mask [words] of one of the chosen rows.
+OCTAVO_EXPORT(logits_mask)(float* values, int64_t columns, int64_t stride, const int32_t* chosen, int64_t count,
+                           const uint32_t* masks, int64_t words) {
+  parallel(count > 1 && count * columns >= WORTH_SHARING, [&](int thread, int threads) {
+    const Share own = share(count, thread, threads);
+    for (int64_t i = own.first; i < own.last; ++i) {
+      float* row = values + chosen[i] * stride;
+      for (int64_t word = 0; word < words; ++word) {
+        const uint32_t bits = masks[i * words + word];
+        if (bits == ~0u) continue;
+        const int64_t first = word * 32, last = smaller(first + 32, columns);
+        for (int64_t column = first; column < last; ++column)
+          if (!(bits >> (column - first) & 1)) row[column] = -INFINITE;
+      }
+    }
+  });
+}
