@@ -78,8 +78,8 @@ def test_the_others_do_not_notice(
 
 @BOTH_DEPTHS
 def test_every_step_may_fail_once(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
-    """Only whole steps fail, never their parts: nobody fails. Pages are copied, written
-    and preempted meanwhile."""
+    """Only whole steps fail, never their parts: no request fails. Pages are copied and written, requests preempted
+    meanwhile."""
     one = engines(enable_prefix_caching=False)
     whole = {"plan": None}
 
@@ -177,7 +177,7 @@ def test_ctrl_c_ends_the_step_and_nothing_else(shared_llm: Callable[[str], LLM])
 
 @BOTH_DEPTHS
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-def test_a_model_that_overflows_fails_those_whom_it_meets(
+def test_a_model_that_overflows_fails_the_requests_that_overflow(
     value: float, engines: Callable[..., Engine], mixed_answers: list[Tokens]
 ) -> None:
     """A request whose token overflows, in the prompt or in the answer; as float16 does for some prompts."""

@@ -546,7 +546,7 @@ def test_a_single_bad_logit_gives_no_token_outside_the_vocabulary(bad: float) ->
         assert np.isnan(result.logprobs).all()
 
 
-def test_a_row_without_a_possible_token_harms_nobody() -> None:
+def test_a_row_without_a_possible_token_harms_no_other() -> None:
     logits = random_logits(3, seed=21)
     logits[1] = -torch.inf
     rows: list[dict[str, Any]] = [{"draws": [0.3]}, {"draws": [0.3]}, {"beam_width": 3}]
