@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_overview()
         return 0
     if command not in COMMANDS:
-        if not arguments:  # someone who looks what there is
+        if not arguments:  # a look at what there is
             from cli.commands import print_overview
 
             print_overview()

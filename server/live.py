@@ -1,7 +1,7 @@
 """The live feed: what the pages of the KV cache hold, and the requests that run and wait.
 
-The engine is asked a few times a second while somebody watches, once for all of them, and not at all otherwise. Nothing
-in a frame is a request's content or id.
+The engine is asked a few times a second while the feed is watched, once for all its watchers, and not at all otherwise.
+Nothing in a frame is a request's content or id.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _with_traceback(log_prompts: bool) -> structlog.typing.Processor:
 
 def traceback_text(problem: BaseException, *, log_prompts: bool = False) -> str:
     """The traceback as Python writes it; without `log_prompts` the values that failed validation are left out
-    of it, since they are what somebody sent or a model wrote."""
+    of it, since a client sent them or a model wrote them."""
     text = "".join(traceback.format_exception(problem)).rstrip()
     if not log_prompts:
         for line, safe in _unsafe_lines(problem, set()):

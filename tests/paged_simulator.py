@@ -449,7 +449,7 @@ class Simulator:
             assert plan is not None, "a step in which nothing runs"
             first = min(groups, key=lambda group: group.key)
             if first in running:
-                assert any(row.group is first for row in self._rows()), "the first in line gave way"
+                assert any(row.group is first for row in self._rows()), "the first in line was preempted"
         return plan
 
     # -------------------------------------------------------------- what a runner does
@@ -493,7 +493,7 @@ class Simulator:
             # Only the first prompt of a step may, and it is the last one then.
             self.events["encoded_over_budget"] += 1
             assert len(batch.starts) == 2
-            # Who has one token left, also until it forks, is none of the prompts.
+            # A row with one token left, also one that forks after it, is none of the prompts.
             last = [row.sampled or row.start + row.count == row.group.fork_point for row in rows]
             chunks = {row.group for row, done in zip(rows, last, strict=True) if row.count > 1 or not done}
             owners = [group for group in groups if group.memory and group.memory.pages[0] * self.size == batch.slots[0]]
@@ -707,7 +707,7 @@ class Simulator:
                 self.states[page] = 0
 
     def _check_encoder_pages(self, group: SequenceGroup, owners: dict[int, object]) -> None:
-        """A running request holds its input's pages, all findable; nobody else has one of them for another use."""
+        """A running request holds its input's pages, all findable; none is used for something else."""
         memory, request = group.memory, group.request
         assert (memory is None) == (not request.encoder_token_ids)
         if memory is None:

@@ -45,7 +45,7 @@ SHAPES = read_shapes()
 def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """The document's family, found as any other is, for the time of these tests."""
     name = Path(FAMILY_FILE).stem
-    if (ROOT / FAMILY_FILE).exists():  # someone went by the document
+    if (ROOT / FAMILY_FILE).exists():  # the document was followed
         assert (ROOT / FAMILY_FILE).read_text(encoding="utf-8") == FILES[FAMILY_FILE]
         yield importlib.import_module(f"{families.__name__}.{name}")
         return

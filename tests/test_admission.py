@@ -100,7 +100,7 @@ def test_waiting_tokens_are_bounded_until_the_first_token() -> None:
     assert admission.num_queued_tokens == 0
 
 
-def test_the_estimate_gives_way_to_the_truth() -> None:
+def test_the_truth_replaces_the_estimate() -> None:
     admission, _, _ = make()
     with admission.reserve(1, 90), pytest.raises(ApiError) as refused, admission.reserve(1, 5) as second:
         second.measure([11])
@@ -108,7 +108,7 @@ def test_the_estimate_gives_way_to_the_truth() -> None:
     assert (admission.num_prompts, admission.num_queued_tokens) == (0, 0)
 
 
-def test_whoever_waits_alone_may_be_of_any_size() -> None:
+def test_a_lone_waiting_request_may_be_of_any_size() -> None:
     admission, _, _ = make()
     with admission.reserve(2, 500) as ticket:
         ticket.measure([400, 600])

@@ -173,9 +173,9 @@ def test_a_stop_token_ends_a_request_that_runs_on(engines: Callable[..., Engine]
     one = engines(async_scheduling=True, enable_prefix_caching=False)
     with void_rows(one) as void:
         assert answers(one, stopped) == expected
-    assert sum(void) >= 2, "nobody ran on beyond an end"
+    assert sum(void) >= 2, "no row ran on beyond an end"
     assert expected[0].outputs[0].finish_reason == expected[2].outputs[1].finish_reason == "stop"
-    # Alone, nobody waits for the row that is for nothing.
+    # Alone, the step that computes only a void row is not waited for.
     add(one, "alone", stopped[0])
     steps = 0
     while one.has_unfinished_requests():
@@ -187,7 +187,7 @@ def test_a_stop_token_ends_a_request_that_runs_on(engines: Callable[..., Engine]
 
 
 def test_requests_and_answers_that_leave_in_flight(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
-    """Their pages are free at once, although a step writes them still; whoever gets these is not disturbed."""
+    """Their pages are free at once, although a step writes them still; their next owners are not disturbed."""
     one = engines(async_scheduling=True, block_size=4, num_gpu_blocks_override=60, enable_prefix_caching=False)
     for number, job in enumerate(MIXED):
         add(one, str(number), job)
@@ -263,12 +263,12 @@ def test_a_step_that_fails_in_flight(late: bool, engines: Callable[..., Engine],
 def test_short_of_pages_the_flights_land_first(
     engines: Callable[..., Engine], mixed_answers: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody gives way to a step that is planned ahead."""
+    """No request is preempted for a step that is planned ahead."""
     one = engines(async_scheduling=True, block_size=4, num_gpu_blocks_override=40)
     preempt, drained = one.scheduler._preempt, 0
 
     def spy(*arguments: Any) -> None:
-        assert not one.scheduler.in_flight, "somebody gives way while a step is in flight"
+        assert not one.scheduler.in_flight, "a request is preempted while a step is in flight"
         preempt(*arguments)
 
     monkeypatch.setattr(one.scheduler, "_preempt", spy)
@@ -443,7 +443,7 @@ def test_pages_are_copied_again_behind_a_step_that_failed(how: dict[str, Any]) -
 
 
 def test_a_common_prefix_is_computed_in_turn() -> None:
-    """Answers that gave way compute what they have in common once, in chunks; where that ends, they part."""
+    """Answers that were preempted compute what they have in common once, in chunks; where that ends, they part."""
     with simulator(max_num_batched_tokens=8) as sim:
         sim.add(make_request("other", words(1, 3), max_tokens=60))
         sim.add(make_request("r", words(2, 26), max_tokens=12, n=3, temperature=1.0, seed=5))
@@ -461,7 +461,7 @@ def test_a_common_prefix_is_computed_in_turn() -> None:
 
 
 def test_a_request_that_comes_back_is_not_taken_for_its_former_self() -> None:
-    """It gives way with a step in flight, and is planned anew behind that step, with tokens that are known."""
+    """It is preempted with a step in flight, and planned anew behind that step, with tokens that are known."""
     with simulator(caching=True) as sim:
         sim.add(make_request("other", words(1, 3), max_tokens=20))
         sim.add(make_request("r", words(2, 6), max_tokens=12))

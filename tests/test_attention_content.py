@@ -129,7 +129,7 @@ def test_neighbours_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_poisoned_neighbours_reach_nobody(poison: float) -> None:
+def test_poisoned_neighbours_reach_no_row(poison: float) -> None:
     lengths = [40, 5, 130, 1, 64, 200]
     rows = inputs(lengths, 2, 8)
     want = attend(rows, lengths, ragged(rows), content(2, 8), scale=0.5)

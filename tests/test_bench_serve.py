@@ -400,7 +400,7 @@ def test_wrong_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # taken, but nobody listens
+        probe.bind(("127.0.0.1", 0))  # taken, but nothing listens
         port = probe.getsockname()[1]
         shown = refused(capsys, ["--url", f"http://127.0.0.1:{port}"])
     assert f"port {port}" in shown

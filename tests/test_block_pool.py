@@ -333,7 +333,7 @@ def test_a_pinned_page_is_not_handed_out() -> None:
     assert sorted(pool.reserve(2) or []) == sorted(table)
 
 
-def test_a_pinned_page_that_nobody_holds_can_be_taken_up_again() -> None:
+def test_a_pinned_page_that_is_not_held_can_be_taken_up_again() -> None:
     pool, hasher = BlockPool(1), PageHasher(KEY)
     page_hash = hasher.extend(hasher.root(None), numbers(1))
     table = pool.reserve(1)
@@ -374,7 +374,7 @@ def test_a_match_needs_only_the_pages_that_are_seen(seen: int) -> None:
         assert pool.match(hashes[1:], seen) == expected
 
 
-def test_page_0_in_a_table_is_nobody_s() -> None:
+def test_page_0_in_a_table_has_no_owner() -> None:
     pool = BlockPool(3)
     pages = pool.reserve(2)
     assert pages is not None
@@ -388,7 +388,7 @@ def test_page_0_in_a_table_is_nobody_s() -> None:
     pool.check_integrity([[0, 0]])
 
 
-def test_forgotten_pages_are_found_by_nobody() -> None:
+def test_forgotten_pages_are_not_found() -> None:
     pool, hasher = BlockPool(2), PageHasher(KEY)
     hashes = [hasher.extend(hasher.root(None), numbers(content)) for content in (1, 2)]
     held = pool.reserve(1) or []

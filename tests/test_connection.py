@@ -69,7 +69,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["tcp", "unix", "tls"])
 @pytest.mark.slow
-def test_who_takes_nothing_is_cut_off_and_who_takes_little_is_not(
+def test_a_client_that_takes_nothing_is_cut_off_and_a_slow_one_is_not(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     server_side = client_side = None

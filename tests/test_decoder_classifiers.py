@@ -85,7 +85,7 @@ def test_a_classifier_must_be_stored(texts: Path) -> None:
         load(texts)
 
 
-def test_heads_that_nobody_asks_for_are_left_unused(texts: Path) -> None:
+def test_heads_that_no_endpoint_asks_for_are_left_unused(texts: Path) -> None:
     """As transformers leaves them where the config names the model without a head."""
     rewrite(texts, with_lm_head, architectures=["MistralModel"], tie_word_embeddings=False)
     model = load(texts)

@@ -117,7 +117,7 @@ def test_names_as_people_have_them_come_back(llm: LLM, called: str) -> None:
 
 
 @pytest.mark.parametrize("hero", ["pirate", "unicorn", "zorbling"])
-def test_a_story_is_about_whom_it_was_asked_for(llm: LLM, hero: str) -> None:
+def test_a_story_is_about_the_hero_that_was_asked_for(llm: LLM, hero: str) -> None:
     assert f" {hero} " in said(ask(llm, f"tell me a story about a {hero}"))
 
 

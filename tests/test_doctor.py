@@ -263,7 +263,7 @@ def test_a_containers_limit_of_memory(version: int, tmp_path: Path) -> None:
     (inner / limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
     (inner / used).write_text("1000\n")
     assert available_memory(tmp_path, own) == pytest.approx(free, rel=0.5)
-    # The limit of the group around it holds, too; cached files give way.
+    # The limit of the group around it holds, too; cached files count as free.
     (inner.parent / limit).write_text("1000000\n")
     (inner.parent / used).write_text("900000\n")
     (inner.parent / "memory.stat").write_text(f"anon 5\n{cached} 300000\n")
@@ -274,7 +274,7 @@ def test_a_containers_limit_of_memory(version: int, tmp_path: Path) -> None:
     assert available_memory(tmp_path, own) == 0
 
 
-# ---------------------------------------------------------------- where it listens, and who gets in
+# ---------------------------------------------------------------- the address, and the keys
 
 
 def test_where_it_listens(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a token gets, what it costs, and that nobody else in the batch changes a bit of it."""
+"""Mixtures of experts: what a token gets, what it costs, and that no other token of the batch changes a bit of it."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ def test_the_engines_socket_is_gone(start: Start, sockets: Path) -> None:  # noq
     shutil.rmtree(folder)
     assert len(ask(service)) == 5
     engine = service.engine()
-    folder.mkdir(mode=0o777)  # somebody else's, for all that is known
+    folder.mkdir(mode=0o777)  # another user's, for all that is known
     folder.chmod(0o777)
     os.kill(engine, 9)
     service.wait_metric("octavo_engine_restarts_total", 1)

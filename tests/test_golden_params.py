@@ -318,7 +318,7 @@ def test_sampling_defaults(checkpoint: Callable[[str], Checkpoint], tmp_path: Pa
     llm.close()
 
 
-def test_default_beams_give_way_to_sampling(checkpoint: Callable[[str], Checkpoint], tmp_path: Path) -> None:
+def test_sampling_overrides_default_beams(checkpoint: Callable[[str], Checkpoint], tmp_path: Path) -> None:
     """A model's default of beams yields to a request for sampling, and holds for everything else."""
     model = checkpoint(NAME)
     values = {"eos_token_id": list(model.eos), "num_beams": 3, "max_new_tokens": 10}

@@ -103,7 +103,7 @@ def test_tokens_of_an_encoder_decoder(tmp_path: Path) -> None:
     check(tmp_path, list(case.source), model.greedy(case).answers[0].tokens[:TOKENS])
 
 
-def test_nothing_is_timed_where_nobody_can(checkpoint: Callable[[str], Any]) -> None:
+def test_nothing_is_timed_where_nothing_can_be(checkpoint: Callable[[str], Any]) -> None:
     with recorded(checkpoint(CHECKPOINT).path) as engine, counted() as products:
         run(engine, [Job(prompt(1, 5), greedy(3))])
         assert not products.called

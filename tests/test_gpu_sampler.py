@@ -335,7 +335,7 @@ def test_logits_of_other_formats(device: torch.device, dtype: torch.dtype) -> No
     assert_same(ours, sampler_torch.sample(logits[:9].float(), batch_of(rows)), rows)
 
 
-# ------------------------------------------------------------------ what is sent, and what nobody waits for
+# ------------------------------------------------------------------ what is sent, and what is never waited for
 
 
 KERNELS = {"summarize", "choose", "wide", "best", "report", "count_larger", "_penalize", "_mask"}

@@ -162,7 +162,7 @@ def test_ready_and_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
         assert server.asked == ["/health", "/health"]
 
 
-def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_listens(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as bound:  # bound, but not listening: as a service that loads its model
         bound.bind(("127.0.0.1", 0))
         assert main(["--port", str(bound.getsockname()[1])], {}) == 1

@@ -495,7 +495,7 @@ CONVERSATION = [
     {"role": "assistant", "content": "A sheet folded thrice."},
     {"role": "user", "content": [{"type": "text", "text": "And a quarto?"}]},
 ]
-# Made for conversations with tools only: they fail without, whoever renders them.
+# Made for conversations with tools only: without, they fail in transformers, too.
 NEED_TOOLS = {
     "CohereForAI-c4ai-command-r-plus-tool_use",
     "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",

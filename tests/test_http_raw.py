@@ -350,7 +350,7 @@ def test_a_form_is_refused_with_a_hint(service: Service) -> None:
         assert "Content-Type: application/json" in body["error"]["message"]
 
 
-def test_a_client_that_leaves_in_the_middle_harms_nobody(service: Service) -> None:
+def test_a_client_that_leaves_in_the_middle_harms_no_other(service: Service) -> None:
     for part in (GET, POST + LENGTH + b"\r\n" + BODY[:5], POST + CHUNKED + b"\r\nff\r\nabc", WHOLE):
         with Wire(service.url) as wire:
             wire.send(part)

@@ -90,7 +90,7 @@ def serving(kind: str, folder: Path, *arguments: str) -> Iterator[Api]:
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """Few pages, so that a crowd must give way."""
+    """Few pages, so that a crowd is preempted."""
     settings = ("--num-gpu-blocks-override", str(PAGES), "--max-num-seqs", "24", "--max-num-batched-tokens", "128")
     with serving("t5", tmp_path_factory.mktemp("t5"), *settings, "--max-num-queued-reqs", "64") as api:
         yield api

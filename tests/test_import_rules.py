@@ -1,5 +1,4 @@
-"""The house rules that no reviewer should have to remember: who may import whom, how long a file may
-be, and what reads the wall clock."""
+"""The rules of the house: which packages import which, what computes, and what reads the wall clock."""
 
 from __future__ import annotations
 
@@ -283,7 +282,7 @@ def loaded(modules: list[str], forbidden: list[str]) -> str:
 
 def test_every_module_of_scheduling_runs_without_torch() -> None:
     """What the files import themselves is half of it: what those import counts, too. `engine/__init__` is
-    what anyone outside imports and holds the engine, so the package is made without running it."""
+    imported from outside and holds the engine, so the package is made without running it."""
     scheduling = sorted(module for module in MODULES if below(module, "engine.scheduling"))
     code = f"""
 import importlib, sys, types

@@ -181,7 +181,7 @@ def test_ctrl_c_ends_the_step_and_nothing_else(shared_llm: Callable[[str], LLM])
 
 @BOTH_DEPTHS
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-def test_a_model_that_overflows_fails_those_whom_it_meets(
+def test_a_model_that_overflows_fails_the_requests_that_overflow(
     value: float, engines: Callable[..., Engine], mixed_answers: list[Tokens]
 ) -> None:
     """A request whose token overflows, in the prompt or in the answer; as float16 does for some prompts."""

@@ -398,7 +398,7 @@ def test_centres_depend_on_the_model_alone(checkpoint: Callable[[str], Checkpoin
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_nan_ends_its_own_request(dtype: str, checkpoint: Callable[[str], Checkpoint]) -> None:
-    """A token whose vector is NaN: with every format its request ends, others go on, its pages harm nobody."""
+    """A token whose vector is NaN: with every format its request ends, others go on, its pages harm no other."""
     one = make_engine(checkpoint(CHECKPOINT).path, kv_cache_dtype=dtype, num_gpu_blocks_override=20)
     good, bad = [Job([t for t in prompt(seed, 30) if t != 5], greedy(10, logit_bias={5: -100.0})) for seed in (1, 2)]
     (expected,) = run(one, [good])

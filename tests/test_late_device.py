@@ -41,7 +41,7 @@ def device() -> Iterator[LateDevice]:
 # ---------------------------------------------------------------- the stand-in finds what races
 
 
-def test_what_nobody_waited_for_is_not_there(device: LateDevice) -> None:
+def test_what_was_not_waited_for_is_not_there(device: LateDevice) -> None:
     values = torch.zeros(3, device=CUDA) + 5
     host = torch.empty(3, pin_memory=True)
     host.copy_(values, non_blocking=True)
@@ -64,7 +64,7 @@ def test_pinned_memory_that_is_written_too_early(device: LateDevice) -> None:
         there.cpu()
 
 
-def test_memory_that_nobody_wrote(device: LateDevice) -> None:
+def test_memory_that_was_not_written(device: LateDevice) -> None:
     assert torch.empty(2, device=CUDA).isnan().all().item()
     assert torch.empty(2, dtype=torch.int32, device=CUDA).tolist() == [-77, -77]
 
@@ -112,7 +112,7 @@ def test_a_graph_whose_memory_is_freed(device: LateDevice) -> None:
     ],
     ids=["item", "to the host", "from the host", "synchronize", "mask"],
 )
-def test_nobody_waits_while_a_graph_is_recorded(device: LateDevice, waiting: Callable[[Any], object]) -> None:
+def test_no_wait_while_a_graph_is_recorded(device: LateDevice, waiting: Callable[[Any], object]) -> None:
     there, before = torch.zeros(2, device=CUDA), torch.cuda.current_stream(CUDA)
     with pytest.raises(RuntimeError, match=r"capturing|recorded"):
         CudaRecorder(CUDA)(lambda: waiting(there))
@@ -148,7 +148,7 @@ def test_what_is_uploaded_and_fetched_is_what_was_meant_then(device: LateDevice)
 
 
 def test_steps(checkpoint: Callable[[str], Any]) -> None:
-    """The same tokens as on a CPU; from launch to launch nobody waits, and no copy is of memory that is not pinned."""
+    """The same tokens as on a CPU; from launch to launch the host never waits, and only pinned memory is copied."""
     path: Path = checkpoint(CHECKPOINT).path
     jobs = [
         Job(prompt(1, 7), greedy(6)),

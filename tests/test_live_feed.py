@@ -1,4 +1,4 @@
-"""The live feed: who may watch, what is told, and that nobody is asked when nobody looks."""
+"""The live feed: which keys may watch, what is told, and that the engine is not asked while no client looks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_frames_come_when_something_changes_and_only_then() -> None:
     run(scene())
 
 
-def test_the_engine_is_asked_once_for_all_and_not_at_all_when_nobody_looks() -> None:
+def test_the_engine_is_asked_once_for_all_watchers_and_not_at_all_without_one() -> None:
     async def scene() -> None:
         site = Site()
         calls = [site.watch() for _ in range(5)]
@@ -149,7 +149,7 @@ def test_the_feed_does_not_hold_up_a_service_that_stops() -> None:
     run(scene())
 
 
-def test_a_client_that_takes_nothing_misses_frames_and_keeps_nobody_waiting() -> None:
+def test_a_client_that_takes_nothing_misses_frames_and_delays_no_other() -> None:
     async def scene() -> None:
         site = Site(stream_keepalive=0)
         slow, quick = site.watch(), site.watch()

@@ -131,7 +131,7 @@ def test_what_is_not_in_use_is_given_back_and_what_is_is_said(caplog: pytest.Log
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
-def test_without_a_limit_nobody_looks() -> None:
+def test_without_a_limit_memory_is_not_read() -> None:
     process = Process()
     guard = MemoryGuard(None, process.look)
 

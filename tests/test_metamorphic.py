@@ -119,7 +119,7 @@ def test_impossible_prompts(wrong: Any, engines: Callable[..., Engine]) -> None:
 
 
 def test_arrivals_join_the_next_step(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
-    """A request that comes in mid-generation is in the very next step, and nobody's answer changes."""
+    """A request that comes in mid-generation is in the very next step, and no answer changes."""
     one = engines(enable_prefix_caching=False)
     outputs = {}
     with watching(one) as plans:

@@ -135,9 +135,9 @@ def test_a_pool_of_exactly_the_worst_case(params: SamplingParams, engines: Calla
         add(engines(block_size=4, num_gpu_blocks_override=2 + 3 * 2 - 1), "too big", job)
 
 
-def test_the_least_urgent_gives_way(engines: Callable[..., Engine]) -> None:
-    """Short of pages, the scheduler evicts the lowest priority, and among equals the youngest, whoever
-    was admitted last."""
+def test_the_least_urgent_is_preempted(engines: Callable[..., Engine]) -> None:
+    """Short of pages, the scheduler evicts the lowest priority, and among equals the youngest,
+    in whatever order they were admitted."""
     one = engines(block_size=4, num_gpu_blocks_override=16, enable_prefix_caching=False)
     jobs = {
         "first": Job(prompt(46, 9), greedy(30), {"priority": 2}),

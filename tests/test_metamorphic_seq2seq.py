@@ -74,7 +74,7 @@ def answers(folder: Path) -> list[Tokens]:
 
 @BOTH_DEPTHS
 def test_one_run_per_distinct_input(engines: Callable[..., Engine], answers: list[Tokens]) -> None:
-    """All in one batch: encoder inputs ragged beside decoding rows, and found by whoever has the same one."""
+    """All in one batch: encoder inputs ragged beside decoding rows, and found by requests that have the same one."""
     one = engines()
     with watching(one) as plans:
         assert run(one, JOBS) == answers
@@ -88,7 +88,7 @@ def test_one_run_per_distinct_input(engines: Callable[..., Engine], answers: lis
 
 @BOTH_DEPTHS
 def test_inputs_arrive_beside_decoding_rows(engines: Callable[..., Engine], answers: list[Tokens]) -> None:
-    """A step holds so few tokens that inputs wait for each other; nobody's answer changes."""
+    """A step holds so few tokens that inputs wait for each other; no answer changes."""
     one = engines(max_num_batched_tokens=64, max_num_seqs=16)
     with watching(one) as plans:
         assert run(one, JOBS) == answers

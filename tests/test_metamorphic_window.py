@@ -71,7 +71,7 @@ def answers(checkpoint: Callable[[str], Checkpoint]) -> list[Tokens]:
 
 
 def poison(engine: Engine) -> None:
-    """Make every page that nobody holds, and nobody may take up again, unreadable: page 0, too."""
+    """Make every page that is neither held nor cached unreadable: page 0, too."""
     pool = engine.scheduler.pool
     unused = [0, *pool._free]
     for layer in engine.runner.cache.layers:

@@ -463,7 +463,7 @@ def test_no_counter_goes_down_when_the_engine_is_started_again() -> None:
             prompt_tokens=10, prompt_tokens_cached=3, generation_tokens=20, computed_tokens=30, prefix_queries=12,
             prefix_hits=4, num_preemptions=1, num_page_copies=2, step_seconds=0.5,
         )  # fmt: skip
-        if life != 1:  # in one life nobody asks
+        if life != 1:  # one life passes without a scrape
             ever.append(counters())
         client.dead = True
         ever.append(counters())

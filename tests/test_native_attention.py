@@ -423,7 +423,7 @@ def test_a_row_of_nan_harms_only_itself(isa: str, dtype: torch.dtype, pages: tor
 @each_isa
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_never_hidden(isa: str, value: float) -> None:
-    """One number of one key or value, wherever it lies, reaches all who see it."""
+    """One number of one key or value, wherever it lies, reaches every query that sees it."""
     row = make_row(1, 150, 2, 2, 24, torch.float32)
     for place in (0, 100, 149):
         for part in ("k", "v"):

@@ -226,7 +226,7 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path, monkey
 def test_where_the_cache_cannot_be_written_to_another_place_is_found_and_named(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A home that is there for no one, as a service's user may have, must not mean that each start compiles."""
+    """A home that cannot be used, such as a service's user may have, must not mean that each start compiles."""
     if why == "read-only":
         real = os.access
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -273,7 +273,7 @@ def test_a_library_in_a_cache_that_cannot_be_written_to_is_loaded(
 
 @pytest.mark.parametrize("what", ["a link", "someone else's", "others can read", "no sticky bit", "a file"])
 def test_another_place_is_this_users_alone(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder in which everyone may make files."""
+    """In a folder in which all users may make files."""
     place = tmp_path / "tmp"
     place.mkdir()
     place.chmod(0o777 if what == "no sticky bit" else 0o1777)

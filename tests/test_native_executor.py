@@ -29,7 +29,7 @@ from engine.attention import select
 from engine.attention.base import AttentionMetadata
 from engine.attention.native import NativeAttention
 from engine.attention.reference import TorchReference
-from engine.model import checkpoint, families, kernels, spec
+from engine.model import checkpoint, families, kernels, packing, spec
 from engine.model.activations import ACTIVATIONS
 from engine.model.layers import Linear
 from engine.model.native_executor import NativeExecutor

@@ -19,7 +19,7 @@ def test_steps_have_no_limit_unless_one_is_set(
     settings: dict[str, Any],
     limits: list[float],
 ) -> None:
-    """Offline nobody waits for a step, and a prompt is computed fastest in one."""
+    """Offline no client waits for a step, and a prompt is computed fastest in one."""
     plain, made = engine_module.StepBudget, []
 
     def budget(limit: float, *arguments: Any, **named: Any) -> Any:

@@ -23,7 +23,7 @@ from test_http_process import complete
 pytestmark = pytest.mark.slow
 
 LONG = {**WITHOUT_END, "temperature": 0}  # a stream of megabytes
-STALL = 8.0  # seconds; whoever reads is not held up for so long
+STALL = 8.0  # seconds; a client that reads is not held up for so long
 HELD = 'octavo_kv_pages{state="held"}'
 
 
@@ -286,8 +286,8 @@ def test_the_drain_lets_everybody_finish_and_refuses_the_rest(
 def test_what_is_late_is_ended_with_an_error(
     start: Callable[..., Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streaming to a client that takes nothing, decoding, queued and unstreamed. Who reads need not be quick: what
-    those have to read is little enough for the kernel to keep."""
+    """Streaming to a client that takes nothing, decoding, queued and unstreamed. Clients that read need not be quick:
+    what they have to read is little enough for the kernel to keep."""
     gate = Gate(tmp_path, monkeypatch, position=3000)
     gate.close()
     service = start("--max-num-seqs", "3", "--shutdown-timeout", "1")

@@ -122,7 +122,7 @@ def drain(service: Service) -> None:
 
 
 def test_an_engine_that_is_killed_is_replaced(start: Callable[..., Service], loading: Gate) -> None:
-    """When idle, in prefill and in decode: who waits learns before there is another one, and then all are served."""
+    """When idle, in prefill and in decode: waiting requests are told before another one is there, which serves all."""
     service = start("--max-engine-failures", "9")
     service.wait_ready()
     url = f"{service.url}/v1/completions"
@@ -304,7 +304,7 @@ def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets:
         assert client.progress.idle
         given_up = asyncio.create_task(client.wait_failed())
         (engine,) = children(os.getpid())
-        with stopped(engine):  # it computes nothing any more, and nobody can know why
+        with stopped(engine):  # it computes nothing any more, and does not say why
             running = [asyncio.create_task(ask(client, str(number), 40)) for number in range(4)]
             await asyncio.sleep(0)
             await asyncio.sleep(0)

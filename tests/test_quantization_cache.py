@@ -181,7 +181,7 @@ def test_every_family(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by", ["native", "torch"])
 def test_every_format(by: str, dtype: torch.dtype, kind: Quantization, llama: Path, cache: Path) -> None:
-    """Each has entries of its own, and so has each who quantises."""
+    """Each format has entries of its own, and so has each quantiser."""
     if by == "native" and not native.available():
         pytest.skip("there is no native library, nor a compiler")
     with native.use(native.current() if by == "native" else None):
@@ -483,8 +483,8 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_numbers_belong_to_a_format() -> None:
-    """Whoever changes what a quantiser makes of a weight, or how that is stored, counts FORMAT up as well: kept files
-    of the one before must not be used. Then the sums here change, too."""
+    """A change of what a quantiser makes of a weight, or of how that is stored, needs a new FORMAT, so that kept files
+    of the one before are not used. Then the sums here change, too."""
     weight = ((torch.arange(70 * 100) * 7919 % 2003 - 1001) / 997).view(70, 100)
     made = [("int8", quantise_by_torch(weight, "int8"))]
     for isa in ISAS if native.available() else ():

@@ -600,7 +600,7 @@ def test_masked_rows_are_to_the_bit_what_they_are_alone() -> None:
         assert_equal_rows(together, i, sample(logits[i : i + 1], batch_of([row])), row, VOCAB)
 
 
-def test_a_row_without_a_possible_token_harms_nobody() -> None:
+def test_a_row_without_a_possible_token_harms_no_other() -> None:
     logits = random_logits(3, seed=21)
     logits[1] = -torch.inf
     rows: list[dict[str, Any]] = [{"draws": [0.3]}, {"draws": [0.3]}, {"beam_width": 3}]

@@ -1,4 +1,4 @@
-"""The scheduler's decisions one by one: who runs, who gives way, what is refused, what a step costs."""
+"""The scheduler's decisions one by one: which requests run, which are preempted, what is refused, what a step costs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TestRefusals:
 @pytest.mark.parametrize("kind", ["n", "num_beams"])
 @pytest.mark.parametrize("length", [3, 4, 5])
 def test_a_pool_of_exactly_the_worst_case_is_enough(kind: str, width: int, length: int) -> None:
-    """Also to come back after giving way at the widest moment: a group that was admitted once must never
+    """Also to come back after a preemption at the widest moment: a group that was admitted once must never
     wait for more pages than there are."""
     max_tokens, came_back = 6, 0
     pages = worst_case_pages(length, max_tokens, width, 2)
@@ -147,7 +147,7 @@ class TestOrder:
             sim.add(make_request("b", prompt(5), max_tokens=9))
             assert {delta.request_id for delta in sim.step()} == {"a", "b"}
 
-    def test_the_youngest_gives_way(self) -> None:
+    def test_the_youngest_is_preempted(self) -> None:
         with simulator(num_pages=6, block_size=2, caching=False) as sim:
             for name in ("a", "b", "c"):
                 sim.add(make_request(name, prompt(3), max_tokens=6))
@@ -159,7 +159,7 @@ class TestOrder:
             sim.drain()
             sim.compare()
 
-    def test_the_least_urgent_gives_way_to_an_urgent_arrival(self) -> None:
+    def test_the_least_urgent_is_preempted_for_an_urgent_arrival(self) -> None:
         with simulator(max_num_seqs=2) as sim:
             sim.add(make_request("old", prompt(3), max_tokens=20))
             sim.add(make_request("low", prompt(4), max_tokens=20, priority=5))
@@ -229,7 +229,7 @@ class TestOrder:
             assert not sim.scheduler.snapshot().lacks_room
             sim.drain()
 
-    def test_a_group_gives_way_whole(self) -> None:
+    def test_a_group_is_preempted_whole(self) -> None:
         with simulator(num_pages=12, block_size=2, caching=False) as sim:
             sim.add(make_request("beams", prompt(4), max_tokens=6, num_beams=3, priority=1))
             for _ in range(3):
@@ -243,7 +243,7 @@ class TestOrder:
 
     def test_the_first_in_line_goes_on_although_a_victim_had_copies_pending(self) -> None:
         """Beams that were planned earlier in the same step give their pages back at once, those they were
-        going to copy from included: otherwise the urgent request would have to give way itself."""
+        going to copy from included: otherwise the urgent request itself would be preempted."""
         met = 0
         for pages in range(13, 18):
             for steps in range(1, 7):
@@ -640,7 +640,7 @@ class TestCost:
 
 
 def sim_deltas(sim: Simulator) -> list[RequestDelta]:
-    """A step whose news nobody keeps: for ids that are used twice."""
+    """A step whose news are not kept: for ids that are used twice."""
     plan = sim.scheduler.schedule()
     assert plan is not None
     return sim.scheduler.update(sim.execute(plan))

@@ -1,4 +1,4 @@
-"""Encoder inputs: who gets their pages and when the encoder runs, rule by rule."""
+"""Encoder inputs: which requests get their pages and when the encoder runs, rule by rule."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def preempt(sim: Simulator, name: str) -> None:
 
 
 def evict(sim: Simulator, count: int) -> None:
-    """Evict so many pages that nobody holds, least recently used first."""
+    """Evict so many pages that no request holds, least recently used first."""
     pages = sim.pool.reserve(sim.pool.num_free + count)
     assert pages is not None
     sim.pool.free(pages)
@@ -122,7 +122,7 @@ class TestRefusals:
     @pytest.mark.parametrize("caching", [False, True])
     @pytest.mark.parametrize("how", [{}, {"n": 3, "temperature": 1.5, "seed": 2}, {"num_beams": 3}])
     def test_a_pool_of_exactly_that_is_enough(self, how: dict[str, Any], caching: bool) -> None:
-        """To the end, beside others, and to come back after giving way at any moment."""
+        """To the end, beside others, and to come back after a preemption at any moment."""
         width = 3 if how else 1
         for interruption in range(1, 12):
             pages = 3 + worst_case_pages(2, 9, width, 4)
@@ -225,7 +225,7 @@ class TestShared:
             assert sim.runs == (1, 1)
 
 
-# ------------------------------------------------------------------ some of those who share are gone
+# ------------------------------------------------------------------ some of the requests that share an input are gone
 
 
 class TestGone:
@@ -249,7 +249,7 @@ class TestGone:
 
     @pytest.mark.parametrize("at_fault", ["0", "1", "01", "12"])
     def test_one_that_cannot_be_computed(self, at_fault: str) -> None:
-        """Of three with one input, whoever fails; the encoder runs again for each, and its pages are the others'."""
+        """Of three requests with one input any may fail; the encoder runs again for each, its pages are the others'."""
         with simulator() as sim:
             for name in ("r0", "r1", "r2"):
                 add(sim, name, max_tokens=5)
@@ -274,8 +274,8 @@ class TestGone:
             sim.compare()
             assert sim.runs == (1, 0)
 
-    def test_one_that_gives_way_in_the_step_that_was_to_encode_for_it(self) -> None:
-        """The run is for the others then, or for nobody."""
+    def test_one_that_is_preempted_in_the_step_that_was_to_encode_for_it(self) -> None:
+        """The run is for the others then, or for no request at all."""
         with simulator() as sim:
             for name in ("a", "b"):
                 add(sim, name)
@@ -413,7 +413,7 @@ class TestPreempted:
 
 
 class TestWithoutCaching:
-    def test_nobody_else_finds_them(self) -> None:
+    def test_no_other_request_finds_them(self) -> None:
         with simulator(caching=False) as sim:
             for name in ("a", "b"):
                 add(sim, name, max_tokens=5)
@@ -477,7 +477,7 @@ class TestBudget:
             sim.drain()
             sim.compare()
 
-    def test_it_waits_for_prompts_that_came_before_and_for_nobody_else(self) -> None:
+    def test_it_waits_only_for_prompts_that_came_before(self) -> None:
         with simulator(budget=16) as sim:
             add(sim, "first", words(4), 40, max_tokens=3)
             add(sim, "long", words(16, 3), max_tokens=3)

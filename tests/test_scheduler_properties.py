@@ -1,4 +1,4 @@
-"""The scheduler under any order of events, in pools so small that requests give way all the time."""
+"""The scheduler under any order of events, in pools so small that requests are preempted all the time."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Reader:
         self.check()
 
     def _expected(self, limit: StepLimit) -> list[str]:
-        """Who is read in this step: in order, as many as fit, the first however long it is."""
+        """Which inputs are read in this step: in order, as many as fit, the first however long it is."""
         tokens = min(self.config.max_num_batched_tokens, max(limit.tokens, limit.least, 1))
         work, chosen = max(limit.work, limit.least), list[str]()
         for _, _, name in sorted(self.queue):
@@ -175,7 +175,7 @@ class Reader:
         self.events[how] += 1
 
     def check(self) -> None:
-        """Between steps nobody runs, and nothing is held."""
+        """Between steps no request runs, and nothing is held."""
         self.scheduler.check_integrity()
         stats = self.scheduler.snapshot()
         assert stats.num_running == stats.pages_total == stats.pages_held == 0

@@ -128,7 +128,7 @@ class TestFreed:
             assert (sim.pool.num_cached > 0) == caching
 
     def test_a_chunk_longer_than_the_window(self) -> None:
-        """Pages that it filled and that nobody sees any more are published, and freed in the same step."""
+        """Pages that it filled and that no query sees any more are published, and freed in the same step."""
         with simulator(window=6, budget=40) as sim:
             sim.add(make_request("r", prompt(70), max_tokens=3))
             sim.step()
@@ -215,7 +215,7 @@ class TestRoom:
     @pytest.mark.parametrize(("width", "window", "size"), [(1, 5, 2), (2, 4, 2), (2, 9, 4), (3, 6, 3), (3, 2, 1)])
     @pytest.mark.slow
     def test_a_pool_of_exactly_that_is_enough(self, kind: str, width: int, window: int, size: int) -> None:
-        """At every length, and to come back after giving way at any moment."""
+        """At every length, and to come back after a preemption at any moment."""
         came_back = 0
         for length, caching in ((40, False), (37, True)):
             pages = limits(window, size, budget=6).most_pages(width)

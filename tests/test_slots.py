@@ -75,7 +75,7 @@ def test_slots_are_ordinary_until_they_are_taken() -> None:
     assert crowd.closed == []
 
 
-def test_who_rests_for_longest_gives_way_first() -> None:
+def test_the_connection_that_rests_for_longest_is_closed_first() -> None:
     crowd = Crowd(ordinary=3)
     slots = {name: crowd.come(name) for name in "abc"}
     for name in "bac":
@@ -92,7 +92,7 @@ def test_who_rests_for_longest_gives_way_first() -> None:
     assert crowd.counts == {"idle": 2}
 
 
-def test_of_the_reserve_the_oldest_that_is_not_answered_gives_way() -> None:
+def test_of_the_reserve_the_oldest_that_is_not_answered_is_closed() -> None:
     crowd = Crowd(ordinary=1, reserve=3)
     crowd.come("ordinary")
     probe = crowd.come("probe")
@@ -107,7 +107,7 @@ def test_of_the_reserve_the_oldest_that_is_not_answered_gives_way() -> None:
     assert crowd.slots.num_open == 4
 
 
-def test_files_that_are_missing_cost_who_can_be_spared() -> None:
+def test_missing_files_cost_connections_that_can_be_spared() -> None:
     crowd = Crowd(ordinary=2, reserve=2)
     busy, resting = crowd.come("busy"), crowd.come("resting")
     resting.rest()
@@ -257,7 +257,7 @@ async def gone(opened: Door) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_kept_alive_connections_give_way_and_others_do_not(loop: Any, pem: Path | None) -> None:
+def test_kept_alive_connections_are_closed_and_others_are_not(loop: Any, pem: Path | None) -> None:
     async def scenario() -> None:
         async with door(Sizes(2, 2, 2), pem) as opened:
             first, second = await opened.connect(), await opened.connect()
@@ -280,7 +280,7 @@ def test_kept_alive_connections_give_way_and_others_do_not(loop: Any, pem: Path 
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_connection_does_not_give_way_while_bytes_of_its_answer_wait(loop: Any, pem: Path | None) -> None:
+def test_a_connection_is_not_closed_while_bytes_of_its_answer_wait(loop: Any, pem: Path | None) -> None:
     """It would be closed in the middle of it."""
 
     async def scenario() -> None:

@@ -72,7 +72,7 @@ def test_a_spoiled_checkpoint(name: str, folder: Path) -> None:
 
 
 def test_files_that_may_not_be_read(folder: Path) -> None:
-    """As another user than root, who may read everything; a first load brings in all modules before that."""
+    """As another user than root, to whom all files are open; a first load brings in all modules before that."""
     code = (
         "import os, sys; from engine import Engine, EngineConfig, OctavoError\n"
         "Engine(EngineConfig(model=sys.argv[1], device='cpu'))\n"

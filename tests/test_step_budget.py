@@ -167,7 +167,7 @@ def test_probes_that_were_disturbed_are_forgotten() -> None:
 
 
 def test_single_steps_that_were_slow_once_allow_no_long_ones() -> None:
-    """Nobody decodes alone any more, so nothing tells that a single token is quick again, but the prompts do."""
+    """No request decodes alone any more, so nothing tells that a single token is quick again, but the prompts do."""
     machine = MACHINES["small model"]
     budget = machine.budget()
     machine.prefill(budget, 5000)

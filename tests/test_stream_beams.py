@@ -76,7 +76,7 @@ def test_the_moves_lead_to_the_answers(early_stopping: Any, num_beams: int, engi
     decode(engines(), {"one": params})
 
 
-def test_beams_that_give_way_are_told_as_if_they_had_not(engines: Callable[..., Engine]) -> None:
+def test_beams_that_are_preempted_are_told_as_if_they_had_not_been(engines: Callable[..., Engine]) -> None:
     jobs = {
         f"r{number}": SamplingParams(num_beams=2 + number % 3, n=1, max_tokens=20, stream_beams=True, ignore_eos=True)
         for number in range(5)
@@ -88,7 +88,7 @@ def test_beams_that_give_way_are_told_as_if_they_had_not(engines: Callable[..., 
     assert {name: replay.best(1) for name, replay in crowded.items()} == alone
 
 
-def test_nobody_is_told_who_has_not_asked(engines: Callable[..., Engine]) -> None:
+def test_beams_are_told_on_request_only(engines: Callable[..., Engine]) -> None:
     engine = engines()
     engine.add_request("beams", PROMPT, SamplingParams(num_beams=3, max_tokens=5))
     engine.add_request("sampled", PROMPT, SamplingParams(temperature=1.0, max_tokens=5, stream_beams=True))

@@ -250,7 +250,7 @@ def test_a_slow_reader_gets_the_same_answer_in_fewer_events(path: str, fields: d
     run(scenario())
 
 
-def test_a_stop_string_ends_the_work_even_if_nobody_reads() -> None:
+def test_a_stop_string_ends_the_work_of_an_unread_stream() -> None:
     async def scenario() -> None:
         def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterator[Step]:
             yield accepted(request_id)
@@ -590,7 +590,7 @@ def test_while_the_engine_is_dead_nothing_is_tokenised() -> None:
     run(scenario())
 
 
-def test_while_it_drains_only_those_who_watch_are_answered() -> None:
+def test_while_it_drains_only_watchers_are_answered() -> None:
     async def scenario() -> None:
         api = Api(speaking)
         running = api.call(stream=True)

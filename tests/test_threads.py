@@ -153,8 +153,8 @@ def test_more_threads_than_cpus_are_a_warning(
     assert "threads is" not in caplog.text
 
 
-def test_without_a_setting_nobody_gets_more_than_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Someone may have chosen fewer for this process, whose torch is also theirs."""
+def test_without_a_setting_no_program_gets_more_than_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that uses this process's torch may have chosen fewer."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     for before, after in ((1, 1), (2, 2), (5, 3)):
         torch.set_num_threads(before)

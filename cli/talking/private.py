@@ -50,7 +50,7 @@ def private_server(arguments: Sequence[str], what: str) -> Iterator[Place]:
 
 
 def _environment() -> dict[str, str]:
-    """This one's, without what concerns the service: where it listens, and whom it lets in."""
+    """This one's, without what concerns the service: its address, its keys and limits."""
     kept = {f"OCTAVO_{field.name.upper()}" for field in fields(EngineConfig)}
     kept |= {"OCTAVO_DEMO", "OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_") or name in kept}

@@ -1,4 +1,4 @@
-"""Whether output is for a person at a terminal, who gets colours and tables, or for a pipe, which gets plain text."""
+"""Output: colours and tables at a terminal, plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN_FLAG = "--no-color"
 
 
 def is_rich(stream: TextIO | None = None) -> bool:
-    """Whether the stream (stdout) takes colours: a terminal that can show them, of a person who wants them.
+    """Whether the stream (stdout) takes colours: a terminal that can show them, where they are wanted.
 
     A pipe is none, nor is TERM=dumb; NO_COLOR (no-color.org) and --no-color say that they are not wanted.
     """

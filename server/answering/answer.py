@@ -248,7 +248,7 @@ class Run(ABC, Generic[Piece, Choice]):
     def _aborted(self, reason: str) -> None:
         if self._ticket is None:
             return
-        # A client that leaves after the last token has missed nothing; else somebody waited for the rest.
+        # A client that leaves after the last token has missed nothing; any other end cuts an answer off.
         least = 0 if reason == "disconnect" else 1
         self.service.metrics.aborted(reason, max(self._ticket.num_unfinished, least))
 

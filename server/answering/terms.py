@@ -1,4 +1,4 @@
-"""On what terms the engine serves a request: for whom, how soon, and which cached pages it may share."""
+"""The terms of a request at the engine: its tenant, priority and deadline, and the cached pages that it may share."""
 
 from __future__ import annotations
 

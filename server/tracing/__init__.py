@@ -1,1 +1,1 @@
-"""OpenTelemetry traces, for those who set `otlp_traces_endpoint`: nothing here is imported otherwise, but `start`."""
+"""OpenTelemetry traces. Without `otlp_traces_endpoint` nothing here is imported but `start`."""

@@ -61,7 +61,7 @@ class AheadRunner:
         self.strikes: list[bool] = []  # whether the next launches break with their answers, or at once
         self.waits = False  # for a step with copies
         self.broken: InFlightStep | None = None  # what is launched while that is in flight computes garbage
-        self.guilty = ""  # last digits of those who break alone, too
+        self.guilty = ""  # last digits of the requests that break alone, too
         self.written: set[int] = set()
         self.violations: list[Exception] = []
 

@@ -1,11 +1,11 @@
 """A stand-in for GPUs that compute as late as they may, on a CPU: what host and device do at the same time.
 
 A tensor "on cuda" is a name for one that comes to be when the queue of its stream gets there: at the latest when
-somebody waits. Until then nothing is read, of the host's memory neither, and nothing is written. So what would race on
-a GPU goes wrong here: pinned memory that is written again before its copy is done, results that nobody waited for. A
-CUDA graph is the list of what was asked for while it was recorded, and repeats that on the same tensors; whoever waits
-meanwhile is refused, as by CUDA, and memory that a graph uses but nobody holds any more is found. Memory that nobody
-has written holds NaN. Kernels of Triton's run by its interpreter, on the current device, as theirs do.
+the host waits. Until then nothing is read, of the host's memory neither, and nothing is written. So what would race on
+a GPU goes wrong here: pinned memory that is written again before its copy is done, results read without a wait. A
+CUDA graph is the list of what was asked for while it was recorded, and repeats that on the same tensors; a wait
+meanwhile is refused, as by CUDA, and memory that a graph uses and no tensor holds any more is found. Memory that was
+never written holds NaN. Kernels of Triton's run by its interpreter, on the current device, as theirs do.
 
 Not modelled: two streams that work at the same time, the amount of memory, and how fast anything is.
 """
@@ -78,7 +78,7 @@ class LateDevice(TorchDispatchMode):
 
     Attributes:
         recording: the graph that is.
-        waited: who waited for a device, or copied from memory that is not pinned, and where.
+        waited: the places that waited for a device, or copied from memory that is not pinned.
     """
 
     def __init__(self, seed: int, eagerness: float):

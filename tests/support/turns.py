@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 
 def lets_others_run(work: Callable[[], object]) -> bool:
-    """Whether this thread gets some turns while another one works. A busy machine may give them to somebody else, so
-    that it is tried several times."""
+    """Whether this thread gets some turns while another one works. A busy machine may give them to another process,
+    so that it is tried several times."""
     return any(_turns_beside(work) > 5 for _ in range(20))
 
 

@@ -1,5 +1,5 @@
 """`pytest --without-server`: what runs where only the packages of the engine's core are installed, as beside a GPU that
-somebody lends.
+is lent.
 
 Tests that need the server's packages, or those that only tests need, are skipped where these are missing. Without the
 option a missing package is an error, so that no test is lost unnoticed.
