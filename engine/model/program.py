@@ -22,6 +22,7 @@ from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, 
 from engine.model.convolution import TokenConvolution
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertsFeedForward
+from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import (
     CrossAttention,
     CrossPages,
@@ -57,6 +58,7 @@ class Inputs:
         types: [Tp] the segment of each token; None: all are of the first.
         turns: [Tp] the rows of rotary tables; None: positions are.
         adapters: None where no row has one.
+        form: how a token alone is computed on a GPU.
     """
 
     token_ids: Tensor
@@ -70,6 +72,7 @@ class Inputs:
     types: Tensor | None = None
     turns: Tensor | None = None
     adapters: Adapters | None = None
+    form: RowForm = LIBRARY
 
     @property
     def rotary_rows(self) -> Tensor:
