@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from engine.attention.base import AttentionBackend, AttentionMetadata, Paged, Window
 from engine.model import spec
 from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
-from engine.model.convolution import TokenConvolution
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertsFeedForward
 from engine.model.kernels import LIBRARY, RowForm
@@ -268,14 +267,14 @@ class MixExperts(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Convolve(HasRows):
-    """out = activation(convolution of x over the tokens of each input)."""
+class GatherNeighbours(HasRows):
+    """out = the `taps` tokens of x around each, side by side; zeros where a token's own input has none."""
 
     READS = ("x",)
     WRITES = ("out",)
-    module: TokenConvolution
     x: Rows
     out: Rows
+    taps: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,7 +299,7 @@ Operation = (
     | Attend
     | Activate
     | MixExperts
-    | Convolve
+    | GatherNeighbours
     | Add
 )
 
@@ -428,8 +427,11 @@ class Builder:
 
     def _convolved(self, block: ConvolvedBlock, layer: int) -> None:
         """norm(y + convolution(x)) of y = inner(x), a layer."""
-        convolved = self.rows("convolved", self.stream.width)
-        self.add(Convolve(block.convolution, self.normed(None), convolved))
+        part, x = block.convolution, self.normed(None)
+        windows = self.rows("windows", part.kernel.inputs)
+        self.add(GatherNeighbours(x, windows, part.taps))
+        convolved = self.rows("convolved", x.width)
+        self.add(Activate(part.activation, self.product(part.kernel, windows, "unconvolved"), convolved, False))
         self.block(block.inner, layer)
         assert block.norm is not None
         self.add(Normalize(block.norm, self.normed(None), self.stream, convolved))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.native.loading import Kernel
+from engine.native.structures import structure
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -56,21 +57,12 @@ class Draws:
     uniforms: Float64
 
 
-class _Tokens(ctypes.Structure):
-    """`Tokens` of `src/sampling_edit.h`."""
-
-    _fields_ = (("start", ctypes.c_void_p), ("tokens", ctypes.c_void_p))
-
-
-class _Edits(ctypes.Structure):
-    """`Edits` of `src/sampling_edit.h`."""
-
-    _fields_ = (
-        *((name, _Tokens) for name in ("bias", "source", "history", "ban")),
-        *((name, ctypes.c_void_p) for name in ("bias_value", "history_is_output")),
-        *((name, ctypes.c_void_p) for name in ("source_reward", "repetition", "frequency", "presence", "apart")),
-        *((name, ctypes.c_void_p) for name in ("counts", "columns", "values", "before", "keys")),
-    )
+_Tokens = structure("Tokens", "pointer start tokens")
+_Edits = structure(
+    "Edits",
+    "Tokens bias source history ban | pointer bias_value history_is_output source_reward repetition frequency presence"
+    " apart counts columns values before keys",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
