@@ -37,6 +37,7 @@ from engine.model.program import (
     PrepareHeads,
     Program,
     StoreEncoded,
+    Take,
 )
 from engine.model.slots import find_slots
 from engine.model.tables import Tables
@@ -128,9 +129,9 @@ class NativeExecutor:
         self._calls: list[_Call] = []
         self._own: dict[tuple[str, int], Rows] = {}
         self._backend: NativeAttention | None = None
-        embed, *operations = program.operations
-        assert isinstance(embed, Embed)
-        self._embed = embed
+        first_of_all, *operations = program.operations
+        assert isinstance(first_of_all, Embed | Take)
+        self._first = first_of_all
         self._stages: list[tuple[int, int] | Operation] = []
         missing: dict[str, None] = {}
         for operation in operations:
@@ -161,7 +162,11 @@ class NativeExecutor:
             inputs = replace(inputs, slots=found)
         self._bind(inputs)
         stream, result = self._program.stream, self._program.result
-        x = self._embed.module(inputs.token_ids, inputs.positions, inputs.types).contiguous()
+        if isinstance(self._first, Embed):
+            x = self._first.module(inputs.token_ids, inputs.positions, inputs.types).contiguous()
+        else:
+            assert inputs.given is not None
+            x = inputs.given.contiguous()
         out = x if result.buffer == stream.buffer else torch.empty(len(x), result.width, dtype=x.dtype)
         calls = [self._describe(call, x, inputs) for call in self._calls]
         try:

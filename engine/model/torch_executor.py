@@ -33,6 +33,7 @@ from engine.model.program import (
     PrepareHeads,
     Program,
     StoreEncoded,
+    Take,
     last_uses,
 )
 from engine.model.rotary import rotate
@@ -141,6 +142,11 @@ def _embed(operation: Embed, state: Pass) -> None:
     state.values[operation.out] = operation.module(inputs.token_ids, inputs.positions, inputs.types)
 
 
+def _take(operation: Take, state: Pass) -> None:
+    assert state.inputs.given is not None
+    state.values[operation.out] = state.inputs.given
+
+
 def _normalize(operation: Normalize, state: Pass) -> None:
     x = state.values[operation.x]
     if operation.residual is not None:
@@ -247,6 +253,7 @@ def _add(operation: Add, state: Pass) -> None:
 
 HANDLERS: dict[type, Handler] = {
     Embed: _embed,
+    Take: _take,
     Normalize: _normalize,
     Multiply: _multiply,
     AddAdapters: _add_adapters,

@@ -16,7 +16,7 @@ from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
-from engine.model.heads import build_head
+from engine.model.heads import Head, build_head
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossAttention, CrossPages, Linear
 from engine.model.missing import unsupported
@@ -100,9 +100,9 @@ class Transformer(nn.Module):
         for module, kind in self.matrices(quantization):
             if module.packed is None:  # else it was while it loaded
                 module.pack(kind)
-        for stack in (self.encoder, self.decoder):
-            if stack is not None:
-                stack.make_ready()
+        for part in (self.encoder, self.decoder, self.head):
+            if isinstance(part, TransformerStack | Head):
+                part.make_ready()
 
     def weight_bytes(self, quantization: Quantization | None = None) -> int:
         """Size of the parameters, those of few bits included."""
