@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +18,7 @@ from support.poison import poisoned
 from test_gpu_fused import VOCABULARY, by_torch, make_any, near
 
 from engine.gpu import activations, matvec, norms, rotary
+from engine.model.kernels import FUSED, LIBRARY, RowForm
 from engine.model.transformer import Transformer
 from engine.model.triton_executor import TritonExecutor
 from engine.model.triton_operations import Join
@@ -51,20 +50,13 @@ def executor_of(model: Transformer) -> TritonExecutor:
     return model.decoder.executor
 
 
-@contextmanager
-def by_row(model: Transformer) -> Iterator[None]:
-    """Tokens alone have operations of their own."""
-    with mock.patch.object(executor_of(model), "by_row", True), mock.patch.object(model.head, "by_row", True):
-        yield
-
-
-def answers(model: Transformer) -> list[Tensor]:
+def answers(model: Transformer, form: RowForm) -> list[Tensor]:
     """Hidden states and logits of a prompt's chunk and of three tokens alone, and what was written into pages."""
-    held = Pages(model, scattered_tables([9]), more=8)
+    held = Pages(model, scattered_tables([9]), more=8, form=form)
     if model.encoder is not None:
         held.encode([random_prompt(VOCABULARY, 9, 3)], [[int(held.tables.max()) + 1]])
     rows = [held.step([tokens], slots_known=False)[0] for tokens in ([3, 1, 4], [1], [5], [9])]
-    logits = [model.logits(row[-1:]) for row in rows]
+    logits = [model.logits(row[-1:], form) for row in rows]
     assert all(part.isfinite().all() for part in (*rows, *logits)), "NaN would equal NaN"
     return rows + logits + [tensor for cache in held.caches for tensor in (cache.keys, cache.values)]
 
@@ -78,11 +70,10 @@ def test_hidden_states_logits_and_pages_are_those_of_the_modules(name: str, tmp_
         assert model.decoder is not None
         with (
             poisoned(activations, matvec, norms, rotary),
-            by_row(model),
             mock.patch.object(matvec, "product", side_effect=matvec.product) as products,
             mock.patch.object(norms, "_launch", side_effect=norms._launch) as normed,
         ):
-            held = Pages(model, scattered_tables([9]), more=8)
+            held = Pages(model, scattered_tables([9]), more=8, form=FUSED)
             if model.encoder is not None:
                 held.encode([[3, 4]], [[int(held.tables.max()) + 1]])
             held.step([[3, 1]], slots_known=False)
@@ -93,10 +84,10 @@ def test_hidden_states_logits_and_pages_are_those_of_the_modules(name: str, tmp_
             expected = of_products * layers + (model.decoder.projection is not None)
             assert products.call_count == expected
             assert normed.call_count - before == of_norms
-            ours = answers(model)
+            ours = answers(model, FUSED)
             assert products.call_count == 4 * expected + 4, "logits, too"
         with by_torch(model):
-            near(ours, answers(model))
+            near(ours, answers(model, LIBRARY))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "falcon-grouped"])
@@ -104,10 +95,9 @@ def test_in_half_precision(name: str, tmp_path: Path) -> None:
     with kernels() as device, torch.inference_mode():
         model = load(make_any(name, tmp_path), torch.float16, device=device)
         model.pack()
-        with by_row(model):
-            ours = answers(model)
+        ours = answers(model, FUSED)
         with by_torch(model):
-            theirs = answers(model)
+            theirs = answers(model, LIBRARY)
     for found, wanted in zip(ours, theirs, strict=True):
         assert found.dtype == wanted.dtype
         assert torch.equal(found.isnan(), wanted.isnan())

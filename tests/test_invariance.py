@@ -19,6 +19,7 @@ from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
 from engine.execution.runner import ModelRunner
 from engine.model.activations import ACTIVATIONS, activate
+from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import Linear
 from engine.model.place import Place
 from engine.model.spec import Lm
@@ -179,7 +180,7 @@ class RecordingModel:
         self.tokens.append(len(token_ids))
         return torch.nn.functional.one_hot(token_ids, 8).float() * 9
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
         self.rows.append(len(hidden))
         return hidden
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.native import ISAS, kernels_of, needs_native
+from test_attention_content import content
 from test_attention_reference import CPU, Part, Row, by_position, dense, make_row, paged, ragged, table
 from torch import Tensor
 
@@ -481,9 +482,52 @@ def test_contradictions_are_refused_with_the_figures() -> None:
     with pytest.raises(ValueError, match=r"no kernel for queries of torch\.float64"):
         attend(row.q.double(), [20], [20])
     equal = make_row(0, 20, 2, 2, 8, torch.float32)
-    content = ContentBias(torch.zeros(2, 3, 8), None, torch.zeros(3, dtype=torch.int64), 1)
-    with pytest.raises(ValueError, match="native attention has no content bias"):
-        attend(equal.q, [20], [20], bias=content)
+    terms = ContentBias(torch.zeros(2, 3, 8), None, torch.zeros(3, dtype=torch.int64), 1)
+    with pytest.raises(ValueError, match="no kernel for a content bias over keys of int8"):
+        NativeAttention().attend(
+            equal.q, stored(paged([equal]), torch.int8), AttentionMetadata.build([20], [20], CPU), scale=1.0, bias=terms
+        )
+
+
+@each_isa
+@pytest.mark.parametrize("terms", ["both", "keys", "queries"])
+@pytest.mark.parametrize(("head_dim", "reach"), [(5, 20), (64, 310)])
+def test_terms_of_contents_and_distances(isa: str, terms: str, head_dim: int, reach: int) -> None:
+    """Of rows of many lengths, by every format; alone they have the same bits."""
+    lengths = [1, 5, 97, 17, 200, 128]
+    rows = [make_row(i, n, 3, 3, head_dim, torch.float32) for i, n in enumerate(lengths)]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        bias = content(3, head_dim, reach=reach, terms=terms)
+        keys, queries = (None if part is None else part.to(dtype) for part in (bias.keys, bias.queries))
+        bias = ContentBias(keys, queries, bias.columns, bias.zero)
+        q, metadata = batch(rows, lengths, False, dtype)
+        laid = ragged(rows)
+        kv = replace(laid, keys=laid.keys.to(dtype), values=laid.values.to(dtype))
+        how: dict[str, Any] = {"causal": False, "scale": (3 * head_dim) ** -0.5, "bias": bias}
+        with kernels_of(isa, 2):
+            got = NativeAttention().attend(q, kv, metadata, **how)
+            alone = [
+                NativeAttention().attend(
+                    part.q.to(dtype),
+                    Ragged(part.k.to(dtype), part.v.to(dtype), torch.zeros(1, dtype=torch.int32)),
+                    AttentionMetadata.build([n], [n], CPU),
+                    **how,
+                )
+                for part, n in zip(rows, lengths, strict=True)
+            ]
+        assert torch.equal(got, torch.cat(alone))
+        want = TorchReference().attend(q.float(), kv, AttentionMetadata.build(lengths, lengths, CPU), **how)
+        bound = {torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+        assert float((got.float() - want).abs().max()) < bound
+
+
+@each_isa
+def test_terms_of_rows_over_pages(isa: str) -> None:
+    rows = [make_row(i, n, 2, 2, 16, torch.float32) for i, n in enumerate((30, 150, 300))]
+    q, metadata = batch(rows, [1, 7, 120], True, torch.float32)
+    with kernels_of(isa, 2):
+        for how in ({}, {"window": Window(50)}, {"softcap": 3.0}):
+            assert_close(q, paged(rows, poison=math.nan), metadata, scale=0.2, bias=content(2, 16), **how)
 
 
 @each_isa

@@ -19,7 +19,7 @@ from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.executors import by_torch, counted, stacks_of, use_torch
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.native import ISAS, kernels_of, needs_native
-from support.pages import BLOCK, Pages, load, scattered_tables
+from support.pages import BLOCK, Pages, close, load, scattered_tables
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
@@ -29,8 +29,9 @@ from engine.attention import select
 from engine.attention.base import AttentionMetadata
 from engine.attention.native import NativeAttention
 from engine.attention.reference import TorchReference
-from engine.model import checkpoint, families, kernels, packing, spec
+from engine.model import checkpoint, families, kernels, native_executor, packing, spec
 from engine.model.activations import ACTIVATIONS
+from engine.model.heads import Head
 from engine.model.layers import Linear
 from engine.model.native_executor import NativeExecutor
 from engine.model.quantisation import Quantization
@@ -41,6 +42,11 @@ from engine.native import program as programs
 pytestmark = needs_native
 
 DECODERS = [name for name, shape in FAMILY_SHAPES.items() if shape.architecture in families.supported()]
+HEADS = [
+    name
+    for name, shape in ENCODER_SHAPES.items()
+    if shape.architecture.endswith(("MaskedLM", "SequenceClassification"))
+]
 LENGTHS = (11, 30, 4, 1, 7)
 VOCABULARY = 60
 
@@ -318,12 +324,37 @@ def test_hidden_states_of_encoders(encoder: Path, dtype: torch.dtype, quantizati
     assert found[0].isfinite().all()
 
 
+def test_layers_with_disentangled_attention_and_a_convolution_are_one_call(tmp_path: Path) -> None:
+    path = make_encoder_checkpoint(ENCODER_SHAPES["deberta-v2"], tmp_path).path
+    model = load(path, max_model_len=40, backend=NativeAttention())
+    model.pack()
+    with mock.patch.object(programs.Program, "run", autospec=True, side_effect=programs.Program.run) as ran:
+        read(model)
+    assert ran.call_count == 1
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_one_call_before_their_last_matrix(name: str, tmp_path: Path) -> None:
+    model = load(
+        make_encoder_checkpoint(ENCODER_SHAPES[name], tmp_path).path, max_model_len=40, backend=NativeAttention()
+    )
+    model.pack()
+    hidden = read(model)
+    assert isinstance(model.head, Head)
+    with mock.patch.object(programs.Program, "run", autospec=True, side_effect=programs.Program.run) as ran:
+        found = [model.logits(hidden), model.logits(hidden[2:5])]
+    assert ran.call_count == (2 if len(model.head.program.operations) > 1 else 0)
+    assert torch.equal(found[0][2:5], found[1])
+    with by_torch(model):
+        close(found[0], model.logits(hidden))
+
+
 def test_what_torch_computes_between_two_calls_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_encoder_checkpoint(ENCODER_SHAPES["deberta-v2"], tmp_path).path
-    model = load(path, max_model_len=40)
-    with caplog.at_level("INFO", "octavo.model"):
+    model = load(path, max_model_len=40, backend=NativeAttention())
+    with caplog.at_level("INFO", "octavo.model"), mock.patch.object(native_executor, "FUNCTIONS", ()):
         model.pack()
         read(model)
     said = [record.message for record in caplog.records if "torch computes a part" in record.message]
     assert len(said) == 1
-    assert "attention to contents and distances has no kernel" in said[0]
+    assert "has no kernel" in said[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,12 @@ from engine.attention.base import (
     Window,
 )
 from engine.attention.formats import format_name
+from engine.native.program import AddedBias
+from engine.native.structures import structure
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _QUERIES = (torch.float32, torch.bfloat16, torch.float16)
-_UNBIASED, _BY_DISTANCE, _BY_POSITION = range(3)
+_UNBIASED, _BY_DISTANCE, _BY_POSITION, _BY_CONTENT = range(4)
 # Where each thread's memory begins at a multiple of.
 _ALIGNMENT = 64
 
@@ -37,31 +40,22 @@ _SIZES = native.Kernel("attention_sizes", "p")
 _ATTEND = native.Kernel("attention", "p")
 
 
-class _Call(ctypes.Structure):
-    """`Attention` of `engine/native/src/attention.h`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out")),
-        *((name, ctypes.c_int64) for name in ("q_format", "kv_format", "q_token", "q_head")),
-        *((name, ctypes.c_int64) for name in ("key_token", "key_head", "value_token", "value_head")),
-        *((name, ctypes.c_void_p) for name in ("key_scales", "value_scales", "centre", "where")),
-        *((name, ctypes.c_int64) for name in ("where_row", "block_size", "slots")),
-        *((name, ctypes.c_void_p) for name in ("query_start", "context")),
-        *((name, ctypes.c_int64) for name in ("rows", "tokens", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("causal", "left", "right")),
-        *((name, ctypes.c_double) for name in ("scale", "softcap")),
-        ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("bias_kind", "bias_columns", "bias_zero", "threads")),
-        *((name, ctypes.c_void_p) for name in ("workspace", "shared", "finished")),
-        *((name, ctypes.c_int64) for name in ("workspace_bytes", "shared_floats", "whole", "outside")),
-    )
+_Call: Any = structure(
+    "Attention",
+    "pointer q keys values out | int q_format kv_format q_token q_head key_token key_head value_token value_head |"
+    "pointer key_scales value_scales centre where | int where_row block_size slots | pointer query_start context |"
+    "int rows tokens heads kv_heads head_dim causal left right | double scale softcap | pointer bias |"
+    "int bias_kind bias_columns bias_zero | pointer distance_keys distance_queries distance_columns |"
+    "int distances content threads | pointer workspace shared finished |"
+    "int workspace_bytes shared_floats whole outside",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """What the layers of a step share: a call that lacks only their tensors, its address, and what it points at."""
 
-    call: _Call
+    call: Any
     address: int
     kept: tuple[Tensor, ...]
 
@@ -93,12 +87,15 @@ class NativeAttention(AttentionBackend):
     def unsupported(
         cls, part: AttentionPart, device: torch.device, cache_dtype: torch.dtype | None = None
     ) -> list[str]:
-        """Computes every part but those with a content bias, over every format of the cache but fp8, on the CPU."""
+        """Computes every part over every format of the cache but fp8, on the CPU; with a content bias not over int8,
+        and not for heads that share keys."""
         if device.type != "cpu":
             return [f"{cls.name} attention runs on cpu; the device is {device.type}"]
         reasons = []
-        if part.content_bias:
-            reasons.append(f"{cls.name} attention has no content bias")
+        if part.content_bias and part.heads != part.kv_heads:
+            reasons.append(f"{cls.name} attention has no content bias for heads that share keys")
+        if part.content_bias and cache_dtype == torch.int8:
+            reasons.append(f"{cls.name} attention has no content bias over int8 pages")
         if cache_dtype is not None and cache_dtype not in _FORMATS:
             reasons.append(f"{cls.name} attention reads no {format_name(cache_dtype)} pages")
         if not reasons and not native.available():
@@ -128,7 +125,10 @@ class NativeAttention(AttentionBackend):
             ValueError: shapes, formats or lengths contradict each other.
             IndexError: a row's pages or tokens lie outside the keys.
         """
-        prepared = self._prepare(q, kv, metadata, causal, window)
+        content = isinstance(bias, ContentBias)
+        if content and kv.keys.dtype == torch.int8:
+            raise ValueError("no kernel for a content bias over keys of int8")
+        prepared = self._prepare(q, kv, metadata, causal, window, content)
         if bias is not None:
             check_shapes(q, kv, metadata, bias)
         keys, values = _slots(kv.keys), _slots(kv.values)
@@ -144,9 +144,11 @@ class NativeAttention(AttentionBackend):
         if isinstance(kv, Paged) and kv.key_scales is not None and kv.value_scales is not None:
             call.key_scales, call.value_scales = kv.key_scales.view(-1).data_ptr(), kv.value_scales.view(-1).data_ptr()
             call.centre = None if kv.key_centre is None else kv.key_centre.view(-1).data_ptr()
-        table = _table(call, bias)
+        added = describe_bias(bias, keys.dtype)
+        for name, value in added.fields.items():
+            setattr(call, name, value)
         _ATTEND.call(prepared.address)
-        del table  # it had to live until now
+        del added  # it had to live until now
         if call.outside:
             call.outside = 0
             raise IndexError(f"a row's keys lie outside the {call.slots} that there are")
@@ -161,24 +163,34 @@ class NativeAttention(AttentionBackend):
         *,
         causal: bool,
         window: Window | None,
+        content: bool,
     ) -> int:
         """What layers with queries of this shape [T, heads, head_dim] share in a step, for `engine.native.program`:
         the address of a structure that lives as long as the metadata.
 
+        Args:
+            content: a `ContentBias` is added.
+
         Raises:
             ValueError: as `attend`.
         """
-        return self._prepare(torch.empty((), dtype=dtype).expand(shape), kv, metadata, causal, window).address
+        return self._prepare(torch.empty((), dtype=dtype).expand(shape), kv, metadata, causal, window, content).address
 
     def _prepare(
-        self, q: Tensor, kv: Paged | Ragged, metadata: AttentionMetadata, causal: bool, window: Window | None
+        self,
+        q: Tensor,
+        kv: Paged | Ragged,
+        metadata: AttentionMetadata,
+        causal: bool,
+        window: Window | None,
+        content: bool,
     ) -> _Prepared:
         """The call of this batch: checked and made by the first layer of a step, completed by each."""
         keys, values = kv.keys, kv.values
         where = kv.block_tables if isinstance(kv, Paged) else kv.starts
         formats = (q.dtype, keys.dtype, values.dtype, isinstance(kv, Paged) and kv.key_scales is not None)
         key = (
-            self.name, q.shape, keys.shape, values.shape, formats, causal, window,
+            self.name, q.shape, keys.shape, values.shape, formats, causal, window, content,
             where.data_ptr(), where.shape, where.stride(),
         )  # fmt: skip
         found = metadata.cache.get(key)
@@ -206,6 +218,7 @@ class NativeAttention(AttentionBackend):
             causal=causal,
             left=-1 if window is None else window.left,
             right=0 if window is None else window.right,
+            content=content,
             threads=torch.get_num_threads(),
         )
         _SIZES.call(ctypes.addressof(call))
@@ -215,7 +228,7 @@ class NativeAttention(AttentionBackend):
         metadata.cache[key] = prepared
         return prepared
 
-    def _room(self, call: _Call) -> tuple[Tensor, ...]:
+    def _room(self, call: Any) -> tuple[Tensor, ...]:
         """Gives a call memory to work in, which calls of one thread share: they come one after the other."""
         wanted: tuple[int, ...] = (
             call.threads * call.workspace_bytes + _ALIGNMENT,
@@ -253,21 +266,28 @@ def _slots(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _table(call: _Call, bias: Bias | None) -> Tensor | None:
-    """Points the call at a bias; gives back what must live until it is over.
-
-    Raises:
-        ValueError: there is no kernel for such a bias.
-    """
-    if bias is None:
-        call.bias, call.bias_kind = None, _UNBIASED
-        return None
-    if isinstance(bias, ContentBias):
-        raise ValueError(f"{NativeAttention.name} attention has no content bias")
-    table = bias.table.float().contiguous()
-    call.bias, call.bias_columns = table.data_ptr(), table.shape[1]
-    if isinstance(bias, DistanceBias):
-        call.bias_kind, call.bias_zero = _BY_DISTANCE, bias.zero
-    else:
-        call.bias_kind, call.bias_zero = _BY_POSITION, 0
-    return table
+def describe_bias(bias: Bias | None, dtype: torch.dtype) -> AddedBias:
+    """What kernels are told of a bias of scores, for keys of a format."""
+    kept: tuple[Tensor, ...] = ()
+    fields: dict[str, int | None] = dict.fromkeys(
+        ("bias", "distance_keys", "distance_queries", "distance_columns", "bias_columns", "bias_zero", "distances"), 0
+    )
+    match bias:
+        case None:
+            fields["bias_kind"] = _UNBIASED
+        case ContentBias():
+            columns = bias.columns.contiguous()
+            fields |= {"bias_kind": _BY_CONTENT, "bias_columns": len(columns), "bias_zero": bias.zero}
+            fields["distance_columns"], kept = columns.data_ptr(), (columns,)
+            for name, table in (("distance_keys", bias.keys), ("distance_queries", bias.queries)):
+                if table is not None:
+                    laid = table.to(dtype).contiguous()
+                    fields[name], fields["distances"] = laid.data_ptr(), laid.shape[1]
+                    kept = (*kept, laid)
+        case _:
+            laid = bias.table.float().contiguous()
+            fields |= {"bias": laid.data_ptr(), "bias_columns": laid.shape[1], "bias_kind": _BY_POSITION}
+            if isinstance(bias, DistanceBias):
+                fields |= {"bias_kind": _BY_DISTANCE, "bias_zero": bias.zero}
+            kept = (laid,)
+    return AddedBias(fields, kept)

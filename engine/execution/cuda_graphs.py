@@ -19,9 +19,10 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata
 from engine.execution.decode_state import DecodeState
 from engine.execution.kv_cache import KVCache
-from engine.execution.one_row import OneRow
+from engine.execution.one_row import FormRecorder, OneRow
 from engine.execution.pending import LateResult
 from engine.execution.recording import Recorder
+from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
 from engine.scheduling.plan import SamplingBatch, StepPlan
@@ -130,14 +131,16 @@ class DecodeGraphs:
     def _size_of(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]
 
-    def _recorder(self, size: int, name: str) -> Recorder:
-        def outcome() -> Tensor:
+    def _recorder(self, size: int, name: str) -> FormRecorder:
+        def outcome(form: RowForm) -> Tensor:
             hidden = self.hidden[:1].clone()
-            return hidden if self.sampling is None or name == "layers" else self.sampling.logits(1)
+            return hidden if self.sampling is None or name == "layers" else self.sampling.logits(1, form)
 
-        return self._record if size > 1 else self.one_row.recorder(name, outcome)
+        if size > 1:
+            return lambda function: self._record(lambda: function(LIBRARY))
+        return self.one_row.recorder(name, outcome)
 
-    def _step(self, size: int) -> Callable[[], None]:
+    def _step(self, size: int) -> Callable[[RowForm], None]:
         """What a graph of `size` rows does."""
         inputs = self.state.inputs(size)
         caches = self._cache.views(inputs.tables)
@@ -147,12 +150,14 @@ class DecodeGraphs:
             cross = CrossPages(inputs.memories, self._metadata(inputs.memory_lens, size, self._model.max_encoder_len))
             shapes.append(cross.metadata)
 
-        def step() -> None:
+        def step(form: RowForm) -> None:
             known = self._sampled[inputs.sources.clamp_min(0)]
             tokens = torch.where(inputs.sources >= 0, known, inputs.tokens)
             turns = inputs.positions + inputs.shifts if self._model.rotary_shifts else None
             # Slots are worked out on the device, from tables and positions.
-            hidden = self._model(tokens, inputs.positions, caches, None, metadata, self._min_rows, cross, turns)
+            hidden = self._model(
+                tokens, inputs.positions, caches, None, metadata, self._min_rows, cross, turns, form=form
+            )
             self.hidden[:size].copy_(hidden)
             inputs.advance()
             # What backends work out once in a step is part of the graph, and nothing to keep: lengths change.

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.one_row import FormRecorder
 from engine.execution.pending import LateResult
-from engine.execution.recording import Recorder
 from engine.execution.sampler_captured import CapturedSampler
+from engine.model.kernels import RowForm
 from engine.scheduling.plan import Int32, SamplingBatch
 
 
@@ -29,7 +30,7 @@ class SamplingGraphs:
         num_sent: those for which the device had to be told something.
     """
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], hidden: Tensor, sampled: Tensor, vocabulary: int):
+    def __init__(self, logits: Callable[[Tensor, RowForm], Tensor], hidden: Tensor, sampled: Tensor, vocabulary: int):
         self._logits, self._hidden, self._sampled = logits, hidden, sampled
         self._sampler = CapturedSampler(len(hidden), vocabulary, hidden.device)
         self._graphs: dict[int, Callable[[], None]] = {}
@@ -38,13 +39,13 @@ class SamplingGraphs:
         self.num_replayed = self.num_sent = 0
 
     @torch.inference_mode()
-    def capture(self, size: int, record: Recorder) -> None:
+    def capture(self, size: int, record: FormRecorder) -> None:
         """Record the sampling of so many rows."""
-        self._graphs[size] = record(lambda: self._step(size))
+        self._graphs[size] = record(lambda form: self._step(size, form))
 
-    def logits(self, size: int) -> Tensor:
+    def logits(self, size: int, form: RowForm) -> Tensor:
         """Those of the first rows' hidden states, as they lie there now."""
-        return self._logits(self._hidden[:size])
+        return self._logits(self._hidden[:size], form)
 
     def serves(self, batch: SamplingBatch) -> bool:
         """Nothing is wanted but one token a row."""
@@ -75,6 +76,6 @@ class SamplingGraphs:
         # Where no row draws, nothing counts.
         return np.array_equal(table["position"], self._expected) or not (table["temperature"] > 0).any()
 
-    def _step(self, size: int) -> None:
-        self._sampler.launch(self.logits(size))
+    def _step(self, size: int, form: RowForm) -> None:
+        self._sampler.launch(self.logits(size, form))
         self._sampled[:size].copy_(self._sampler.tokens[:size])

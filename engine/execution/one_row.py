@@ -2,26 +2,23 @@
 around a product (`engine.model.triton_row`), each of which may begin while the one before it ends.
 
 Which is faster depends on the GPU and on the model's shapes, so nothing is guessed: all are recorded at start and
-timed, and one is kept. A way whose results are others than those of the library's products is not.
+timed, and one is kept. A form whose results are others than those of the library's products is not.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine import gpu
 from engine.execution.recording import Recorder
-from engine.model.layers import Linear
+from engine.model.kernels import FUSED, LIBRARY, OVERLAPPING, RowForm
 from engine.model.transformer import Transformer
-
-if TYPE_CHECKING:
-    from engine.model.triton_executor import TritonExecutor
 
 logger = logging.getLogger("octavo.execution")
 
@@ -29,34 +26,21 @@ logger = logging.getLogger("octavo.execution")
 _ALIKE = 0.1
 
 
-class Way(NamedTuple):
-    """A way of computing one row.
+class FormRecorder(Protocol):
+    """Makes of a function that is told the form of one row one that does the same again."""
 
-    Attributes:
-        name: for the log.
-        fused: with our kernels around products.
-        overlapping: which begin while the ones before them end.
-    """
-
-    name: str
-    fused: bool = False
-    overlapping: bool = False
-
-
-LIBRARY = Way("the library's products")
-FUSED = Way("fused products", fused=True)
-OVERLAPPING = Way("overlapping fused products", fused=True, overlapping=True)
+    def __call__(self, function: Callable[[RowForm], None]) -> Callable[[], None]: ...
 
 
 class OneRow:
-    """Records what is done for one row in all ways, and keeps the fastest.
+    """Records what is done for one row in all forms, and keeps the fastest.
 
     Args:
         record: makes a graph of a function.
         seconds: what a graph takes. None: nothing is timed, and the library's products are taken.
 
     Attributes:
-        timed: the seconds of each way by its name, by the name of what was recorded; kept: which way was.
+        timed: the seconds of each form by its name, by the name of what was recorded; kept: which form was.
     """
 
     def __init__(self, model: Transformer, record: Recorder, seconds: Callable[[Callable[[], None]], float] | None):
@@ -64,58 +48,53 @@ class OneRow:
         self.timed: dict[str, dict[str, float]] = {}
         self.kept: dict[str, str] = {}
 
-    def recorder(self, name: str, outcome: Callable[[], Tensor]) -> Recorder:
+    def recorder(self, name: str, outcome: Callable[[RowForm], Tensor]) -> FormRecorder:
         """What records a function for one row.
 
         Args:
             name: of the function, for the log.
-            outcome: its results, once it has run, which are to be the same in all ways.
+            outcome: its results, once it has run, which are to be the same in all forms.
         """
         return lambda function: self._fastest(name, function, outcome)
 
-    def _fastest(self, name: str, function: Callable[[], None], outcome: Callable[[], Tensor]) -> Callable[[], None]:
-        kept = self._in(LIBRARY, function)
-        if self._seconds is None or not _switches(self._model):
+    def _fastest(
+        self, name: str, function: Callable[[RowForm], None], outcome: Callable[[RowForm], Tensor]
+    ) -> Callable[[], None]:
+        kept = self._record(lambda: function(LIBRARY))
+        if self._seconds is None or not _has_forms(self._model):
             return kept
         with gpu.current(self._model.device):
-            wanted = self._results(LIBRARY, kept, outcome)
+            wanted = _results(LIBRARY, kept, outcome)
             times = {LIBRARY.name: self._seconds(kept)}
             best = LIBRARY.name
-            for way in self._ours():
+            for form in self._ours():
                 try:
-                    replay = self._in(way, function)
+                    replay = self._record(partial(function, form))
                     taken = self._seconds(replay)
-                    difference = _difference(self._results(way, replay, outcome), wanted)
-                except Exception as error:  # of torch and Triton all kinds: there is another way
-                    logger.warning("%s of one row: %s cannot be used (%s)", name, way.name, error)
+                    difference = _difference(_results(form, replay, outcome), wanted)
+                except Exception as error:  # of torch and Triton all kinds: there is another form
+                    logger.warning("%s of one row: %s cannot be used (%s)", name, form.name, error)
                     break
                 if not difference <= _ALIKE:
-                    logger.warning("%s of one row: %s are off by %.2g, and not used", name, way.name, difference)
+                    logger.warning("%s of one row: %s are off by %.2g, and not used", name, form.name, difference)
                     break
-                times[way.name] = taken
+                times[form.name] = taken
                 if taken < times[best]:
-                    kept, best = replay, way.name
+                    kept, best = replay, form.name
         self.timed[name], self.kept[name] = times, best
-        told = ", ".join(f"{1e3 * seconds:.3f} ms with {way}" for way, seconds in times.items())
+        told = ", ".join(f"{1e3 * seconds:.3f} ms with {form}" for form, seconds in times.items())
         logger.info("%s of one row: %s; kept: %s", name, told, best)
         return kept
 
-    def _ours(self) -> list[Way]:
+    def _ours(self) -> list[RowForm]:
         from engine.gpu import matvec
 
         return [FUSED, OVERLAPPING] if matvec.can_overlap(self._model.device) else [FUSED]
 
-    def _in(self, way: Way, function: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            with _chosen(self._model, way):
-                function()
 
-        return self._record(run)
-
-    def _results(self, way: Way, replay: Callable[[], None], outcome: Callable[[], Tensor]) -> Tensor:
-        with _chosen(self._model, way):
-            replay()
-            return outcome().double()
+def _results(form: RowForm, replay: Callable[[], None], outcome: Callable[[RowForm], Tensor]) -> Tensor:
+    replay()
+    return outcome(form).double()
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
@@ -124,33 +103,10 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     return float(torch.linalg.vector_norm(found - wanted) / size)
 
 
-def _switches(model: Transformer) -> list[TritonExecutor | Linear]:
-    """What computes one row otherwise than many, if the decoder does."""
-    if not gpu.serves(model.device):
-        return []
+def _has_forms(model: Transformer) -> bool:
+    """The decoder computes one row otherwise than many."""
+    if not gpu.serves(model.device) or model.decoder is None:
+        return False
     from engine.model.triton_executor import TritonExecutor
 
-    executor = None if model.decoder is None else model.decoder.executor
-    if not isinstance(executor, TritonExecutor):
-        return []
-    return [executor, model.head] if isinstance(model.head, Linear) else [executor]
-
-
-@contextmanager
-def _chosen(model: Transformer, way: Way) -> Iterator[None]:
-    """One way is taken while this lasts; what is recorded keeps to it."""
-    parts = _switches(model)
-    before = [part.by_row for part in parts]
-    overlap: AbstractContextManager[None] = nullcontext()
-    if way.overlapping:
-        from engine.gpu import matvec
-
-        overlap = matvec.overlapping(True)
-    for part in parts:
-        part.by_row = way.fused
-    try:
-        with overlap:
-            yield
-    finally:
-        for part, was in zip(parts, before, strict=True):
-            part.by_row = was
+    return isinstance(model.decoder.executor, TritonExecutor)

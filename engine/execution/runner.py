@@ -19,6 +19,7 @@ from engine.execution.pooler import Pooler
 from engine.execution.recording import Recorder
 from engine.execution.sampler import sample, score_prompt
 from engine.model.experts import ExpertsFeedForward
+from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
@@ -38,10 +39,10 @@ class _Logits:
     def __init__(self, model: Transformer, min_rows: int):
         self._model, self._min_rows = model, min_rows
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
         count = len(hidden)
         if count >= self._min_rows:
-            return self._model.logits(hidden)
+            return self._model.logits(hidden, form)
         hidden = torch.cat((hidden, hidden.new_zeros(self._min_rows - count, hidden.shape[1])))
         return self._model.logits(hidden)[:count]
 

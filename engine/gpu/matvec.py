@@ -21,8 +21,6 @@ modules round theirs: after the norm, the product with its bias, the activation,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -42,7 +40,6 @@ _TILE = 16 * 1024  # bytes; of a small matrix up to twice as many
 STAGES = 3  # tiles that are asked for before the first is there, and one
 
 _INTERPRETED = triton.knobs.runtime.interpret  # by something that knows nothing of other kernels
-_overlapping = False
 
 
 class Tiling(NamedTuple):
@@ -187,17 +184,6 @@ def can_overlap(device: torch.device) -> bool:
     return device.type == "cuda" and not _INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@contextmanager
-def overlapping(wanted: bool) -> Iterator[None]:
-    """While this lasts, products begin while the kernel before them ends, on devices that `can_overlap`."""
-    global _overlapping
-    before, _overlapping = _overlapping, wanted
-    try:
-        yield
-    finally:
-        _overlapping = before
-
-
 def serves(weight: Tensor, *, alone: bool = True) -> bool:
     """Whether `product` takes a weight [outputs, features].
 
@@ -219,6 +205,7 @@ def product(
     stream: Tensor | None = None,
     also: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """What is made of norm(x) @ weight.T + bias of one row x [1, features], as [1, outputs].
 
@@ -227,6 +214,7 @@ def product(
         function: an activation of the results, or with `gated` of their first half, times the second.
         stream: [1, outputs] to which, and to `also` before, the results are added, where it lies.
         dtype: of the results, which are rounded to x's format nevertheless; of a stream it is that.
+        overlap: begin while the kernel before this one ends, on a device that `can_overlap`.
 
     Raises:
         ValueError: shapes, formats or places do not go together.
@@ -240,7 +228,7 @@ def product(
     alone = norm is None and function is None
     how = tiling(width, features, weight.element_size(), gated=gated, normed=not alone)
     programs = (triton.cdiv(width, how.rows * how.steps),)
-    early = _overlapping and not _INTERPRETED
+    early = overlap and not _INTERPRETED
     options = {"num_warps": how.warps} | ({"launch_pdl": True} if early else {})
     if not how.held:
         pieces_kernel[programs](

@@ -8,16 +8,14 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionMetadata
 from engine.model import spec
-from engine.model.activations import activate_by_name
 from engine.model.layers import Linear
 from engine.model.place import Place
 
 
 class TokenConvolution(nn.Module):
-    """activation(convolution(x)) of inputs laid end to end, as one product of matrices.
+    """The weights of activation(convolution(x)) of inputs laid end to end, as one product of matrices.
 
-    The window of each token, its neighbours' features one after the other, meets the kernel [out, taps * in]. Tokens
-    before the first and after the last of an input are zeros: no input sees its neighbour in the batch.
+    The window of each token, its neighbours' features one after the other, meets the kernel [out, taps * in].
     """
 
     def __init__(self, part: spec.Convolution, hidden_size: int, place: Place):
@@ -26,13 +24,16 @@ class TokenConvolution(nn.Module):
         self.kernel = Linear(part.kernel * hidden_size, hidden_size, True, place)
         self.activation = part.activation
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata, tokens: int) -> Tensor:
-        """[Tp, hidden] to [Tp, hidden]; what lies past `tokens` is padding."""
-        nothing = len(x)
-        places = neighbours(metadata, self.taps, nothing).to(x.device)
-        places = F.pad(places, (0, 0, 0, len(x) - tokens), value=nothing)
-        windows = F.pad(x, (0, 0, 0, 1)).index_select(0, places.view(-1)).view(len(x), -1)
-        return activate_by_name(self.activation, self.kernel(windows))
+
+def gather_neighbours(x: Tensor, metadata: AttentionMetadata, taps: int, tokens: int) -> Tensor:
+    """[Tp, taps * features] of x [Tp, features]: the windows of tokens; what lies past `tokens` is padding.
+
+    Tokens before the first and after the last of an input are zeros: no input sees its neighbour in the batch.
+    """
+    nothing = len(x)
+    places = neighbours(metadata, taps, nothing).to(x.device)
+    places = F.pad(places, (0, 0, 0, len(x) - tokens), value=nothing)
+    return F.pad(x, (0, 0, 0, 1)).index_select(0, places.view(-1)).view(len(x), -1)
 
 
 def neighbours(metadata: AttentionMetadata, taps: int, nothing: int) -> Tensor:

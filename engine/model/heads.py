@@ -6,11 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model import spec
-from engine.model.activations import activate, activate_by_name
+from engine.model.activations import activate
+from engine.model.executor import Executor, fastest
 from engine.model.layers import Linear
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
 from engine.model.place import Place
+from engine.model.program import Inputs, compile_head
+from engine.model.tables import Tables
+from engine.model.torch_executor import TorchExecutor
+
+NO_TABLES = Tables({}, {})
 
 
 class Head(nn.Module):
@@ -35,18 +41,21 @@ class Head(nn.Module):
         super().__init__()
         hidden, width, outputs = sizes
         self.dense = None if width is None else Linear(hidden, width, dense_bias, place)
-        self.activation = activation
         self.norm = build_norm(norm, width or hidden, place)
         self.output = Linear(width or hidden, outputs, bias, place, shared=shared)
+        self.program = compile_head(hidden, self.dense, activation, self.norm)
+        self.executor: Executor = TorchExecutor(self.program, NO_TABLES)
+
+    def make_ready(self) -> None:
+        """Let the fastest executor for the device run what lies before the matrix of outputs from now on. Weights have
+        been filled and laid out, and stay as they are."""
+        if len(self.program.operations) > 1:
+            self.executor = fastest(self.program, NO_TABLES, self.output.weight.dtype, self.output.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [N, outputs] of hidden states [N, hidden]."""
-        if self.dense is not None:
-            x = self.dense(x)
-        if self.activation is not None:
-            x = activate_by_name(self.activation, x)
-        if self.norm is not None:
-            x = self.norm(x)
+        if len(self.program.operations) > 1:
+            x = self.executor.run(Inputs.of_rows(x))
         return self.output.in_float32(x)
 
 

@@ -7,6 +7,8 @@ the batch. Without a library, and for what is not listed here, torch computes th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,25 @@ GATED: dict[torch.dtype, frozenset[spec.Activation]] = {
     torch.float32: frozenset({"silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"}),
     torch.bfloat16: frozenset({"silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"}),
 }
+
+
+class RowForm(NamedTuple):
+    """How one row alone is computed on a GPU; the form of a pass is an argument of it.
+
+    Attributes:
+        name: for the log.
+        fused: with our kernels around products (`engine.model.triton_row`).
+        overlapping: which begin while the ones before them end.
+    """
+
+    name: str
+    fused: bool = False
+    overlapping: bool = False
+
+
+LIBRARY = RowForm("the library's products")
+FUSED = RowForm("fused products", fused=True)
+OVERLAPPING = RowForm("overlapping fused products", fused=True, overlapping=True)
 
 
 def take(x: Tensor) -> bool:
@@ -89,14 +110,16 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return norms.layer_norm(x, weight, bias, eps)
 
 
-def logits_of_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def logits_of_row(x: Tensor, weight: Tensor, bias: Tensor | None, form: RowForm) -> Tensor | None:
     """x @ weight.T + bias of one row [1, features], rounded to x's format, as float32; None where torch is to compute
     it."""
-    if not take_on_gpu(x) or x.shape[0] != 1:
+    if not form.fused or not take_on_gpu(x) or x.shape[0] != 1:
         return None
     from engine.gpu import matvec
 
-    return matvec.product(x, weight, bias, dtype=torch.float32) if matvec.serves(weight) else None
+    if not matvec.serves(weight):
+        return None
+    return matvec.product(x, weight, bias, dtype=torch.float32, overlap=form.overlapping)
 
 
 def rotate_and_store(

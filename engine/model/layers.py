@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend, AttentionMetadata
 from engine.model import kernels, spec
+from engine.model.kernels import LIBRARY, RowForm
 from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.place import Place
@@ -52,9 +53,6 @@ class Linear(nn.Module):
 
     Args:
         shared: a weight that another module owns (a tied head); None makes one of its own.
-
-    Attributes:
-        by_row: a row alone has a kernel of its own on a GPU, where float32 is wanted (`engine.gpu.matvec`).
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool, place: Place, shared: nn.Parameter | None = None):
@@ -64,7 +62,6 @@ class Linear(nn.Module):
         self.weight = place.parameter(outputs, inputs) if shared is None else shared
         self.bias = place.parameter(outputs) if bias else None
         self.packed: PackedProduct | None = None
-        self.by_row = False
 
     def pack(
         self, quantization: Quantization | None = None, quantised: Callable[[int], Quantised] | None = None
@@ -84,11 +81,11 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
-    def in_float32(self, x: Tensor) -> Tensor:
+    def in_float32(self, x: Tensor, form: RowForm = LIBRARY) -> Tensor:
         """The same as float32, which our own kernels have not rounded to x's format before."""
         packed = None if self.packed is None else self.packed.native
-        if self.by_row and self.packed is None:
-            row = kernels.logits_of_row(x, self.weight, self.bias)
+        if self.packed is None:
+            row = kernels.logits_of_row(x, self.weight, self.bias, form)
             if row is not None:
                 return row
         if packed is None or x.dtype not in FORMATS:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from engine import native
-from engine.attention.base import Bias, ContentBias, DistanceBias, Paged, PositionBias, Ragged, Window
-from engine.attention.native import NativeAttention
+from engine.attention.base import ContentBias, Paged, Ragged, Window
+from engine.attention.native import NativeAttention, describe_bias
 from engine.model import spec, torch_executor
 from engine.model.experts import ExpertsFeedForward
 from engine.model.layers import QkNorm
 from engine.model.norms import LayerNorm, RmsNorm
-from engine.model.positions import Disentangled, Rotary
+from engine.model.positions import Rotary
 from engine.model.program import (
     Activate,
     Add,
@@ -28,6 +28,7 @@ from engine.model.program import (
     AllReduce,
     Attend,
     Embed,
+    GatherNeighbours,
     Inputs,
     MixExperts,
     Multiply,
@@ -36,6 +37,7 @@ from engine.model.program import (
     PrepareHeads,
     Program,
     StoreEncoded,
+    Take,
 )
 from engine.model.slots import find_slots
 from engine.model.tables import Tables
@@ -44,7 +46,7 @@ from engine.native import program as programs
 from engine.native.activations import FUNCTIONS
 from engine.native.arguments import FORMATS
 from engine.native.gemm import Packed
-from engine.native.program import MOST_EXPERTS, AddedBias, ExpertsRoom, Pages, PageTensors, Rows
+from engine.native.program import MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, Rows
 from engine.native.rotary import LONGEST_HEAD
 
 logger = logging.getLogger("octavo.model")
@@ -65,6 +67,7 @@ class _Call:
     causal: bool
     window: Window | None
     cross: bool
+    content: bool
 
 
 def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
@@ -72,7 +75,7 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
     if dtype not in FORMATS or not native.available():
         return f"there are no kernels for {dtype}" if native.available() else "there is no library"
     match operation:
-        case Normalize(module=RmsNorm() | LayerNorm()) | Add() | AddAdapters() | AllReduce():
+        case Normalize(module=RmsNorm() | LayerNorm()) | GatherNeighbours() | Add() | AddAdapters() | AllReduce():
             return None
         case Multiply():
             return None if _packed(operation) is not None else "a matrix is not laid out for kernels of our own"
@@ -80,8 +83,6 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             longest = operation.part.head_dim > LONGEST_HEAD
             return f"a head of {operation.part.head_dim} features has no kernel" if longest else None
         case Attend():
-            if isinstance(operation.part.position, Disentangled):
-                return "attention to contents and distances has no kernel"
             known = isinstance(operation.backend, NativeAttention)
             return None if known else f"{operation.backend.name} attention has no kernel"
         case MixExperts():
@@ -99,8 +100,7 @@ def refusal(program: Program, dtype: torch.dtype) -> str | None:
     Matrices and pages are laid out for one or the other, so torch keeps programs in which it computes those.
     """
     for operation in program.operations:
-        disentangled = isinstance(operation, Attend) and isinstance(operation.part.position, Disentangled)
-        if isinstance(operation, Multiply | PrepareHeads | StoreEncoded | Attend) and not disentangled:
+        if isinstance(operation, Multiply | PrepareHeads | StoreEncoded | Attend):
             reason = unsupported(operation, dtype)
             if reason is not None:
                 return reason
@@ -129,9 +129,9 @@ class NativeExecutor:
         self._calls: list[_Call] = []
         self._own: dict[tuple[str, int], Rows] = {}
         self._backend: NativeAttention | None = None
-        embed, *operations = program.operations
-        assert isinstance(embed, Embed)
-        self._embed = embed
+        first_of_all, *operations = program.operations
+        assert isinstance(first_of_all, Embed | Take)
+        self._first = first_of_all
         self._stages: list[tuple[int, int] | Operation] = []
         missing: dict[str, None] = {}
         for operation in operations:
@@ -162,7 +162,11 @@ class NativeExecutor:
             inputs = replace(inputs, slots=found)
         self._bind(inputs)
         stream, result = self._program.stream, self._program.result
-        x = self._embed.module(inputs.token_ids, inputs.positions, inputs.types).contiguous()
+        if isinstance(self._first, Embed):
+            x = self._first.module(inputs.token_ids, inputs.positions, inputs.types).contiguous()
+        else:
+            assert inputs.given is not None
+            x = inputs.given.contiguous()
         out = x if result.buffer == stream.buffer else torch.empty(len(x), result.width, dtype=x.dtype)
         calls = [self._describe(call, x, inputs) for call in self._calls]
         try:
@@ -171,6 +175,7 @@ class NativeExecutor:
                 positions=inputs.rotary_rows.long().contiguous(),
                 slots=inputs.slots,
                 calls=calls,
+                starts=inputs.metadata.query_start,
             )
             state = Pass(inputs, self._tables, _Buffers(self.native))
             for stage in self._stages:
@@ -208,7 +213,9 @@ class NativeExecutor:
                 assert inputs.cross is not None
                 kv, rows = replace(kv, block_tables=inputs.cross.block_tables, key_centre=None), inputs.cross.metadata
         shape = (len(x), call.heads, call.head_dim)
-        return self._backend.describe(shape, x.dtype, kv, rows, causal=call.causal, window=call.window)
+        return self._backend.describe(
+            shape, x.dtype, kv, rows, causal=call.causal, window=call.window, content=call.content
+        )
 
     # ---- what the library is told once
 
@@ -229,6 +236,8 @@ class NativeExecutor:
                 )  # fmt: skip
             case Attend():
                 self._attend(operation)
+            case GatherNeighbours(x, out, taps):
+                self.native.gather(x, out, taps)
             case Activate(function, x, out, gated):
                 self.native.activate(function, x, out, gated=gated)
             case Add(x, y, out):
@@ -268,8 +277,16 @@ class NativeExecutor:
         part, layer = operation.part, operation.layer
         assert isinstance(operation.backend, NativeAttention)
         self._backend = operation.backend
+        bias = self._tables.bias(operation.module)
         call = _Call(
-            layer, part.heads, part.kv_heads, part.head_dim, operation.causal, operation.window, operation.is_cross
+            layer,
+            part.heads,
+            part.kv_heads,
+            part.head_dim,
+            operation.causal,
+            operation.window,
+            operation.is_cross,
+            isinstance(bias, ContentBias),
         )
         same = next((i for i, other in enumerate(self._calls) if _alike(other, call)), None)
         if same is None:
@@ -286,7 +303,7 @@ class NativeExecutor:
             call=same,
             scale=part.scale,
             softcap=part.softcap or 0.0,
-            bias=_added(self._tables.bias(operation.module)),
+            bias=None if bias is None else describe_bias(bias, self._dtype),
             centred=not operation.is_cross,
         )
 
@@ -373,15 +390,3 @@ def _experts(module: ExpertsFeedForward) -> list[Packed | None]:
 
 def _packed(operation: Multiply) -> Packed | None:
     return None if operation.linear.packed is None else operation.linear.packed.native
-
-
-def _added(bias: Bias | None) -> AddedBias | None:
-    match bias:
-        case None:
-            return None
-        case DistanceBias():
-            return AddedBias(bias.table.float().contiguous(), 1, bias.zero)
-        case PositionBias():
-            return AddedBias(bias.table.float().contiguous(), 2, 0)
-        case ContentBias():
-            raise TypeError("a bias of contents has no kernel")

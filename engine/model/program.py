@@ -14,14 +14,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend, AttentionMetadata, Paged, Window
 from engine.model import spec
 from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
-from engine.model.convolution import TokenConvolution
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertsFeedForward
+from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import (
     CrossAttention,
     CrossPages,
@@ -57,6 +58,8 @@ class Inputs:
         types: [Tp] the segment of each token; None: all are of the first.
         turns: [Tp] the rows of rotary tables; None: positions are.
         adapters: None where no row has one.
+        form: how a token alone is computed on a GPU.
+        given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
     """
 
     token_ids: Tensor
@@ -70,6 +73,15 @@ class Inputs:
     types: Tensor | None = None
     turns: Tensor | None = None
     adapters: Adapters | None = None
+    form: RowForm = LIBRARY
+    given: Tensor | None = None
+
+    @staticmethod
+    def of_rows(x: Tensor) -> Inputs:
+        """For a program that takes rows x [N, features] which are independent of each other."""
+        places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        metadata = AttentionMetadata.build([len(x)], [len(x)], x.device)
+        return Inputs(token_ids=places, positions=places, metadata=metadata, tokens=len(x), given=x)
 
     @property
     def rotary_rows(self) -> Tensor:
@@ -111,6 +123,14 @@ class Embed(HasRows):
 
     WRITES = ("out",)
     module: TokenEmbedding
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Take(HasRows):
+    """out = the rows that the pass is given."""
+
+    WRITES = ("out",)
     out: Rows
 
 
@@ -265,14 +285,14 @@ class MixExperts(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Convolve(HasRows):
-    """out = activation(convolution of x over the tokens of each input)."""
+class GatherNeighbours(HasRows):
+    """out = the `taps` tokens of x around each, side by side; zeros where a token's own input has none."""
 
     READS = ("x",)
     WRITES = ("out",)
-    module: TokenConvolution
     x: Rows
     out: Rows
+    taps: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,6 +308,7 @@ class Add(HasRows):
 
 Operation = (
     Embed
+    | Take
     | Normalize
     | Multiply
     | AddAdapters
@@ -297,7 +318,7 @@ Operation = (
     | Attend
     | Activate
     | MixExperts
-    | Convolve
+    | GatherNeighbours
     | Add
 )
 
@@ -307,7 +328,7 @@ class Program:
     """The operations of a stack.
 
     Attributes:
-        operations: in their order; the first one embeds.
+        operations: in their order; the first one embeds, or takes what is given.
         widths: features of each buffer's rows.
         stream: the residual stream.
         result: what the stack gives.
@@ -360,7 +381,25 @@ def compile_stack(
     for layer, reader in enumerate(readers):
         if reader is not None:
             builder.add(StoreEncoded(reader.part, builder.product(reader.kv, result, "encoded"), layer))
-    return Program(tuple(builder.operations), tuple(builder.widths), builder.stream, result)
+    return builder.program(result)
+
+
+def compile_head(
+    hidden_size: int, dense: Linear | None, activation: spec.Activation | None, norm: nn.Module | None
+) -> Program:
+    """The program of norm(activation(dense(x))) of rows, where each part may be absent."""
+    builder = Builder(hidden_size, False)
+    builder.add(Take(builder.stream))
+    x = builder.stream if dense is None else builder.product(dense, builder.stream, "dense")
+    if activation is not None:
+        hidden = builder.rows("hidden", x.width)
+        builder.add(Activate(activation, x, hidden, False))
+        x = hidden
+    if norm is not None:
+        normed = builder.rows("normed", x.width)
+        builder.add(Normalize(norm, x, normed))
+        x = normed
+    return builder.program(x)
 
 
 class Builder:
@@ -377,6 +416,10 @@ class Builder:
     def add(self, operation: Operation) -> None:
         """Add an operation."""
         self.operations.append(operation)
+
+    def program(self, result: Rows) -> Program:
+        """What was added."""
+        return Program(tuple(self.operations), tuple(self.widths), self.stream, result)
 
     def rows(self, name: str, width: int) -> Rows:
         """A buffer that all layers use."""
@@ -425,8 +468,11 @@ class Builder:
 
     def _convolved(self, block: ConvolvedBlock, layer: int) -> None:
         """norm(y + convolution(x)) of y = inner(x), a layer."""
-        convolved = self.rows("convolved", self.stream.width)
-        self.add(Convolve(block.convolution, self.normed(None), convolved))
+        part, x = block.convolution, self.normed(None)
+        windows = self.rows("windows", part.kernel.inputs)
+        self.add(GatherNeighbours(x, windows, part.taps))
+        convolved = self.rows("convolved", x.width)
+        self.add(Activate(part.activation, self.product(part.kernel, windows, "unconvolved"), convolved, False))
         self.block(block.inner, layer)
         assert block.norm is not None
         self.add(Normalize(block.norm, self.normed(None), self.stream, convolved))

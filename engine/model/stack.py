@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
 
-from engine import gpu
 from engine.attention.base import AttentionBackend
-from engine.model import native_executor, spec
+from engine.model import spec
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.blocks import build_block
 from engine.model.distances import DistanceTable
 from engine.model.embedding import TokenEmbedding
+from engine.model.executor import Executor, fastest
 from engine.model.layers import CrossAttention, Linear
-from engine.model.native_executor import NativeExecutor
 from engine.model.norms import build_norm
 from engine.model.place import Place
 from engine.model.positions import AttentionPosition, Rotary, RoundedSlopes, Slopes
@@ -24,16 +21,6 @@ from engine.model.program import Inputs, Program, compile_stack
 from engine.model.rotary import RotaryTable
 from engine.model.tables import Tables
 from engine.model.torch_executor import TorchExecutor
-
-logger = logging.getLogger("octavo.model")
-
-
-class Executor(Protocol):
-    """What runs a program."""
-
-    def run(self, inputs: Inputs) -> Tensor:
-        """Hidden states [Tp, features]."""
-        ...
 
 
 class TransformerStack(nn.Module):
@@ -102,17 +89,8 @@ class TransformerStack(nn.Module):
     def make_ready(self) -> None:
         """Let the fastest executor for the device run the program from now on. Weights have been filled and laid out,
         and stay as they are."""
-        dtype = self.embedding.tokens.dtype
-        if gpu.serves(self.embedding.tokens.device):
-            from engine.model.triton_executor import TritonExecutor
-
-            self.executor = TritonExecutor(self.program, self.tables, dtype)
-        elif self.embedding.tokens.is_cpu:
-            reason = native_executor.refusal(self.program, dtype)
-            if reason is None:
-                self.executor = NativeExecutor(self.program, self.tables, dtype)
-            else:
-                logger.debug("torch runs all layers: %s", reason)
+        tokens = self.embedding.tokens
+        self.executor = fastest(self.program, self.tables, tokens.dtype, tokens.device)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]."""

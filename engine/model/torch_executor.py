@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.attention.base import Bias, Paged, Ragged
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
+from engine.model.convolution import gather_neighbours
 from engine.model.positions import AttentionPosition, Disentangled, Rotary
 from engine.model.program import (
     Activate,
@@ -21,8 +22,8 @@ from engine.model.program import (
     AddAdapters,
     AllReduce,
     Attend,
-    Convolve,
     Embed,
+    GatherNeighbours,
     HasRows,
     Inputs,
     MixExperts,
@@ -32,6 +33,7 @@ from engine.model.program import (
     PrepareHeads,
     Program,
     StoreEncoded,
+    Take,
     last_uses,
 )
 from engine.model.rotary import rotate
@@ -140,6 +142,11 @@ def _embed(operation: Embed, state: Pass) -> None:
     state.values[operation.out] = operation.module(inputs.token_ids, inputs.positions, inputs.types)
 
 
+def _take(operation: Take, state: Pass) -> None:
+    assert state.inputs.given is not None
+    state.values[operation.out] = state.inputs.given
+
+
 def _normalize(operation: Normalize, state: Pass) -> None:
     x = state.values[operation.x]
     if operation.residual is not None:
@@ -234,9 +241,10 @@ def _mix_experts(operation: MixExperts, state: Pass) -> None:
     state.values[operation.out] = operation.module(state.values[operation.x], inputs.tokens, inputs.min_rows)
 
 
-def _convolve(operation: Convolve, state: Pass) -> None:
+def _gather_neighbours(operation: GatherNeighbours, state: Pass) -> None:
     inputs = state.inputs
-    state.values[operation.out] = operation.module(state.values[operation.x], inputs.metadata, inputs.tokens)
+    x = state.values[operation.x]
+    state.values[operation.out] = gather_neighbours(x, inputs.metadata, operation.taps, inputs.tokens)
 
 
 def _add(operation: Add, state: Pass) -> None:
@@ -245,6 +253,7 @@ def _add(operation: Add, state: Pass) -> None:
 
 HANDLERS: dict[type, Handler] = {
     Embed: _embed,
+    Take: _take,
     Normalize: _normalize,
     Multiply: _multiply,
     AddAdapters: _add_adapters,
@@ -254,6 +263,6 @@ HANDLERS: dict[type, Handler] = {
     Attend: _attend,
     Activate: _activate,
     MixExperts: _mix_experts,
-    Convolve: _convolve,
+    GatherNeighbours: _gather_neighbours,
     Add: _add,
 }

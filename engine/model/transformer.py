@@ -16,7 +16,8 @@ from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
-from engine.model.heads import build_head
+from engine.model.heads import Head, build_head
+from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossAttention, CrossPages, Linear
 from engine.model.missing import unsupported
 from engine.model.place import Place
@@ -99,9 +100,9 @@ class Transformer(nn.Module):
         for module, kind in self.matrices(quantization):
             if module.packed is None:  # else it was while it loaded
                 module.pack(kind)
-        for stack in (self.encoder, self.decoder):
-            if stack is not None:
-                stack.make_ready()
+        for part in (self.encoder, self.decoder, self.head):
+            if isinstance(part, TransformerStack | Head):
+                part.make_ready()
 
     def weight_bytes(self, quantization: Quantization | None = None) -> int:
         """Size of the parameters, those of few bits included."""
@@ -234,6 +235,7 @@ class Transformer(nn.Module):
         cross: CrossPages | None = None,
         turns: Tensor | None = None,
         adapters: Adapters | None = None,
+        form: RowForm = LIBRARY,
     ) -> Tensor:
         """Hidden states of the decoder after its final norm, [Tp, hidden], of Tp tokens laid end to end.
 
@@ -250,6 +252,7 @@ class Transformer(nn.Module):
             cross: where each row finds what `encode` stored of its encoder input.
             turns: [Tp] the rows of rotary tables (`rotary_shifts`), where they are not the positions.
             adapters: what is added to products.
+            form: how one row is computed on a GPU.
         """
         assert self.decoder is not None
         inputs = Inputs(
@@ -263,11 +266,13 @@ class Transformer(nn.Module):
             cross=cross,
             turns=turns,
             adapters=adapters,
+            form=form,
         )
         return self.decoder(inputs)  # type: ignore[no-any-return]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """What the head makes of hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]."""
+    def logits(self, hidden: Tensor, form: RowForm = LIBRARY) -> Tensor:
+        """What the head makes of hidden states [N, hidden]: float32 [N, vocabulary], or [N, classes]; `form`: how one
+        row is computed on a GPU."""
         assert self.head is not None
         part = self.spec.head
         if not isinstance(part, spec.Lm):
@@ -276,7 +281,7 @@ class Transformer(nn.Module):
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
         assert isinstance(self.head, Linear)
-        logits = self.head.in_float32(hidden)
+        logits = self.head.in_float32(hidden, form)
         if part.logit_scale != 1.0:
             logits = logits * part.logit_scale
         if part.softcap is not None:

@@ -52,8 +52,7 @@ class TritonExecutor:
     """Runs a program on a device that `engine.gpu` serves; weights have been filled, and stay as they are.
 
     Attributes:
-        operations: what is run for several tokens; row_operations: for one alone.
-        by_row: a token alone is computed with the fewest launches (`engine.model.triton_row`); else as many tokens are.
+        operations: what is run for several tokens; row_operations: for one alone in a fused form (`Inputs.form`).
     """
 
     def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
@@ -71,7 +70,6 @@ class TritonExecutor:
         for one in program.operations:
             if isinstance(one, Attend):
                 Pass.fill_bias(self._biases, one, tables)
-        self.by_row = False
 
     def run(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features].
@@ -84,7 +82,7 @@ class TritonExecutor:
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)
         values: dict[Rows, Tensor] = {}
-        calls = self._row_calls if self.by_row and len(inputs.token_ids) == 1 else self._calls
+        calls = self._row_calls if inputs.form.fused and len(inputs.token_ids) == 1 else self._calls
         return calls.run(Pass(inputs, self._tables, values, self._biases), values)
 
     def _finds(self, inputs: Inputs) -> bool:

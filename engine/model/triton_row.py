@@ -65,6 +65,7 @@ def _multiply(operation: MultiplyRow, state: Pass) -> None:
         gated=operation.gated,
         stream=values[operation.out] if operation.joins else None,
         also=None if operation.also is None else values[operation.also],
+        overlap=state.inputs.form.overlapping,
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from engine.folders import cache_folder, make_private, make_spare
+from engine.native import structures
 from engine.native.build import PREBUILT, BuildError, Compiler, build, file_name, find_compiler, supported_sets
 
 if sys.platform != "win32":
@@ -52,6 +53,14 @@ class Library:
         found.restype = None
         return found
 
+    def check(self) -> None:
+        """Compare the structures that Python declares with the library's.
+
+        Raises:
+            RuntimeError: one differs.
+        """
+        structures.check(self.function("structure_size", "pp"))
+
     def threads(self) -> int:
         """How many threads share the work of a kernel that the calling thread calls."""
         count = ctypes.c_int64()
@@ -82,6 +91,7 @@ class Kernel:
         found = current()
         if found is None:
             raise RuntimeError(f"There is no native library to take {self.name} from: ask available() first.")
+        found.check()
         self.call = found.function(self.name, self.signature)
         self.call(*arguments)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,9 +20,10 @@ from engine.native.arguments import FORMATS, vector_of
 from engine.native.gemm import Packed, scratch
 from engine.native.loading import kernels
 from engine.native.rotary import LONGEST_HEAD, PAGES
+from engine.native.structures import structure
 
 _RUN = kernels("program", "ppi")
-_NORM, _PRODUCT, _TURN, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS = range(8)
+_NORM, _PRODUCT, _TURN, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER = range(9)
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
@@ -34,49 +35,37 @@ _OUTSIDE = (
 )
 
 
-class _Place(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("buffer", "offset", "stride"))
-
-
-def _structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """A structure of src/program.h: its fields as "TYPE name name ... | TYPE name ...", the types being place, pointer,
-    int and double."""
-    types = {"place": _Place, "pointer": ctypes.c_void_p, "int": ctypes.c_int64, "double": ctypes.c_double}
-    made = []
-    for part in fields.split("|"):
-        kind, *names = part.split()
-        made += [(field, types[kind]) for field in names]
-    return type(name, (ctypes.Structure,), {"_fields_": made})
-
-
-_Operation = _structure("_Operation", "int kind | pointer what | int meet")
-_Step = _structure(
-    "_Step",
-    "pointer buffers | int tokens stored | pointer positions slots calls workspace | int spare | pointer times |"
-    "int outside",
+_Place = structure("Place", "int buffer offset stride")
+_Operation = structure("Operation", "int kind | pointer what | int meet")
+_Step = structure(
+    "Step",
+    "pointer buffers | int tokens stored | pointer positions slots calls starts | int rows | pointer workspace |"
+    "int spare | pointer times | int outside",
 )
-_Norm = _structure(
-    "_Norm", "place x residual sum out | pointer weight bias | double eps | int centred rounding inner size"
+_Norm = structure(
+    "NormWhat", "Place x residual sum out | pointer weight bias | double eps | int centred rounding inner size"
 )
-_Product = _structure("_Product", "place x y | pointer weight bias | int kind tile_rows outputs inputs")
-_Pages = _structure("_Pages", "pointer keys values key_scales value_scales centre | int format slots")
-_Turn = _structure(
-    "_Turn",
-    "place heads | pointer cosines sines | int length query_heads kv_heads head_dim dim interleaved in_float32 |"
+_Product = structure("ProductWhat", "Place x y | pointer weight bias | int kind tile_rows outputs inputs")
+_Pages = structure("Pages", "pointer keys values key_scales value_scales centre | int format slots")
+_Turn = structure(
+    "TurnWhat",
+    "Place heads | pointer cosines sines | int length query_heads kv_heads head_dim dim interleaved in_float32 |"
     "pointer pages",
 )
-_Attend = _structure(
-    "_Attend",
-    "place q k v out | pointer pages bias | int call centred bias_kind bias_columns bias_zero | double scale softcap",
+_Attend = structure(
+    "AttendWhat",
+    "Place q k v out | pointer pages bias distance_keys distance_queries distance_columns |"
+    "int call centred bias_kind bias_columns bias_zero distances | double scale softcap",
 )
-_Activate = _structure("_Activate", "place x out | int width gated function")
-_Experts = _structure(
-    "_Experts",
-    "place routed x rows wide hidden routes out | pointer up down starts | int kind up_tile_rows"
+_Activate = structure("ActivateWhat", "Place x out | int width gated function")
+_Experts = structure(
+    "ExpertsWhat",
+    "Place routed x rows wide hidden routes out | pointer up down starts | int kind up_tile_rows"
     " down_tile_rows count active normalize function gated size width",
 )
-_Add = _structure("_Add", "place x y out | int width")
-_Clip = _structure("_Clip", "place x | int width | double limit")
+_Gather = structure("GatherWhat", "Place x out | int width taps")
+_Add = structure("AddWhat", "Place x y out | int width")
+_Clip = structure("ClipWhat", "Place x | int width | double limit")
 
 
 class Rows(NamedTuple):
@@ -130,11 +119,15 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class AddedBias:
-    """A bias of scores as attention's kernel reads it: float32 [heads, columns], its kind and the column of zero."""
+    """A bias of scores as attention's kernel reads it.
 
-    table: Tensor
-    kind: int
-    zero: int
+    Attributes:
+        fields: those of `Attention` in `src/attention.h` that say what it is.
+        kept: the tensors that they point at.
+    """
+
+    fields: Mapping[str, int | None]
+    kept: tuple[Tensor, ...]
 
 
 class ExpertsRoom(NamedTuple):
@@ -305,9 +298,7 @@ class Program:
             _Attend(
                 q=_place(q), k=_place(keys), v=_place(values), out=_place(out),
                 pages=None if pages is None else pages.address, call=call, scale=scale, softcap=softcap,
-                centred=centred,
-                bias=None if bias is None else bias.table.data_ptr(), bias_kind=0 if bias is None else bias.kind,
-                bias_columns=0 if bias is None else bias.table.shape[1], bias_zero=0 if bias is None else bias.zero,
+                centred=centred, **({} if bias is None else bias.fields),
             ),
             pages, bias,
         )  # fmt: skip
@@ -360,6 +351,10 @@ class Program:
             *up, *down, *addresses, starts,
         )  # fmt: skip
 
+    def gather(self, x: Rows, out: Rows, taps: int) -> None:
+        """out = the `taps` tokens around each, side by side; zeros where a token's row has none."""
+        self._add(_GATHER, _Gather(x=_place(x), out=_place(out), width=x.width, taps=taps))
+
     def add(self, x: Rows, y: Rows, out: Rows) -> None:
         """out = x + y."""
         self._add(_ADD, _Add(x=_place(x), y=_place(y), out=_place(out), width=out.width))
@@ -385,6 +380,7 @@ class Program:
         positions: Tensor,
         slots: Tensor | None,
         calls: Sequence[int],
+        starts: Tensor,
     ) -> None:
         """Make ready for a step.
 
@@ -393,6 +389,7 @@ class Program:
             positions: [T] int64.
             slots: [S] int64: keys and values of the first S tokens go to pages; None where there are no pages.
             calls: addresses of what `attend` names, in order.
+            starts: [rows + 1] int32 first token of each row, and the end of the last.
         """
         tokens = len(positions)
         self._reserve(tokens)
@@ -413,7 +410,10 @@ class Program:
         step.positions = positions.data_ptr()
         addresses = (ctypes.c_void_p * len(calls))(*calls)
         step.calls = ctypes.addressof(addresses)
-        self._in_use = (positions, slots, addresses)
+        starts = starts.contiguous()
+        assert starts.dtype == torch.int32
+        step.starts, step.rows = starts.data_ptr(), len(starts) - 1
+        self._in_use = (positions, slots, addresses, starts)
         self._times.clear()
 
     def run(self, first: int, last: int) -> None:
@@ -480,8 +480,10 @@ class Program:
 def _named(kind: int, what: Any) -> str:
     if kind == _PRODUCT:
         return f"product {what.inputs} to {what.outputs}"
-    return ("norm", "product", "rotation and pages", "attention", "activation", "sum", "clip", "experts")[kind]
+    return ("norm", "product", "rotation and pages", "attention", "activation", "sum", "clip", "experts", "gather")[
+        kind
+    ]
 
 
-def _place(rows: Rows | None) -> _Place:
+def _place(rows: Rows | None) -> ctypes.Structure:
     return _Place(-1, 0, 0) if rows is None else _Place(rows.buffer, rows.offset, rows.stride)

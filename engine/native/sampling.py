@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.native.loading import Kernel
+from engine.native.structures import structure
 from engine.sampling_table import EDIT, TABLE, EditList, Masks, Table, mask_words
 
 Int32 = NDArray[np.int32]
@@ -33,16 +34,7 @@ _RESTORE = Kernel("logits_restore", f"{_ROWS} p")
 _CHUNK, _PIECE = 64, 4096
 
 
-class _Edits(ctypes.Structure):
-    """`Edits` of `src/sampling_edit.h`."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_void_p)
-        for name in (
-            *("start", "edits", "repetition", "frequency", "presence", "apart"),
-            *("counts", "columns", "values", "before", "keys"),
-        )
-    )
+_Edits = structure("Edits", "pointer start edits repetition frequency presence apart counts columns values before keys")
 
 
 class _Laid:

@@ -9,6 +9,7 @@ from unittest import mock
 
 from torch import nn
 
+from engine.model.heads import NO_TABLES, Head
 from engine.model.native_executor import NativeExecutor
 from engine.model.stack import TransformerStack
 from engine.model.torch_executor import TorchExecutor
@@ -20,22 +21,27 @@ def stacks_of(model: nn.Module) -> list[TransformerStack]:
     return [module for module in model.modules() if isinstance(module, TransformerStack)]
 
 
+def parts_of(model: nn.Module) -> list[TransformerStack | Head]:
+    """All that has a program."""
+    return [module for module in model.modules() if isinstance(module, TransformerStack | Head)]
+
+
 def use_torch(model: Transformer) -> None:
-    """Let torch run all layers from now on."""
-    for stack in stacks_of(model):
-        stack.executor = TorchExecutor(stack.program, stack.tables)
+    """Let torch run all layers, and the head, from now on."""
+    for part in parts_of(model):
+        part.executor = TorchExecutor(part.program, part.tables if isinstance(part, TransformerStack) else NO_TABLES)
 
 
 @contextmanager
 def by_torch(model: Transformer) -> Iterator[None]:
     """torch runs all layers while this lasts."""
-    kept = [(stack, stack.executor) for stack in stacks_of(model)]
+    kept = [(part, part.executor) for part in parts_of(model)]
     use_torch(model)
     try:
         yield
     finally:
-        for stack, executor in kept:
-            stack.executor = executor
+        for part, executor in kept:
+            part.executor = executor
 
 
 @contextmanager

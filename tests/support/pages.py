@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.attention.reference import TorchReference
 from engine.model import checkpoint, families, weights
+from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 from engine.model.transformer import Transformer
 
@@ -46,9 +47,18 @@ class Pages:
         tables: one for each row.
         more: pages after those.
         reach: tokens that each row will have, where rotary factors depend on it; None: as many as there can be.
+        form: how a row alone is computed on a GPU.
     """
 
-    def __init__(self, model: Transformer, tables: list[list[int]], more: int = 0, reach: Sequence[int] | None = None):
+    def __init__(
+        self,
+        model: Transformer,
+        tables: list[list[int]],
+        more: int = 0,
+        reach: Sequence[int] | None = None,
+        form: RowForm = LIBRARY,
+    ):
+        self.form = form
         self.model = model
         self.device = model.device
         self.tables = torch.tensor(tables, dtype=torch.int32, device=self.device)
@@ -113,6 +123,7 @@ class Pages:
                 torch.tensor(slots, dtype=torch.int64, device=self.device) if slots_known else None,
                 metadata,
                 cross=cross,
+                form=self.form,
                 turns=torch.tensor(turns + [0] * padding, device=self.device) if any(self.shifts) else None,
             )
         assert hidden.shape[0] == len(ids) + padding

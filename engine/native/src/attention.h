@@ -5,7 +5,7 @@
 
 namespace octavo {
 
-enum Biased : int64_t { UNBIASED = 0, BY_DISTANCE = 1, BY_POSITION = 2 };
+enum Biased : int64_t { UNBIASED = 0, BY_DISTANCE = 1, BY_POSITION = 2, BY_CONTENT = 3 };
 
 // All of one call; engine/native has the same structure. Strides count elements, features lie side by side.
 struct Attention {
@@ -22,6 +22,11 @@ struct Attention {
   double scale, softcap;        // softcap 0: none
   const float* bias;            // [heads, bias_columns]
   int64_t bias_kind, bias_columns, bias_zero;
+  // What queries and keys are multiplied with where the bias is BY_CONTENT: [heads, distances, head_dim] in the format
+  // of keys, null for no such term; of [bias_columns] distances the vector that each has. No heads share keys then.
+  const void *distance_keys, *distance_queries;
+  const int64_t* distance_columns;
+  int64_t distances, content;  // content: there is memory for that
   int64_t threads;      // that there is memory for
   char* workspace;      // [threads, workspace_bytes]
   float* shared;        // [threads, shared_floats], for what several threads work on

@@ -14,6 +14,8 @@ constexpr int64_t TILE = 96;
 constexpr int64_t LOADING = 12, READING = 4;
 // How much of a chunk is fetched ahead: a part of the cache that each core has for itself.
 constexpr int64_t AHEAD_BYTES = 1 << 18;
+// Distances between a tile's queries and the keys of a chunk, rounded up to whole vectors.
+constexpr int64_t DISTANCES = TILE + CHUNK;
 // The most memory for shared work, in float32.
 constexpr int64_t SHARED_LIMIT = 1 << 24;
 
@@ -96,6 +98,10 @@ struct Workspace {
   float *state, *key_scales, *value_scales;
   int64_t *key_places, *value_places;
   void* nothing;  // a vector of zeros
+  // For terms of contents and distances (attention_content.h).
+  Unit *distances, *key_units;
+  int64_t* distance_places;
+  float *products, *terms;
   int64_t bytes;
 
   Workspace(const Attention& a, char* from) {
@@ -117,6 +123,13 @@ struct Workspace {
     Unit* zeros;
     take(zeros, width);
     nothing = zeros;
+    const int64_t some = a.content ? 1 : 0;
+    take(distances, some * width * DISTANCES);
+    take(key_units, some * WIDTH * (width + 1));
+    take(distance_places, some * DISTANCES);
+    take(products, some * (larger(WIDTH, int64_t{ROWS}) * DISTANCES + WIDTH));
+    products += WIDTH;  // what lies before the first row may be read
+    take(terms, some * TILE * CHUNK);
     bytes = used;
   }
 };

@@ -38,9 +38,9 @@ OCTAVO_INLINE void turned_units(const T* const (&of)[WIDTH], int64_t unit, int64
   transpose(v);
 }
 
-// Keys, of which those of the vectors [first, last) are read, to units [units of a key, CHUNK]. `ahead` is told of the
+// Keys, of which those of the vectors [first, last) are read, to units [units of a key, ROW]. `ahead` is told of the
 // vectors that are made, so that memory works on what comes next while the processor packs.
-template <class Form, class T, class Ahead>
+template <class Form, int64_t ROW = CHUNK, class T, class Ahead>
 OCTAVO_INLINE void pack_keys(const Lines<T>& keys, int64_t first, int64_t last, int64_t size, Unit* to, Ahead& ahead) {
   const int64_t units = (size + Form::HELD - 1) / Form::HELD;
   for (int64_t group = first; group < last; ++group) {
@@ -50,12 +50,12 @@ OCTAVO_INLINE void pack_keys(const Lines<T>& keys, int64_t first, int64_t last, 
       Vector v[WIDTH];
       ahead.fetch(WIDTH);
       turned_units<Form, false>(of, unit, size, v);
-      float* place = reinterpret_cast<float*>(to + unit * CHUNK + group * WIDTH);
+      float* place = reinterpret_cast<float*>(to + unit * ROW + group * WIDTH);
       const int64_t some = smaller(WIDTH, units - unit);
       if (some == WIDTH) {
-        for (int64_t i = 0; i < WIDTH; ++i) store(place + i * CHUNK, v[i]);
+        for (int64_t i = 0; i < WIDTH; ++i) store(place + i * ROW, v[i]);
       } else {
-        for (int64_t i = 0; i < some; ++i) store(place + i * CHUNK, v[i]);
+        for (int64_t i = 0; i < some; ++i) store(place + i * ROW, v[i]);
       }
     }
   }

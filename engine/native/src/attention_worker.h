@@ -1,8 +1,8 @@
 // What one thread does of a batch: loads queries, walks chunks of keys, merges, writes results.
 #pragma once
 
+#include "attention_content.h"
 #include "attention_share.h"
-
 
 namespace octavo {
 namespace {
@@ -18,11 +18,13 @@ struct Worker {
       : a(a),
         own(a, memory),
         how{(a.head_dim + Form::HELD - 1) / Form::HELD, rounded_up(a.head_dim, WIDTH), static_cast<float>(a.scale),
-            static_cast<float>(a.softcap), a.bias_columns, is_plain(a),
+            static_cast<float>(a.softcap), by_content() ? CHUNK : a.bias_columns, is_plain(a),
             is_plain(a) ? static_cast<float>(a.scale) * LOG2_E : 1.0f},
         fold(a.heads / a.kv_heads) {
     __builtin_memset(own.nothing, 0, static_cast<size_t>(4 * how.width));
   }
+
+  bool by_content() const { return a.bias_kind == BY_CONTENT; }
 
   static bool is_plain(const Attention& a) {
     return a.kv_format != PAGE_INT8 && a.softcap == 0.0 && !a.bias_kind && a.scale > 0.0;
@@ -56,7 +58,9 @@ struct Worker {
         sums = fma(read(from + at, left), read(a.centre + head * a.head_dim + at, left), sums);
       }
       own.of[place + m].centre = sum(sums) * how.scale;
-      own.of[place + m].bias = a.bias_kind ? a.bias + query_head * a.bias_columns : nullptr;
+      own.of[place + m].bias = by_content() ? own.terms + m * CHUNK
+                               : a.bias_kind ? a.bias + query_head * a.bias_columns
+                                             : nullptr;
     });
   }
 
@@ -78,7 +82,7 @@ struct Worker {
         if (a.left >= 0) low = larger(low, at - a.left), high = smaller(high, at + a.right + 1);
         low = larger(low - position, int64_t{0}), high = smaller(high - position, CHUNK);
         if (low >= high) low = high = 0;
-        const int64_t shift = position + (a.bias_kind == BY_DISTANCE ? a.bias_zero - at : 0);
+        const int64_t shift = by_content() ? 0 : position + (a.bias_kind == BY_DISTANCE ? a.bias_zero - at : 0);
         for (int64_t m = 0; m < fold; ++m, ++query) query->low = low, query->high = high, query->bias_shift = shift;
       }
   }
@@ -141,6 +145,10 @@ struct Worker {
     const Unit* units = own.queries + nth * queries * how.units;
     const Query* of = own.of + nth * queries;
     const Running state = part(to, nth * queries);
+    if (by_content()) {
+      const int64_t shift = position - tile.position - queries + 1;
+      Content<Form, T>{a, own, how.units}.fill(units, queries, keys, chunk.first, chunk.last, head, shift);
+    }
     if (item.few) {
       const Direct<Form, T, Ahead<Form, T>> direct{keys, values, how.units, a.head_dim, ahead};
       return attend_chunk<Form, FEW>(units, of, queries, direct, chunk, how, state, kept);

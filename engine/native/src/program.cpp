@@ -158,6 +158,8 @@ struct Runner {
       a.key_token = o.k.stride, a.value_token = o.v.stride;
     }
     a.bias = o.bias, a.bias_kind = o.bias_kind, a.bias_columns = o.bias_columns, a.bias_zero = o.bias_zero;
+    a.distance_keys = o.distance_keys, a.distance_queries = o.distance_queries;
+    a.distance_columns = o.distance_columns, a.distances = o.distances;
     a.scale = o.scale, a.softcap = o.softcap;
     a.outside = 0;
     attention_part(a, thread, threads);
@@ -174,6 +176,22 @@ struct Runner {
   void each_row(const Body& body) const {
     const Share own = share(step.tokens, thread, threads);
     for (int64_t row = own.first; row < own.last; ++row) body(row);
+  }
+
+  // The rows of tokens form one range; a thread's tokens are some of it.
+  void run(const GatherWhat& o) const {
+    int64_t row = 0;
+    each_row([&](int64_t token) {
+      while (row < step.rows && token >= step.starts[row + 1]) ++row;
+      T* out = at(o.out) + token * o.out.stride;
+      for (int64_t tap = 0; tap < o.taps; ++tap, out += o.width) {
+        const int64_t place = token + tap - o.taps / 2;
+        if (row < step.rows && place >= step.starts[row] && place < step.starts[row + 1])
+          __builtin_memcpy(out, at(o.x) + place * o.x.stride, static_cast<size_t>(o.width) * sizeof(T));
+        else
+          __builtin_memset(out, 0, static_cast<size_t>(o.width) * sizeof(T));
+      }
+    });
   }
 
   void run(const AddWhat& o) const {
@@ -205,6 +223,7 @@ struct Runner {
       case ADD: return run(*static_cast<const AddWhat*>(o.what));
       case CLIP: return run(*static_cast<const ClipWhat*>(o.what));
       case EXPERTS: return run(*static_cast<const ExpertsWhat*>(o.what));
+      case GATHER: return run(*static_cast<const GatherWhat*>(o.what));
     }
   }
 };

@@ -14,7 +14,7 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, TURN = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, TURN = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8 };
 
 struct Operation {
   int64_t kind;
@@ -32,6 +32,8 @@ struct Step {
   const int64_t* positions;  // [tokens]
   const int64_t* slots;      // [stored]
   Attention* const* calls;   // what attentions of one kind share in this step
+  const int32_t* starts;     // [rows + 1] first token of each row
+  int64_t rows;
   void* workspace;           // for products: room for the tiles of all tokens, and for `spare` more
   int64_t spare;
   int64_t* times;            // [operations, 2] nanoseconds of the first thread: at work, waiting; null: not wanted
@@ -72,7 +74,10 @@ struct AttendWhat {
   Place q, k, v, out;  // k and v where there are no pages
   const Pages* pages;
   const float* bias;
-  int64_t call, centred, bias_kind, bias_columns, bias_zero;  // centred: the pages' centre belongs to these keys
+  // Of a bias of contents; see `Attention`.
+  const void *distance_keys, *distance_queries;
+  const int64_t* distance_columns;
+  int64_t call, centred, bias_kind, bias_columns, bias_zero, distances;  // centred: the pages' centre is these keys'
   double scale, softcap;
 };
 
@@ -89,6 +94,12 @@ struct ExpertsWhat {
   const void* const* down;  // [count]
   int64_t* starts;          // [count + 1] room
   int64_t kind, up_tile_rows, down_tile_rows, count, active, normalize, function, gated, size, width;
+};
+
+// out = the `taps` tokens around each, side by side; zeros where a token's row has none.
+struct GatherWhat {
+  Place x, out;
+  int64_t width, taps;
 };
 
 struct AddWhat {

@@ -1,0 +1,41 @@
+"""Which executor runs a program on a device."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine import gpu
+from engine.model import native_executor
+from engine.model.native_executor import NativeExecutor
+from engine.model.program import Inputs, Program
+from engine.model.tables import Tables
+from engine.model.torch_executor import TorchExecutor
+
+logger = logging.getLogger("octavo.model")
+
+
+class Executor(Protocol):
+    """What runs a program."""
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """Hidden states [Tp, features]."""
+        ...
+
+
+def fastest(program: Program, tables: Tables, dtype: torch.dtype, device: torch.device) -> Executor:
+    """The fastest executor that a device has for a program, whose weights have been filled and laid out and stay as
+    they are."""
+    if gpu.serves(device):
+        from engine.model.triton_executor import TritonExecutor
+
+        return TritonExecutor(program, tables, dtype)
+    if device.type == "cpu":
+        reason = native_executor.refusal(program, dtype)
+        if reason is None:
+            return NativeExecutor(program, tables, dtype)
+        logger.debug("torch runs a program: %s", reason)
+    return TorchExecutor(program, tables)
