@@ -59,7 +59,7 @@ COPY cli cli
 # The kernels are compiled for all instruction sets, since what runs has no compiler, nor a cache that stays.
 RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --prefix /app/octavo . \
  && sed -i '1s|^#!.*|#!/app/venv/bin/python3|' /app/octavo/bin/octavo \
- && CXX="/build/bin/python3 -m ziglang c++" python3 /app/octavo/lib/python3*/site-packages/engine/native/build.py
+ && CXX="/build/bin/python3 -m ziglang c++" python3 /app/octavo/lib/python3*/site-packages/engine/backends/native/build.py
 
 # ---- what runs: Python, no build tools, no root. The user is named by number, so that an orchestrator can see that it
 # is not root. /models belongs to it: a volume mounted there for the first time takes that over, and downloads are kept

@@ -41,8 +41,8 @@ from cli.bench.load import Load
 from cli.bench.record import Record
 from cli.bench.workload import Job
 from engine import EngineConfig, SamplingParams, TokenInput
-from engine.client import EngineClient, start_engine
 from engine.engine import Engine
+from engine.process.client import EngineClient, start_engine
 
 TRAINED = ROOT.parent / "shared" / "data" / "stories260k" / "hf"
 WAYS = ("engine", "process", "http")
@@ -208,7 +208,7 @@ class HttpService:
 
     def __init__(self, url: str, pid: int):
         self._pid = pid
-        (self._engine_pid,) = [child for child in children(pid) if _runs(child, "engine.process")]
+        (self._engine_pid,) = [child for child in children(pid) if _runs(child, "engine.process.main")]
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._client = Client(Target.parse(url))
 

@@ -27,7 +27,7 @@ import torch
 from offline import ROOT, SHAPE, machine, make_checkpoint
 
 from engine import LLM, Engine, EngineConfig, SamplingParams
-from engine.attention.formats import format_named
+from engine.backends.attention.formats import format_named
 from engine.config import parse_bytes
 from engine.execution.kv_cache import page_bytes
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from offline import ROOT, machine
 
-from engine import native
-from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
-from engine.attention.formats import quantise
-from engine.attention.native import NativeAttention
-from engine.attention.reference import TorchReference
+from engine.backends import native
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.backends.attention.formats import quantise
+from engine.backends.native.attention import NativeAttention
+from engine.backends.torch.attention import TorchReference
 
 # (heads, kv_heads, head_dim): SmolLM2-135M, Qwen2.5-0.5B.
 SHAPES = {"S": (9, 3, 64), "M": (14, 2, 64)}

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from offline import ROOT, machine
 from torch import Tensor
 
-from engine import native
-from engine.native import gemm
+from engine.backends import native
+from engine.backends.native import gemm
 
 KINDS = ("float32", "bfloat16", "int8", "int4")
 # Of a 135M-parameter LLaMA shape: attention's output, qkv, gate and up, down, head.

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from offline import ROOT, machine
 
-from engine import native
-from engine.execution import sampler, sampler_torch
-from engine.sampling_table import EDIT, Kind, neutral_rows
+from engine.backends import native
+from engine.backends.torch import sampling as sampler_torch
+from engine.execution import sampler
+from engine.interface.sampling_table import EDIT, Kind, neutral_rows
 from engine.scheduling.plan import SamplingBatch
 
 KINDS: dict[str, dict[str, float]] = {

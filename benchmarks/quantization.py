@@ -23,7 +23,8 @@ from kv_cache_dtype import TRAINED, tell_stories
 from offline import ROOT, machine
 from torch import Tensor
 
-from engine import LLM, SamplingParams, native
+from engine import LLM, SamplingParams
+from engine.backends import native
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
 from engine.model.transformer import Transformer

@@ -28,9 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 from engine.execution import runner as running  # noqa: E402
 from engine.execution.kv_cache import KVCache  # noqa: E402
-from engine.messages import News, decode_news, encode  # noqa: E402
+from engine.interface.request import Decoding, Request  # noqa: E402
 from engine.model import spec  # noqa: E402
-from engine.request import Decoding, Request  # noqa: E402
+from engine.process.messages import News, decode_news, encode  # noqa: E402
 from engine.scheduling.block_pool import BlockPool  # noqa: E402
 from engine.scheduling.budget import Costs, StepBudget, StepWork  # noqa: E402
 from engine.scheduling.limits import SchedulerConfig  # noqa: E402

@@ -12,7 +12,7 @@ from typing import Literal
 
 from cli.terminal.style import styled
 from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError, TorchFacts
-from engine.text import load_tokenizer
+from engine.text.processor import load_tokenizer
 from server.config.settings import ServerSettings
 from server.door.keys import read_api_keys
 from server.door.listening import Listener, StartupError, check_certificate, is_public, usable_files

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from engine.cache_map import CacheMap, LiveRequest
-from engine.cgroups import available_memory
 from engine.config import DEFAULT_NUM_SEQS, EngineConfig, parse_bytes
-from engine.cpus import compute_in_one_thread
 from engine.errors import (
     ConfigError,
     EngineDeadError,
@@ -19,7 +16,10 @@ from engine.errors import (
     RequestFailedError,
     UnsupportedModelError,
 )
-from engine.outputs import (
+from engine.host.cgroups import available_memory
+from engine.host.cpus import compute_in_one_thread
+from engine.interface.cache_map import CacheMap, LiveRequest
+from engine.interface.outputs import (
     BeamMoves,
     ChoiceDelta,
     CompletionOutput,
@@ -32,6 +32,18 @@ from engine.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from engine.interface.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
+from engine.interface.request import (
+    MAX_STOP_STRINGS,
+    NUMBER_RANGES,
+    PixelInput,
+    PoolingParams,
+    SamplingParams,
+    Seq2SeqInput,
+    TokenInput,
+)
+from engine.interface.sampling_table import FILTERS
+from engine.interface.values import MAX_LISTED_IDS, NumberRange
 from engine.pooled import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -42,18 +54,6 @@ from engine.pooled import (
     Span,
     TokenClassificationOutput,
 )
-from engine.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
-from engine.request import (
-    MAX_STOP_STRINGS,
-    NUMBER_RANGES,
-    PixelInput,
-    PoolingParams,
-    SamplingParams,
-    Seq2SeqInput,
-    TokenInput,
-)
-from engine.sampling_table import FILTERS
-from engine.values import MAX_LISTED_IDS, NumberRange
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         inspect_threads,
         inspect_torch,
     )
-    from engine.llm import LLM
+    from engine.interface.llm import LLM
 
 __all__ = [
     "DEFAULT_NUM_SEQS",
@@ -135,7 +135,7 @@ __all__ = [
 _LAZY = {
     "CacheFacts": "engine.inspection",
     "Engine": "engine.engine",
-    "LLM": "engine.llm",
+    "LLM": "engine.interface.llm",
     "ModelFacts": "engine.inspection",
     "TorchFacts": "engine.inspection",
     "inspect_device": "engine.inspection",

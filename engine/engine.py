@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time. It knows ids only; text is `engine.text`'s."""
+"""The engine: requests in, tokens out, one step at a time. It knows ids only; text is `engine.text.processor`'s."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from engine.cache_map import CacheMap
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.execution.executor import Executor, LocalExecutor
 from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
 from engine.execution.starting import start
-from engine.generation import GenerationDefaults, load_defaults, resolve
-from engine.inputs import check_terms, decoder_start, read_input, read_pooling_input
+from engine.interface.cache_map import CacheMap
+from engine.interface.generation import GenerationDefaults, load_defaults, resolve
+from engine.interface.inputs import check_terms, decoder_start, read_input, read_pooling_input
+from engine.interface.outputs import CompletionOutput, EngineStats, RequestDelta, RequestOutput
+from engine.interface.pooling import check_task, resolve_pooling
+from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.model.checkpoint import read_config
-from engine.outputs import CompletionOutput, EngineStats, RequestDelta, RequestOutput
-from engine.pooling import check_task, resolve_pooling
-from engine.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.limits import SchedulerConfig
@@ -279,6 +279,6 @@ class Engine:
 def _start(config: EngineConfig) -> Executor:
     if config.distributed_executor_backend == "uni":
         return start(config)
-    from engine.runner_process import ProcessExecutor  # needs more packages than an engine in one process
+    from engine.process.runner import ProcessExecutor  # needs more packages than an engine in one process
 
     return ProcessExecutor(config)

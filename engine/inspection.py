@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from engine import native
-from engine.attention import select
-from engine.attention.formats import format_name
-from engine.cgroups import available_memory
+from engine.backends import native
+from engine.backends.attention import select
+from engine.backends.attention.formats import format_name
 from engine.config import EngineConfig
-from engine.cpus import Threads, choose_threads, given_environment
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import find_max_model_len, find_quantization
 from engine.execution.starting import choose_device, choose_dtype
-from engine.folders import check_private
-from engine.launch import make_folder, remove_folder
+from engine.host.cgroups import available_memory
+from engine.host.cpus import Threads, choose_threads, given_environment
+from engine.host.folders import check_private
+from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.config_values import check_parameters
@@ -28,7 +28,7 @@ from engine.model.sentence import read_pipeline
 from engine.model.transformer import Transformer
 from engine.model.weight_files import weight_files
 from engine.model.weights import stored_dtype
-from engine.outputs import Task
+from engine.process.launch import make_folder, remove_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

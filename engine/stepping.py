@@ -10,7 +10,7 @@ import time
 
 from engine.execution.executor import Executor
 from engine.execution.recovery import Recovery
-from engine.outputs import RequestDelta
+from engine.interface.outputs import RequestDelta
 from engine.scheduling.budget import UNLIMITED, StepBudget, StepLimit, StepWork
 from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.scheduler import Scheduler

@@ -14,8 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from engine import DEFAULT_NUM_SEQS, EngineInfo, parse_bytes
-from engine.client import EngineClient
-from engine.text import Tokenizer
+from engine.process.client import EngineClient
+from engine.text.processor import Tokenizer
 from server import errors
 from server.admission import Admission
 from server.answering.prompt import Room

@@ -11,8 +11,8 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from engine import EngineDeadError
-from engine.client import EngineClient
-from engine.text import Tokenizer
+from engine.process.client import EngineClient
+from engine.text.processor import Tokenizer
 from server.admission import Admission, Ticket
 from server.answering.prompt import Prompt, Room
 from server.answering.rendering import ChatRenderer

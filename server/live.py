@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from engine import CacheMap, EngineDeadError, EngineStats, LiveRequest
-from engine.client import EngineClient
+from engine.process.client import EngineClient
 from server.door.drain import Drain
 from server.errors import ApiError
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, WrappedLogger
 
-from engine.logs import EXCEPTION, LogFormat, console_line, json_line
+from engine.host.logs import EXCEPTION, LogFormat, console_line, json_line
 
 HIDDEN = "(hidden; --log-prompts shows it)"
 

@@ -21,9 +21,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine import EngineConfig, EngineInfo
-from engine.client import EngineClient, RestartPolicy, start_engine
-from engine.logs import LogFormat, adopt_libraries
-from engine.text import Tokenizer, load_tokenizer
+from engine.host.logs import LogFormat, adopt_libraries
+from engine.process.client import EngineClient, RestartPolicy, start_engine
+from engine.text.processor import Tokenizer, load_tokenizer
 from server import logs
 from server.answering.endpoints import served_endpoints
 from server.app import create_app

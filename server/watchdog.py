@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.client import EngineClient
+from engine.process.client import EngineClient
 from server.loop_guard import SIGNAL
 
 logger = logging.getLogger("octavo.server")

@@ -24,10 +24,10 @@ from engine import (
     SamplingParams,
     TokenInput,
 )
-from engine.cache_map import CellKinds
-from engine.client import Deliver, EngineClient, Progress
-from engine.outputs import EngineInfo
-from engine.text import Tokenizer
+from engine.interface.cache_map import CellKinds
+from engine.interface.outputs import EngineInfo
+from engine.process.client import Deliver, EngineClient, Progress
+from engine.text.processor import Tokenizer
 
 EOS = 256
 VOCAB_SIZE = 257

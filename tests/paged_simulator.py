@@ -18,9 +18,9 @@ from unittest import mock
 
 import numpy as np
 
-from engine.outputs import ChoiceDelta, RequestDelta, TokenLogprobs
-from engine.request import Decoding, Request
-from engine.sampling_table import TABLE, Kind
+from engine.interface.outputs import ChoiceDelta, RequestDelta, TokenLogprobs
+from engine.interface.request import Decoding, Request
+from engine.interface.sampling_table import TABLE, Kind
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerConfig

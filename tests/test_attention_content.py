@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_attention_reference import BACKEND, CPU, Part, Row, make_row, mixed, paged, ragged
 from torch import Tensor
 
-from engine.attention import select
-from engine.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
+from engine.backends.attention import select
+from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
 from engine.errors import ConfigError
 
 
@@ -124,7 +124,7 @@ def test_neighbours_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.Monkey
         assert torch.equal(alone, crowd)
     reverse = attend(rows[::-1], lengths[::-1], ragged(rows[::-1]), bias, scale=0.2)[::-1]
     assert all(map(torch.equal, together, reverse))
-    monkeypatch.setattr("engine.attention.tiles.GROUP_BYTES", 1)
+    monkeypatch.setattr("engine.backends.torch.attention_tiles.GROUP_BYTES", 1)
     assert all(map(torch.equal, together, attend(rows, lengths, ragged(rows), bias, scale=0.2)))
 
 

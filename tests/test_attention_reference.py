@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention import select
-from engine.attention.base import AttentionMetadata, DistanceBias, Paged, PositionBias, Ragged, Window
-from engine.attention.reference import TorchReference
-from engine.attention.tiles import SIZES, Group, Shape, plan
+from engine.backends.attention import select
+from engine.backends.attention.base import AttentionMetadata, DistanceBias, Paged, PositionBias, Ragged, Window
+from engine.backends.torch.attention import TorchReference
+from engine.backends.torch.attention_tiles import SIZES, Group, Shape, plan
 from engine.errors import ConfigError
 
 BACKEND = TorchReference()
@@ -268,7 +268,7 @@ def test_alone_equals_in_a_crowd_to_the_bit(heads: int, kv_heads: int, head_dim:
 def test_a_crowd_of_several_groups_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, query_lens = mixed(6, 2, 16)
     want = run(rows, query_lens)
-    monkeypatch.setattr("engine.attention.tiles.GROUP_BYTES", 1)
+    monkeypatch.setattr("engine.backends.torch.attention_tiles.GROUP_BYTES", 1)
     assert all(map(torch.equal, want, run(rows, query_lens)))
 
 
@@ -514,7 +514,7 @@ class Part:
 
 
 def test_select_logs_its_choice_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.attention.BACKENDS", (TorchReference,))
+    monkeypatch.setattr("engine.backends.attention.BACKENDS", (TorchReference,))
     with caplog.at_level(logging.INFO, logger="octavo.attention"):
         backend = select("cpu", [Part(), Part(window=Window(5))])
         rows, query_lens = mixed(6, 2, 16)

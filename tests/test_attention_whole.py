@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import whole
-from engine.attention.base import AttentionMetadata, DistanceBias, Ragged, Window
-from engine.attention.reference import TorchReference
+from engine.backends.attention.base import AttentionMetadata, DistanceBias, Ragged, Window
+from engine.backends.torch import attention_encoder as whole
+from engine.backends.torch.attention import TorchReference
 
 CPU = torch.device("cpu")
 HEADS, DIM, SCALE = 3, 16, 0.3

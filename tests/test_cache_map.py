@@ -21,10 +21,10 @@ from test_messages import Channel, FaultyEngine
 from test_scheduler_properties import SchedulerMachine
 
 from engine import EngineDeadError, RequestFailedError, SamplingParams
-from engine.cache_map import CacheMap
-from engine.client import EngineClient
-from engine.messages import Look, decode_command, encode, encode_add
-from engine.process import Loop
+from engine.interface.cache_map import CacheMap
+from engine.process.client import EngineClient
+from engine.process.main import Loop
+from engine.process.messages import Look, decode_command, encode, encode_add
 from engine.scheduling import mapping
 from engine.scheduling.block_pool import CACHED, FREE, HELD, BlockPool
 from engine.scheduling.mapping import MAX_NAMED, draw_map
@@ -250,6 +250,6 @@ def test_a_map_that_could_not_be_drawn_is_an_error(client: EngineClient) -> None
 
 def test_an_encoder_without_pages_has_an_empty_map(tmp_path: Path) -> None:
     engine = make_engine(make_encoder_checkpoint(ENCODER_SHAPES["bert"], tmp_path / "bert").path)
-    drawn = engine.cache_map()
+    drawn = engine.interface.cache_map()
     assert (drawn.runs, drawn.running, drawn.waiting) == ([], [], [])
     engine.close()

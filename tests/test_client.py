@@ -10,7 +10,7 @@ import pytest
 from support.checkpoints import Checkpoint
 
 from engine import LLM, EngineConfig, EngineDeadError, InvalidRequestError, SamplingParams
-from engine.client import EngineClient, start_engine
+from engine.process.client import EngineClient, start_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, num_beams=1, ignore_eos=True)
 

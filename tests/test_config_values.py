@@ -27,7 +27,7 @@ from engine.execution import loading
 from engine.model import checkpoint as checkpoints
 from engine.model import weights
 from engine.model.config_values import check_values
-from engine.text import load_tokenizer
+from engine.text.processor import load_tokenizer
 
 pytestmark = pytest.mark.slow
 

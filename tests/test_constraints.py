@@ -13,9 +13,9 @@ from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
 from test_isolation import faults
 
 from engine import Engine, InvalidRequestError, SamplingParams
-from engine import generation as resolving
-from engine.constraints import AllowedTokens, Constraint, allow
-from engine.sampling_table import mask_words
+from engine.interface import generation as resolving
+from engine.interface.constraints import AllowedTokens, Constraint, allow
+from engine.interface.sampling_table import mask_words
 from engine.scheduling.plan import StepPlan
 
 ALLOWED = [5, 17, 31, 32, 33, 64, 100, 255]

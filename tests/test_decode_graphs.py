@@ -22,7 +22,7 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine
-from engine.attention.native import NativeAttention
+from engine.backends.native.attention import NativeAttention
 from engine.execution import warmup
 from engine.execution.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.execution.recording import eager

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.execution.decode_state import DecodeState
-from engine.request import Decoding, Request
+from engine.interface.request import Decoding, Request
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.plan import CrossRows, StepPlan
 from engine.scheduling.sequence import SequenceGroup

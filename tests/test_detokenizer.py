@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from engine.detokenizer import Detokenizer
-from engine.text import Tokenizer, load_tokenizer
+from engine.text.detokenizer import Detokenizer
+from engine.text.processor import Tokenizer, load_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"  # one emoji of five code points

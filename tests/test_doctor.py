@@ -19,8 +19,10 @@ import engine
 from cli import doctor
 from cli.doctor import Finding
 from cli.main import main
-from engine import EngineConfig, cpus, inspect_model, native
-from engine.cgroups import available_memory
+from engine import EngineConfig, inspect_model
+from engine.backends import native
+from engine.host import cpus
+from engine.host.cgroups import available_memory
 from server.config.settings import DEMO_MODEL, ServerSettings
 
 CPU_BUILD = engine.TorchFacts(version="2.13.0+cpu", cuda=None, gpus=(), kernels="avx2")
@@ -308,7 +310,7 @@ def test_who_gets_in(tmp_path: Path) -> None:
 
 
 def test_a_place_for_the_engines_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.launch._LONGEST_FOLDER", 3)
+    monkeypatch.setattr("engine.process.launch._LONGEST_FOLDER", 3)
     assert "TMPDIR" in failed(examine()["engine socket"])
 
 

@@ -16,9 +16,9 @@ from support.encoder_text import CORPUS, KINDS, roberta, wordpiece
 from support.turns import lets_others_run
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
-from engine.encoding import Encoding
 from engine.errors import InvalidRequestError
-from engine.text import Tokenizer, load_tokenizer
+from engine.text.encoding import Encoding
+from engine.text.processor import Tokenizer, load_tokenizer
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizers"
 PUBLISHED = ("roberta-base", "t5-small")

@@ -17,7 +17,7 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
-from engine.attention.base import DistanceBias, PositionBias
+from engine.backends.attention.base import DistanceBias, PositionBias
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import checkpoint, families
 from engine.model.bias import BiasTable

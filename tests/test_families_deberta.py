@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 from engine import TokenInput
-from engine.attention.base import AttentionMetadata
+from engine.backends.attention.base import AttentionMetadata
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.convolution import neighbours
 from engine.model.disentangled import DisentangledAttention

@@ -30,7 +30,7 @@ from support.published_encoders import (
 from torch import Tensor
 
 from engine import EngineConfig, TokenInput
-from engine.attention.base import AttentionMetadata
+from engine.backends.attention.base import AttentionMetadata
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.execution.loading import find_max_model_len
 from engine.model import checkpoint, families

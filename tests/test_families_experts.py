@@ -15,7 +15,7 @@ from support.family_shape import build_reference
 from support.pages import load
 from support.published import MIXTRAL_8X7B, QWEN3_30B_A3B, read
 
-from engine.attention.base import Window
+from engine.backends.attention.base import Window
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.normalisation import Norm
 from engine.model.positions import LinearScaling, Rotary, YarnScaling

@@ -16,7 +16,7 @@ from support.family_shape import build_reference, run
 from support.pages import Pages, load, scattered_tables
 from support.published import GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_4B, OLMO_2_7B, OLMO_3_7B, read
 
-from engine.attention.base import Window
+from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.normalisation import Norm
 from engine.model.positions import LinearScaling, Rotary, YarnScaling

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.pages import Pages, close, load, scattered_tables
 
-from engine.attention.base import Window
+from engine.backends.attention.base import Window
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import checkpoint, families
 from engine.model.normalisation import Norm

@@ -19,7 +19,7 @@ from support.seq2seq_shapes import SHAPES
 from torch import Tensor
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.generation import load_defaults
+from engine.interface.generation import load_defaults
 from engine.model import checkpoint, families
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets, Sinusoidal

@@ -24,8 +24,8 @@ from torch import Tensor
 from engine import Engine, PoolingParams, TokenInput
 from engine.errors import InvalidRequestError
 from engine.execution.invariance import min_invariant_rows
+from engine.interface.outputs import Pooled
 from engine.model import families
-from engine.outputs import Pooled
 from engine.scheduling.plan import StepPlan
 
 # What the heads of these classes are for, by the endings of their names; others have none.

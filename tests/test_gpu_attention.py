@@ -20,12 +20,13 @@ from support.gpu import kernels
 from test_attention_reference import Part, Row, by_position, make_row, paged, ragged, table
 from torch import Tensor
 
-from engine import gpu
-from engine.attention import select, triton
-from engine.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
-from engine.attention.formats import FORMATS, FP8
-from engine.attention.triton import TritonAttention
-from engine.gpu import attention_shapes as shapes
+from engine.backends import triton as gpu
+from engine.backends.attention import select
+from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
+from engine.backends.attention.formats import FORMATS, FP8
+from engine.backends.triton import attention as triton
+from engine.backends.triton import attention_shapes as shapes
+from engine.backends.triton.attention import TritonAttention
 
 # The interpreter multiplies no bfloat16; a GPU has each shape compiled first.
 QUERIES, EXAMPLES = [torch.float32, torch.float16], 20

@@ -18,10 +18,10 @@ from support.kernels_attention import bent, widened
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
-from engine.attention.base import AttentionPart
-from engine.attention.formats import FP8
-from engine.attention.reference import TorchReference
-from engine.attention.triton import TritonAttention
+from engine.backends.attention.base import AttentionPart
+from engine.backends.attention.formats import FP8
+from engine.backends.torch.attention import TorchReference
+from engine.backends.triton.attention import TritonAttention
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def check(device: torch.device, path: Path, jobs: list[Job], **settings: Any) ->
     answers = []
     for backend, where in ((TorchReference, "cpu"), (Served, str(device))):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("engine.attention.BACKENDS", (backend,))
+            patch.setattr("engine.backends.attention.BACKENDS", (backend,))
             engine = make_engine(path, **(settings | {"device": where}))
         assert type(engine.runner.model.decoder.blocks[0].attention.inner.backend) is backend  # type: ignore[union-attr]
         answers.append(run(engine, jobs))

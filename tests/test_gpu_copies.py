@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 from support.gpu import check_compiled, compile_variants, kernels
 
-from engine.attention.formats import FORMATS, movable
+from engine.backends.attention.formats import FORMATS, movable
+from engine.backends.triton import copies
 from engine.execution.kv_cache import KVCache
-from engine.gpu import copies
 
 # (KV heads, features) of layers; pages of (3, 64) are larger than what a program copies.
 SHAPES = [[(2, 8)], [(1, 7)], [(3, 64), (1, 7), (2, 40)]]

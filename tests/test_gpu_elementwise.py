@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from support.gpu import check_compiled, compile_variants, kernels
 from support.poison import poisoned
 
-from engine.gpu import activations, norms
+from engine.backends.triton import activations, norms
 from engine.model.activations import ACTIVATIONS
 from engine.model.normalisation import Norm
 from engine.model.norms import RmsNorm

@@ -27,9 +27,9 @@ from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.gpu import check_compiled, compile_variants, kernels
 
 from engine import SamplingParams
-from engine.gpu import experts, routing
-from engine.gpu.experts import Launch, choose_launch, trial_sizes
-from engine.gpu.routing import align, most_tiles, route
+from engine.backends.triton import experts, routing
+from engine.backends.triton.experts import Launch, choose_launch, trial_sizes
+from engine.backends.triton.routing import align, most_tiles, route
 
 pytestmark = pytest.mark.slow
 

@@ -26,12 +26,13 @@ from support.poison import poisoned
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 
-from engine import SamplingParams, gpu
-from engine.attention.base import AttentionMetadata, Paged
-from engine.gpu import activations, norms, pages, rotary
+from engine import SamplingParams
+from engine.backends import triton as gpu
+from engine.backends.attention.base import AttentionMetadata, Paged
+from engine.backends.triton import activations, norms, pages, rotary
+from engine.backends.triton.executor import TritonExecutor
 from engine.model.slots import find_slots
 from engine.model.transformer import Transformer
-from engine.model.triton_executor import TritonExecutor
 
 pytestmark = pytest.mark.slow
 

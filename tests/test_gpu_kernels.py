@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import gpu
+from engine.backends import triton as gpu
 
 triton = pytest.importorskip("triton")
 

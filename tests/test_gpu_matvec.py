@@ -17,8 +17,8 @@ from support.gpu import check_compiled, compile_variants, kernels
 from support.poison import poisoned
 from test_gpu_elementwise import by_torch, hows, numbers
 
-from engine.gpu import activations, matvec
-from engine.gpu.norms import Norm
+from engine.backends.triton import activations, matvec
+from engine.backends.triton.norms import Norm
 from engine.model.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.slow

@@ -27,8 +27,8 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine
 from engine import engine as engine_module
+from engine.backends.triton import matvec
 from engine.execution.recording import CudaRecorder, Recorder, eager
-from engine.gpu import matvec
 from engine.model.kernels import FUSED, LIBRARY, OVERLAPPING
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import triton.language as tl
 from support.gpu import kernels
 from test_philox import VECTORS, words
 
-from engine.gpu import philox
+from engine.backends.triton import philox
 from engine.scheduling.philox import uniforms
 
 

@@ -17,11 +17,11 @@ from support.gpu import check_compiled, compile_variants, kernels
 from support.poison import poisoned
 from test_gpu_elementwise import by_torch
 
-from engine.attention.base import Paged
-from engine.attention.formats import FP8, LARGEST, SCALE
-from engine.gpu import norms, pages
-from engine.gpu.pages import slots_of
-from engine.gpu.rotary import Angles, HeadNorms, turn_, turn_and_store
+from engine.backends.attention.base import Paged
+from engine.backends.attention.formats import FP8, LARGEST, SCALE
+from engine.backends.triton import norms, pages
+from engine.backends.triton.pages import slots_of
+from engine.backends.triton.rotary import Angles, HeadNorms, turn_, turn_and_store
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
 

@@ -17,12 +17,12 @@ from support.pages import Pages, load, scattered_tables
 from support.poison import poisoned
 from test_gpu_fused import VOCABULARY, by_torch, make_any, near
 
-from engine.gpu import activations, matvec, norms, rotary
+from engine.backends.triton import activations, matvec, norms, rotary
+from engine.backends.triton.executor import TritonExecutor
+from engine.backends.triton.one_row import MultiplyRow
+from engine.backends.triton.operations import Join
 from engine.model.kernels import FUSED, LIBRARY, RowForm
 from engine.model.transformer import Transformer
-from engine.model.triton_executor import TritonExecutor
-from engine.model.triton_operations import Join
-from engine.model.triton_row import MultiplyRow
 
 pytestmark = pytest.mark.slow
 

@@ -22,14 +22,15 @@ from support.poison import poisoned
 from test_native_sampling import KINDS, by_rank, used
 from test_sampler import FILTERS, allowed_rows, batch_of, distribution, mixed_rows, warped
 
-from engine.execution import sampler, sampler_captured, sampler_device, sampler_torch
+from engine.backends.torch import sampling as sampler_torch
+from engine.backends.triton import sampling, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
+from engine.backends.triton.sampling import SIZES, Sizes
+from engine.execution import sampler, sampler_captured, sampler_device
 from engine.execution.pending import PendingStep
 from engine.execution.sampler_captured import CapturedSampler
 from engine.execution.sampler_device import DeviceSampler
 from engine.execution.transfers import Download
-from engine.gpu import sampling, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
-from engine.gpu.sampling import SIZES, Sizes
-from engine.sampling_table import Kind, new_version
+from engine.interface.sampling_table import Kind, new_version
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, StepResult
 

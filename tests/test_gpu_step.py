@@ -22,8 +22,8 @@ from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
+from engine.backends.triton.executor import TritonExecutor
 from engine.execution.recording import eager
-from engine.model.triton_executor import TritonExecutor
 
 pytestmark = pytest.mark.slow
 

@@ -80,7 +80,7 @@ def test_the_running_services_own_flags_are_found(tmp_path: Path) -> None:
         (tmp_path / str(number) / "cmdline").write_bytes("".join(f"{word}\0" for word in words).encode())
 
     assert serving_arguments(tmp_path) == []
-    process(12, "python3", "-m", "engine.process")
+    process(12, "python3", "-m", "engine.process.main")
     process(11, "cat", "serve", "--port", "1")
     (tmp_path / "3").mkdir()  # a process that has just ended
     assert serving_arguments(tmp_path) == []

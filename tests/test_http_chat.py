@@ -22,7 +22,7 @@ from support.service import PATIENCE, Service
 from test_http_api import error
 
 from engine import FILTERS, ChoiceDelta, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.answering.prompt import Room
 from server.answering.rendering import ChatRenderer
 from server.app import create_app

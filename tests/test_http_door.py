@@ -30,8 +30,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from engine import SamplingParams, TokenInput
-from engine.logs import LineFormatter, console_line
-from engine.text import Tokenizer
+from engine.host.logs import LineFormatter, console_line
+from engine.text.processor import Tokenizer
 from server import logs
 from server.app import create_app
 from server.config.settings import ServerSettings

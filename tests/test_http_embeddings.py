@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from support.asgi import Call
 
 from engine import EngineDeadError, InvalidRequestError, PoolingParams, RequestDelta, RequestFailedError, TokenInput
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.context import Service

@@ -11,7 +11,7 @@ import pytest
 from fake_client import FEATURES, FakeClient, hf_byte_tokenizer, pool
 
 from engine import PoolingParams
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.answering.endpoints import ENDPOINTS
 from server.app import create_app
 

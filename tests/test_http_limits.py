@@ -14,9 +14,9 @@ from fake_client import EOS, FEATURES, FakeClient, Step, entry, hf_byte_tokenize
 from tokenizers import processors
 
 from engine import PoolingParams, RequestDelta, SamplingParams, TokenInput
-from engine.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBER_RANGES
-from engine.text import Tokenizer
-from engine.values import MAX_LISTED_IDS
+from engine.interface.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBER_RANGES
+from engine.interface.values import MAX_LISTED_IDS
+from engine.text.processor import Tokenizer
 from server.api.fields import UNSUPPORTED
 from server.app import create_app
 from server.config.settings import ServerSettings

@@ -17,7 +17,7 @@ from support.checkpoints import Checkpoint
 from support.local_client import LocalClient
 
 from engine import ChoiceDelta, EngineConfig, PoolingParams, RequestDelta, TokenInput
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.answering.terms import scoped_salt
 from server.api.schemas import MAX_PRIORITY, MAX_SALT, MAX_TIMEOUT
 from server.app import create_app

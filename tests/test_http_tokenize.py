@@ -14,7 +14,7 @@ from test_http_api import error
 from tokenizers import processors
 
 from cli import version
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.app import create_app
 
 TEMPLATE = "{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"

@@ -18,7 +18,7 @@ from fake_client import FakeClient, Step
 from test_detokenizer import DATA, REAL, TEXTS, _data, _folder, _loaded, in_context
 
 from engine import ChoiceDelta, Logprob, RequestDelta, SamplingParams, TokenInput
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.app import create_app
 
 pytestmark = [

@@ -14,44 +14,31 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "engine.errors": 0,
-    "engine.cache_map": 1,
     "engine.config": 1,
-    "engine.constraints": 1,
-    "engine.folders": 1,
-    "engine.cgroups": 1,
-    "engine.cpus": 1,
-    "engine.values": 1,
-    "engine.outputs": 1,
-    "engine.pooling": 1,
-    "engine.request": 1,
-    "engine.sampling_table": 1,
-    "engine.logs": 1,
+    "engine.host": 1,
+    "engine.interface": 1,
     "engine.scheduling": 2,
-    "engine.native": 2,
-    "engine.gpu": 2,
-    "engine.attention": 2,
+    "engine.backends": 2,
     "engine.model": 3,
-    "engine.generation": 3,
-    "engine.inputs": 4,
-    "engine.languages": 4,
+    "engine.backends.torch.executor": 3,
+    "engine.backends.native.executor": 3,
+    "engine.backends.triton.executor": 3,
+    "engine.backends.triton.one_row": 3,
+    "engine.backends.triton.operations": 3,
+    "engine.interface.generation": 3,
+    "engine.interface.inputs": 4,
+    "engine.text.languages": 4,
     "engine.execution": 4,
+    "engine.backends.torch.sampling": 4,
     "engine.stepping": 5,
-    "engine.runner_process": 5,
+    "engine.process.runner": 5,
     "engine.engine": 5,
-    "engine.detokenizer": 5,
-    "engine.encoding": 5,
-    "engine.stop_strings": 5,
-    "engine.tokenizer": 5,
-    "engine.tokenizer_loading": 5,
+    "engine.text": 5,
     "engine.pooled": 6,
-    "engine.text": 6,
-    "engine.llm": 7,
-    "engine.llm_pooling": 7,
+    "engine.text.processor": 6,
+    "engine.interface.llm": 7,
+    "engine.interface.llm_pooling": 7,
     "engine.inspection": 7,
-    "engine.client": 7,
-    "engine.client_interface": 7,
-    "engine.launch": 7,
-    "engine.messages": 7,
     "engine.process": 7,
     "engine": 8,
     "server": 9,
@@ -138,15 +125,15 @@ def test_no_circles() -> None:
 
 @pytest.mark.parametrize("path", cases("engine.scheduling"))
 def test_scheduling_knows_no_torch_and_no_model(path: Path) -> None:
-    assert not offenders(path, "torch", "transformers", "engine.attention", "engine.model", "engine.execution")
+    assert not offenders(path, "torch", "transformers", "engine.backends.attention", "engine.model", "engine.execution")
 
 
-@pytest.mark.parametrize("path", cases("engine.model", "engine.attention"))
+@pytest.mark.parametrize("path", cases("engine.model", "engine.backends.attention"))
 def test_the_other_tower_knows_no_scheduling(path: Path) -> None:
     assert not offenders(path, "engine.scheduling", "engine.execution")
 
 
-@pytest.mark.parametrize("path", cases("engine.attention"))
+@pytest.mark.parametrize("path", cases("engine.backends.attention"))
 def test_attention_knows_no_model(path: Path) -> None:
     assert not offenders(path, "engine.model", "transformers")
 
@@ -174,11 +161,11 @@ def test_server_and_command_line_use_six_doors_of_the_engine(path: Path) -> None
     inner = [name for name in imports(path) if below(name, "engine")]
     assert set(inner) <= {
         "engine",
-        "engine.client",
-        "engine.logs",
+        "engine.process.client",
+        "engine.host.logs",
         "engine.pooled",
         "engine.pooled.vectors",
-        "engine.text",
+        "engine.text.processor",
     }
 
 
@@ -193,9 +180,9 @@ def test_server_and_command_line_compute_nothing(path: Path) -> None:
 
 # What reads or writes JSON is no message; workers have messages of their own.
 MESSENGERS = (
-    "engine.process", "engine.client", "engine.messages", "engine.runner_process", "engine.pooled.vectors",
-    "server.api.reading", "server.workers.child", "server.workers.frames", "server.workers.pool",
-    "server.workers.templates",
+    "engine.process.main", "engine.process.client", "engine.process.messages", "engine.process.runner",
+    "engine.pooled.vectors", "server.api.reading", "server.workers.child", "server.workers.frames",
+    "server.workers.pool", "server.workers.templates",
 )  # fmt: skip
 
 
@@ -244,7 +231,7 @@ def test_words_of_names() -> None:
         assert family in runs_of_words(name)
 
 
-@pytest.mark.parametrize("path", cases("engine.model", "engine.attention", but=("engine.model.families",)))
+@pytest.mark.parametrize("path", cases("engine.model", "engine.backends.attention", but=("engine.model.families",)))
 def test_no_family_is_named_in_the_transformer(path: Path) -> None:
     """Families live in families/; the parts and the stack know none of them."""
     files = (ROOT / "engine/model/families").glob("*.py")
@@ -305,21 +292,21 @@ def test_the_engine_needs_no_package_of_the_server() -> None:
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({absent!r}))  # each fails to be imported from now on
-import engine.llm
+import engine.interface.llm
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
 
 
 def test_the_engine_loads_no_web_framework() -> None:
-    assert loaded(["engine", "engine.client"], ["fastapi", "starlette", "uvicorn", "prometheus_client"]) == ""
+    assert loaded(["engine", "engine.process.client"], ["fastapi", "starlette", "uvicorn", "prometheus_client"]) == ""
 
 
 def test_only_dates_are_read_from_the_wall_clock() -> None:
     """All that waits or measures goes by a clock that does not jump."""
     dates = {
         "engine/model/quantised_cache.py",  # ages of files
-        "engine/native/loading.py",
+        "engine/backends/native/loading.py",
         "server/answering/answer.py",  # `created`
         "server/answering/pooling.py",
         "server/context.py",

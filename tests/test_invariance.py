@@ -13,7 +13,7 @@ import torch
 from paged_simulator import make_request
 from torch import Tensor, nn
 
-from engine import native
+from engine.backends import native
 from engine.execution import invariance
 from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import native
+from engine.backends import native
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution import kv_cache

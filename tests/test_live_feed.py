@@ -14,7 +14,7 @@ from support.asgi import Call
 from support.service import PATIENCE
 
 from engine import CacheMap, EngineStats, LiveRequest
-from engine.cache_map import CellKinds
+from engine.interface.cache_map import CellKinds
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.door.drain import Drain

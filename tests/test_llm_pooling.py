@@ -17,10 +17,10 @@ from support.encoder_text import CORPUS, LABELS, bert_config, deberta, roberta, 
 from support.sentence import pipeline_folder, pooling
 
 from engine import LLM, InvalidRequestError, PoolingParams, RequestFailedError, SamplingParams, TokenInput
-from engine.encoding import Encoding
-from engine.outputs import EngineInfo, Pooled
+from engine.interface.outputs import EngineInfo, Pooled
 from engine.pooled import AGGREGATIONS, cosine, labels_of, spans_of
-from engine.text import Tokenizer
+from engine.text.encoding import Encoding
+from engine.text.processor import Tokenizer
 
 TEXTS = [CORPUS[0], CORPUS[3], "Ada Ada 😀 in unbelievable London!", "boats", "été à London\n\nCharles"]
 PAIRS = [("boats sailed", "the harbour"), (CORPUS[0], "boats"), ("London", "")]

@@ -31,7 +31,9 @@ from engine import (
     TokenInput,
     UnsupportedModelError,
 )
-from engine.messages import (
+from engine.interface.outputs import BeamMove, BeamMoves, EngineInfo, Pooled
+from engine.process.main import Loop
+from engine.process.messages import (
     Abort,
     Add,
     Failed,
@@ -46,8 +48,6 @@ from engine.messages import (
     receive_start,
     send_framed,
 )
-from engine.outputs import BeamMove, BeamMoves, EngineInfo, Pooled
-from engine.process import Loop
 
 EVERYTHING = SamplingParams(
     **{column.name: 5 if column.allowed.integer else 0.1 for column in FILTERS if column.allowed},

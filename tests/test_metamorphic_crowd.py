@@ -19,7 +19,7 @@ from support.faults import Gate
 from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 
 from engine import EngineConfig, EngineStats, RequestDelta
-from engine.client import EngineClient, start_engine
+from engine.process.client import EngineClient, start_engine
 
 PAGES = 40
 SETTINGS = {"block_size": 4, "num_gpu_blocks_override": PAGES, "max_num_seqs": 24, "max_num_batched_tokens": 96}

@@ -20,9 +20,9 @@ from support.checkpoints import random_prompt
 from support.driving import check_idle, finish, make_engine, preempt_all, watching
 
 from engine import Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
-from engine.client import start_engine
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.outputs import Pooled, RequestDelta, RequestOutput
+from engine.interface.outputs import Pooled, RequestDelta, RequestOutput
+from engine.process.client import start_engine
 from engine.scheduling.plan import StepPlan
 
 VOCAB = 211

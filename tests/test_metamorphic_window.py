@@ -20,7 +20,7 @@ from support.driving import BOTH_DEPTHS, Job, Tokens, make_engine, preempt_all, 
 from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 
 from engine import Engine, InvalidRequestError
-from engine.attention.base import Window
+from engine.backends.attention.base import Window
 from engine.model.families import build_spec
 from engine.model.spec import ModelSpec
 

@@ -19,7 +19,7 @@ from support.faults import Gate
 from support.service import PATIENCE
 
 from engine import EngineConfig
-from engine.client import ProcessEngineClient, RestartPolicy
+from engine.process.client import ProcessEngineClient, RestartPolicy
 from server.app import create_app
 from server.config.settings import ServerSettings
 

@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as lla
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
 
-from engine.attention.base import AttentionMetadata
-from engine.attention.reference import TorchReference
+from engine.backends.attention.base import AttentionMetadata
+from engine.backends.torch.attention import TorchReference
+from engine.backends.torch.executor import Pass, execute
 from engine.errors import ConfigError
 from engine.model import families
 from engine.model.blocks import Sublayer
@@ -33,7 +34,6 @@ from engine.model.program import Builder, Inputs
 from engine.model.rotary import RotaryTable, rotate
 from engine.model.spec import Dense
 from engine.model.tables import Tables
-from engine.model.torch_executor import Pass, execute
 from engine.model.transformer import Transformer
 
 VOCAB = 61

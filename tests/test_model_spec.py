@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 import engine.model
-from engine.attention.base import Window
+from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model import checkpoint, families
 from engine.model.missing import unsupported

@@ -17,12 +17,12 @@ from test_attention_content import content
 from test_attention_reference import CPU, Part, Row, by_position, dense, make_row, paged, ragged, table
 from torch import Tensor
 
-from engine import native
-from engine.attention import select
-from engine.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
-from engine.attention.formats import convert, quantise
-from engine.attention.native import NativeAttention
-from engine.attention.reference import TorchReference
+from engine.backends import native
+from engine.backends.attention import select
+from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
+from engine.backends.attention.formats import convert, quantise
+from engine.backends.native.attention import NativeAttention
+from engine.backends.torch.attention import TorchReference
 
 pytestmark = needs_native
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8)

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import native
-from engine.folders import cache_folder, make_spare
-from engine.native import build as building
-from engine.native import loading
-from engine.native.build import BuildError, build, file_name, find_compiler, instruction_sets, supported_sets
-from engine.native.norms import rms_norm
+from engine.backends import native
+from engine.backends.native import build as building
+from engine.backends.native import loading
+from engine.backends.native.build import BuildError, build, file_name, find_compiler, instruction_sets, supported_sets
+from engine.backends.native.norms import rms_norm
+from engine.host.folders import cache_folder, make_spare
 
 pytestmark = pytest.mark.slow
 
@@ -365,7 +365,7 @@ def test_the_sources_are_part_of_the_package() -> None:
 @needs_compiler
 def test_all_instruction_sets_can_be_made_ahead(tmp_path: Path) -> None:
     """As the container's build does: with the standard library alone."""
-    script = str(ROOT / "engine/native/build.py")
+    script = str(ROOT / "engine/backends/native/build.py")
     ran = subprocess.run(
         [sys.executable, "-I", "-S", script, str(tmp_path)], capture_output=True, text=True, check=False
     )

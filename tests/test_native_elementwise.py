@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from support.native import ISAS, kernels_of, needs_native
 from torch import Tensor
 
+from engine.backends.native import activations, norms
 from engine.model.activations import ACTIVATIONS
 from engine.model.normalisation import Norm
 from engine.model.norms import RmsNorm
 from engine.model.place import Place
-from engine.native import activations, norms
 
 pytestmark = needs_native
 FORMATS = [torch.float32, torch.bfloat16]

@@ -25,19 +25,20 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine import SamplingParams
-from engine.attention import select
-from engine.attention.base import AttentionMetadata
-from engine.attention.native import NativeAttention
-from engine.attention.reference import TorchReference
-from engine.model import checkpoint, families, kernels, native_executor, packing, spec
+from engine.backends.attention import select
+from engine.backends.attention.base import AttentionMetadata
+from engine.backends.native import executor as native_executor
+from engine.backends.native import program as programs
+from engine.backends.native.attention import NativeAttention
+from engine.backends.native.executor import NativeExecutor
+from engine.backends.torch.attention import TorchReference
+from engine.backends.torch.executor import TorchExecutor
+from engine.model import checkpoint, families, kernels, packing, spec
 from engine.model.activations import ACTIVATIONS
 from engine.model.heads import Head
 from engine.model.layers import Linear
-from engine.model.native_executor import NativeExecutor
 from engine.model.quantisation import Quantization
-from engine.model.torch_executor import TorchExecutor
 from engine.model.transformer import Transformer
-from engine.native import program as programs
 
 pytestmark = needs_native
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.native import ISAS, kernels_of, needs_native
 from torch import Tensor
 
-from engine.native import gemm
-from engine.native.gemm import GROUP, Packed, matmul
+from engine.backends.native import gemm
+from engine.backends.native.gemm import GROUP, Packed, matmul
 
 pytestmark = needs_native
 each_isa = pytest.mark.parametrize("isa", ISAS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.native.memory import HUGE, Arena, huge, zeros
+from engine.backends.native.memory import HUGE, Arena, huge, zeros
 
 
 def test_zeros_begin_at_a_large_page() -> None:

@@ -15,7 +15,8 @@ from support.native import ISAS, kernels_of, needs_native
 from support.pages import Pages, load, scattered_tables
 from torch import Tensor
 
-from engine import SamplingParams, native
+from engine import SamplingParams
+from engine.backends import native
 from engine.model import kernels
 from engine.model.activations import ACTIVATIONS, activate, activate_by_name, gate_by_name
 from engine.model.normalisation import Norm

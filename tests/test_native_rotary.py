@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from support.native import ISAS, kernels_of, needs_native
 from torch import Tensor
 
-from engine.attention.base import Paged
-from engine.attention.formats import SCALE
+from engine.backends.attention.base import Paged
+from engine.backends.attention.formats import SCALE
+from engine.backends.native.rotary import Rotation, rotate_, rotate_and_store
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
-from engine.native.rotary import Rotation, rotate_, rotate_and_store
 
 pytestmark = needs_native
 each_isa = pytest.mark.parametrize("isa", ISAS)

@@ -15,11 +15,12 @@ from support.native import ISAS, kernels_of, needs_native
 from test_sampler import batch_of
 from torch import Tensor
 
-from engine import native
-from engine.execution import sampler, sampler_torch
-from engine.native.build import SOURCES
-from engine.native.sampling import LogitRows
-from engine.sampling_table import EDIT, TABLE, EditList, Kind, Table, neutral_rows
+from engine.backends import native
+from engine.backends.native.build import SOURCES
+from engine.backends.native.sampling import LogitRows
+from engine.backends.torch import sampling as sampler_torch
+from engine.execution import sampler
+from engine.interface.sampling_table import EDIT, TABLE, EditList, Kind, Table, neutral_rows
 from engine.scheduling.plan import PromptLogprobRows, StepResult
 
 pytestmark = needs_native

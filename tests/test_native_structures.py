@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.native import needs_native
 
-from engine import native
-from engine.native import norms, structures
+from engine.backends import native
+from engine.backends.native import norms, structures
 
 pytestmark = needs_native
 

@@ -14,8 +14,8 @@ import pytest
 
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError, OctavoError
-from engine.generation import GenerationDefaults, load_defaults, resolve
-from engine.request import (
+from engine.interface.generation import GenerationDefaults, load_defaults, resolve
+from engine.interface.request import (
     MAX_INT,
     MAX_LOGPROBS,
     MAX_SEED,

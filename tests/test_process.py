@@ -26,10 +26,11 @@ from support.service import PATIENCE, Service, children, is_running, stopped, wa
 from test_http_process import LONG
 from test_http_process import checkpoint as tiny  # noqa: F401
 
-from engine import EngineConfig, EngineDeadError, ModelLoadError, OctavoError, RequestDelta, SamplingParams, launch
-from engine.client import EngineClient, RestartPolicy, start_engine
+from engine import EngineConfig, EngineDeadError, ModelLoadError, OctavoError, RequestDelta, SamplingParams
 from engine.engine import Engine
-from engine.messages import Start
+from engine.process import launch
+from engine.process.client import EngineClient, RestartPolicy, start_engine
+from engine.process.messages import Start
 
 pytestmark = pytest.mark.slow
 
@@ -279,7 +280,8 @@ def test_the_engine_leaves_signals_to_the_service(start: Callable[..., Service])
 def test_a_client_needs_no_torch() -> None:
     """The engine's process imports as much before it watches its lifeline."""
     code = (
-        "import engine, engine.client, engine.process, sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+        "import engine, engine.process.client, engine.process.main, sys\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
@@ -340,7 +342,9 @@ def test_restart_and_giving_up(checkpoint: Callable[[str], Checkpoint], sockets:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("place", ["engine.launch.socket.socketpair", "engine.client.ProcessEngineClient._watch"])
+@pytest.mark.parametrize(
+    "place", ["engine.process.launch.socket.socketpair", "engine.process.client.ProcessEngineClient._watch"]
+)
 def test_a_restart_that_fails_in_any_way_is_tried_again(
     place: str, checkpoint: Callable[[str], Checkpoint], sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

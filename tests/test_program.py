@@ -15,7 +15,7 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
-from engine.attention.native import NativeAttention
+from engine.backends.native.attention import NativeAttention
 from engine.model.layers import Linear
 from engine.model.program import (
     AddAdapters,

@@ -25,16 +25,17 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
-from engine import ConfigError, Engine, EngineConfig, PoolingParams, SamplingParams, inspect_model, native
+from engine import ConfigError, Engine, EngineConfig, PoolingParams, SamplingParams, inspect_model
+from engine.backends import native
+from engine.backends.native import gemm
 from engine.errors import ModelLoadError
 from engine.execution import loading
 from engine.execution.loading import find_quantization
+from engine.interface.outputs import RequestOutput
 from engine.model import quantisation, weights
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
 from engine.model.quantisation import Quantization
-from engine.native import gemm
-from engine.outputs import RequestOutput
 
 KINDS: tuple[Quantization, ...] = ("int8", "int4")
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -32,8 +32,9 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
-from engine import ConfigError, EngineConfig, native
-from engine.attention.reference import TorchReference
+from engine import ConfigError, EngineConfig
+from engine.backends import native
+from engine.backends.torch.attention import TorchReference
 from engine.errors import ModelLoadError
 from engine.model import families, quantised_cache, quantised_loading, weights
 from engine.model.checkpoint import read_config

@@ -24,9 +24,9 @@ from support.jobs import greedy
 from support.pages import close
 
 from engine import Engine, PoolingParams, SamplingParams
+from engine.interface.request import Decoding, Request
 from engine.model.positions import DynamicScaling, LongScaling, Rotary
 from engine.model.rotary import RotaryTable, rotary_frequencies
-from engine.request import Decoding, Request
 from engine.scheduling.limits import SchedulerConfig
 
 LIMIT, LENGTH = 72, 128

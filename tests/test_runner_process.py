@@ -27,7 +27,7 @@ from engine import Engine, EngineDeadError, ModelLoadError, PoolingParams
 from engine.execution import starting
 from engine.execution.executor import LocalExecutor
 from engine.execution.pending import PendingStep
-from engine.runner_process import ProcessExecutor, _serve
+from engine.process.runner import ProcessExecutor, _serve
 from engine.scheduling.plan import StepPlan
 
 APART: dict[str, Any] = {"distributed_executor_backend": "mp"}
@@ -197,7 +197,7 @@ def test_what_fails_there_is_dealt_with_here(
 
 def test_a_plan_survives_the_way(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Array by array, and what arrives can be written."""
-    from engine import runner_process as wire
+    from engine.process import runner as wire
 
     one, plans = engines(), list[StepPlan]()
     launch = one.runner.launch

@@ -18,10 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine import native
-from engine.constraints import allow
+from engine.backends import native
 from engine.execution.sampler import sample, score_prompt
-from engine.sampling_table import COLUMNS, EDIT, Kind, mask_words, neutral_rows
+from engine.interface.constraints import allow
+from engine.interface.sampling_table import COLUMNS, EDIT, Kind, mask_words, neutral_rows
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import PromptLogprobRows, SamplingBatch, StepResult
 

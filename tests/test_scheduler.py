@@ -28,9 +28,9 @@ from transformers.generation.logits_process import (
 )
 
 from engine.errors import InvalidRequestError
-from engine.outputs import RequestDelta
-from engine.request import Decoding
-from engine.sampling_table import EDIT, TABLE, Kind
+from engine.interface.outputs import RequestDelta
+from engine.interface.request import Decoding
+from engine.interface.sampling_table import EDIT, TABLE, Kind
 from engine.scheduling.batch import LastStep, Row, banned_tokens, build_plan, forced_tokens
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult

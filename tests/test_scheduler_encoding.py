@@ -8,7 +8,7 @@ import pytest
 from paged_simulator import VOCAB, Simulator, make_request
 
 from engine.errors import InvalidRequestError
-from engine.outputs import RequestDelta
+from engine.interface.outputs import RequestDelta
 from engine.scheduling.budget import UNLIMITED, Costs, StepLimit, StepWork
 from engine.scheduling.encoding import Memory
 from engine.scheduling.limits import SchedulerConfig

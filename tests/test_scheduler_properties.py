@@ -14,7 +14,7 @@ from paged_simulator import VOCAB, FakeModel, Simulator, make_request
 from support.ahead import AheadSimulator
 
 from engine.errors import InvalidRequestError
-from engine.request import Request
+from engine.interface.request import Request
 
 pytestmark = pytest.mark.slow
 

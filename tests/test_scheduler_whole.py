@@ -24,10 +24,10 @@ from paged_simulator import VOCAB, FakeModel, Simulator, make_request
 
 from engine.errors import InvalidRequestError
 from engine.execution.pooler import Pooler
+from engine.interface.outputs import PoolingMode, RequestDelta
+from engine.interface.pooling import Pooling
+from engine.interface.request import Request
 from engine.model.spec import Pool
-from engine.outputs import PoolingMode, RequestDelta
-from engine.pooling import Pooling
-from engine.request import Request
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import UNLIMITED, Costs, StepLimit
 from engine.scheduling.limits import SchedulerConfig

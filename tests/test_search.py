@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from engine.request import EarlyStopping
+from engine.interface.request import EarlyStopping
 from engine.scheduling.search import BeamSearch, BeamStep, Hypothesis, sample, settled_lengths
 
 EOS = 0

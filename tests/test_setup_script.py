@@ -37,8 +37,8 @@ setup = load("setup")
 import early_kernels  # noqa: E402  (loaded by setup, from tools/)
 import torch_source  # noqa: E402
 
-from engine import folders  # noqa: E402
-from engine.native import build  # noqa: E402
+from engine.backends.native import build  # noqa: E402
+from engine.host import folders  # noqa: E402
 
 Offer = torch_source.Offer
 CPU, CUDA = Offer("2.13.0+cpu", True), Offer("2.13.0", False, 526.6)

@@ -13,8 +13,8 @@ from fake_client import FakeClient, Step, hf_byte_tokenizer
 from support.driving import check_idle
 
 from engine import ChoiceDelta, Engine, RequestDelta, SamplingParams
-from engine.outputs import BeamMove, BeamMoves
-from engine.text import Tokenizer
+from engine.interface.outputs import BeamMove, BeamMoves
+from engine.text.processor import Tokenizer
 from server.app import create_app
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -15,7 +15,7 @@ from support.asgi import Call
 from support.service import PATIENCE
 
 from engine import ChoiceDelta, EngineDeadError, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.context import Service

@@ -14,10 +14,10 @@ from tokenizers import AddedToken, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequestError
-from engine.outputs import ChoiceDelta, FinishReason, Logprob, RequestDelta
-from engine.request import SamplingParams
-from engine.stop_strings import StopMatcher, StopStrings
-from engine.text import ChoiceText, OutputProcessor, Tokenizer
+from engine.interface.outputs import ChoiceDelta, FinishReason, Logprob, RequestDelta
+from engine.interface.request import SamplingParams
+from engine.text.processor import ChoiceText, OutputProcessor, Tokenizer
+from engine.text.stop_strings import StopMatcher, StopStrings
 
 
 def expected_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:

@@ -32,10 +32,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
 from engine import LLM, InvalidRequestError, SamplingParams, Seq2SeqInput, TokenInput
-from engine.inputs import decoder_start, read_input
-from engine.languages import Languages
-from engine.messages import decode_command, encode_add
-from engine.text import Tokenizer, load_tokenizer
+from engine.interface.inputs import decoder_start, read_input
+from engine.process.messages import decode_command, encode_add
+from engine.text.languages import Languages
+from engine.text.processor import Tokenizer, load_tokenizer
 from server.app import create_app
 
 LOADED = {"t5": "T5Tokenizer", "bart": "RobertaTokenizer", "mbart50": "MBart50Tokenizer", "marian": "MarianTokenizer"}
@@ -191,7 +191,7 @@ def test_a_missing_sentencepiece_is_named(tmp_path: Path) -> None:
     marian_tokenizer(tmp_path)
     code = (
         "import sys; sys.modules['sentencepiece'] = None\n"
-        f"from engine.text import load_tokenizer\ntry: load_tokenizer({str(tmp_path)!r})\n"
+        f"from engine.text.processor import load_tokenizer\ntry: load_tokenizer({str(tmp_path)!r})\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout

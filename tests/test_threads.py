@@ -17,8 +17,11 @@ import torch
 from support.driving import make_engine, run
 from support.jobs import CHECKPOINT, MIXED
 
-from engine import ConfigError, Engine, EngineConfig, cpus, launch, native
-from engine.cpus import choose_threads, cpu_share, num_cores
+from engine import ConfigError, Engine, EngineConfig
+from engine.backends import native
+from engine.host import cpus
+from engine.host.cpus import choose_threads, cpu_share, num_cores
+from engine.process import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -186,8 +189,8 @@ def test_a_process_that_leaves_the_cores_to_the_engine(given: str | None) -> Non
     script = """
 import json, os
 from engine import EngineConfig
-from engine.cpus import compute_in_one_thread, choose_threads
-from engine.launch import _environment
+from engine.host.cpus import compute_in_one_thread, choose_threads
+from engine.process.launch import _environment
 default = choose_threads(None, {}).count
 compute_in_one_thread()
 compute_in_one_thread()

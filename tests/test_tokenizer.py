@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequestError, ModelLoadError
-from engine.text import Tokenizer, load_tokenizer
+from engine.text.processor import Tokenizer, load_tokenizer
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "chat_templates" / "models" / "templates"
 TEXT = "Once upon a time, there was a little girl."

@@ -25,7 +25,7 @@ from test_http_api import endless
 
 from cli.doctor import check_traces
 from engine import ConfigError, EngineDeadError, PoolingParams, RequestDelta, TokenInput
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.answering.terms import Terms
 from server.app import create_app
 from server.config.settings import ServerSettings

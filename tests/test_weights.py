@@ -16,7 +16,7 @@ from huggingface_hub import errors as hub
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.attention.reference import TorchReference
+from engine.backends.torch.attention import TorchReference
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import checkpoint, families, weight_files, weights
 from engine.model.transformer import Transformer

@@ -1,7 +1,7 @@
 """The CPU's kernels, compiled while packages are downloaded: the first start would wait for them otherwise.
 
 With the standard library alone; the engine finds what was made in the user's cache, and makes itself what was not. See
-engine/native/build.py.
+engine/backends/native/build.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where the engine looks for kernels; as in engine/folders.py, which needs what is yet to be installed."""
+    """Where the engine looks for kernels; as in engine/host/folders.py, which needs what is yet to be installed."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "native"
 
 
@@ -25,7 +25,7 @@ def compiling(root: Path) -> Iterator[None]:
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        command = [sys.executable, str(root / "engine" / "native" / "build.py"), "--this-cpu", str(folder)]
+        command = [sys.executable, str(root / "engine" / "backends" / "native" / "build.py"), "--this-cpu", str(folder)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     except (OSError, RuntimeError):  # there is no home, or nothing can be written there
         process = None

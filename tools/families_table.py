@@ -27,14 +27,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from engine.errors import UnsupportedModelError
+from engine.interface.outputs import Task
+from engine.interface.request import SamplingParams
 from engine.model.abilities import find_abilities
 from engine.model.families import FAMILIES
 from engine.model.missing import unsupported
 from engine.model.sentence import Pipeline
 from engine.model.spec import ModelSpec
 from engine.model.table import Family
-from engine.outputs import Task
-from engine.request import SamplingParams
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 LISTED = README.parent / "cli" / "commands" / "families.json"  # read without the engine, which takes seconds

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata, DistanceBias, Paged, Window
-from engine.attention.formats import LARGEST, format_named, movable
-from engine.attention.triton import TritonAttention
+from engine.backends.attention.base import AttentionMetadata, DistanceBias, Paged, Window
+from engine.backends.attention.formats import LARGEST, format_named, movable
+from engine.backends.triton.attention import TritonAttention
 from gpu_parts.check import Check, Outcome, Setting, SkippedError
 
 Rows = tuple[tuple[int, ...], tuple[int, ...]]  # queries and keys of each row

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from engine.gpu.experts import mix
+from engine.backends.triton.experts import mix
 from gpu_parts.check import Check, Outcome, Setting
 
 

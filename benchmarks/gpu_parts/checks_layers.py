@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.base import Paged
-from engine.attention.formats import LARGEST, format_named, movable
+from engine.backends.attention.base import Paged
+from engine.backends.attention.formats import LARGEST, format_named, movable
+from engine.backends.triton import activations, norms
+from engine.backends.triton.rotary import Angles, HeadNorms, turn_and_store
 from engine.execution.kv_cache import KVCache
-from engine.gpu import activations, norms
-from engine.gpu.rotary import Angles, HeadNorms, turn_and_store
 from gpu_parts.check import Check, Outcome, Setting
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

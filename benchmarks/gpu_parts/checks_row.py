@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.gpu import matvec
-from engine.gpu.norms import Norm
+from engine.backends.triton import matvec
+from engine.backends.triton.norms import Norm
 from gpu_parts.check import Check, Outcome, Setting
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import gpu
+from engine.backends import triton as gpu
 from gpu_parts.check import Check, Setting, SkippedError
 
 

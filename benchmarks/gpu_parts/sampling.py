@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.execution.sampler import sample
-from engine.request import Decoding, Request
+from engine.interface.request import Decoding, Request
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.plan import SamplingBatch
 from engine.scheduling.sequence import SequenceGroup

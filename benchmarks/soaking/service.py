@@ -85,7 +85,7 @@ class Service:
             except OSError:
                 continue
             for child in children:
-                if b"engine.process" in _bytes(Path(f"/proc/{child}/cmdline")):
+                if b"engine.process.main" in _bytes(Path(f"/proc/{child}/cmdline")):
                     return child
         return None
 

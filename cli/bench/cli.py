@@ -14,7 +14,7 @@ from typing import Any
 
 from cli.bench.lengths import FORMS, parse_lengths
 from cli.errors import BenchError, OptionError
-from engine.logs import printable
+from engine.host.logs import printable
 
 DESCRIPTION = """\
 Sends requests to any OpenAI-compatible server and measures its answers.

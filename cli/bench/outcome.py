@@ -14,7 +14,7 @@ from cli.bench.measure import Distribution, Goals, Summary, summarise
 from cli.bench.report import Run, document, notes, table
 from cli.errors import BenchError
 from cli.terminal.style import print_table, styled
-from engine.logs import printable
+from engine.host.logs import printable
 
 _HEAD = (
     "at a time", "requests", "failed", "requests/s", "output tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99",

@@ -12,7 +12,7 @@ from typing import Any
 
 from cli.bench.measure import OVERLOADED, PERCENTILES, Distribution, Summary, time_per_token, time_to_first
 from cli.bench.record import Record
-from engine.logs import printable
+from engine.host.logs import printable
 
 _LATENCIES = (
     ("ttft", "time to first token"),

@@ -98,7 +98,7 @@ def _tell(model: str, *, as_json: bool) -> int:
 
 def _examine(model: str) -> _Verdict:
     from engine import EngineConfig, NotDownloadedError, OctavoError, inspect_model
-    from engine.text import load_tokenizer
+    from engine.text.processor import load_tokenizer
 
     try:
         facts = inspect_model(EngineConfig(model=os.path.expanduser(model)))

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata
+from engine.backends.attention.base import AttentionMetadata
+from engine.backends.torch.executor import TorchExecutor
 from engine.execution.kv_cache import KVCache
 from engine.model.layers import CrossPages
 from engine.model.program import Inputs
 from engine.model.rotary import RotaryTable
-from engine.model.torch_executor import TorchExecutor
 from engine.model.transformer import Transformer
 
 _ROWS = 32

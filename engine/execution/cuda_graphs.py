@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata
+from engine.backends.attention.base import AttentionMetadata
 from engine.execution.decode_state import DecodeState
 from engine.execution.kv_cache import KVCache
 from engine.execution.one_row import FormRecorder, OneRow

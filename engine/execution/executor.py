@@ -10,7 +10,7 @@ import torch
 from engine.execution.pending import PendingStep
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import trial
-from engine.outputs import EngineInfo
+from engine.interface.outputs import EngineInfo
 from engine.scheduling.budget import Costs, StepWork
 from engine.scheduling.plan import Int32, StepPlan
 

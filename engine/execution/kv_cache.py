@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import native
-from engine.attention.base import Paged
-from engine.attention.formats import LARGEST, SCALE, format_named, movable, vector_bytes
-from engine.cgroups import available_memory
+from engine.backends import native
+from engine.backends.attention.base import Paged
+from engine.backends.attention.formats import LARGEST, SCALE, format_named, movable, vector_bytes
+from engine.backends.native import memory
+from engine.backends.native.copies import PageCopier
+from engine.backends.triton import serves, upload
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError
-from engine.gpu import serves, upload
-from engine.native import memory
-from engine.native.copies import PageCopier
+from engine.host.cgroups import available_memory
 from engine.scheduling.plan import Int32
 
 if TYPE_CHECKING:
-    from engine.gpu import copies as gpu_copies
+    from engine.backends.triton import copies as gpu_copies
 
 DEFAULT_CPU_SHARE = 0.25
 DEFAULT_CPU_LIMIT = 4 * 2**30
@@ -46,7 +46,7 @@ class KVCache:
         device: torch.device,
         key_centres: Sequence[Tensor] | None = None,
     ):
-        """Allocate num_blocks pages and block 0 in a format of `engine.attention.formats`.
+        """Allocate num_blocks pages and block 0 in a format of `engine.backends.attention.formats`.
 
         `key_centres`, for int8 and fp8 only: what is subtracted from each layer's keys (`Paged.key_centre`).
 
@@ -86,7 +86,7 @@ class KVCache:
         self, wanted: Sequence[tuple[torch.dtype, tuple[int, ...]]], device: torch.device
     ) -> list[Tensor]:
         """Tensors in one memory, so that one kernel can copy a page in all of them."""
-        from engine.gpu.copies import PageCopier
+        from engine.backends.triton.copies import PageCopier
 
         begins, end = [], 0
         for kind, shape in wanted:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from engine.cgroups import available_memory
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.memory import device_memory, gib, is_out_of_memory
+from engine.host.cgroups import available_memory
 from engine.model.families import context_length
 from engine.model.positions import Rotary
 from engine.model.quantisation import Quantization, size_of

@@ -1,5 +1,5 @@
 """How one row decodes on a GPU: with the library's products, as many rows do, or with kernels that take along what lies
-around a product (`engine.model.triton_row`), each of which may begin while the one before it ends.
+around a product (`engine.backends.triton.one_row`), each of which may begin while the one before it ends.
 
 Which is faster depends on the GPU and on the model's shapes, so nothing is guessed: all are recorded at start and
 timed, and one is kept. A form whose results are others than those of the library's products is not.
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine import gpu
+from engine.backends import triton as gpu
 from engine.execution.recording import Recorder
 from engine.model.kernels import FUSED, LIBRARY, OVERLAPPING, RowForm
 from engine.model.transformer import Transformer
@@ -87,7 +87,7 @@ class OneRow:
         return kept
 
     def _ours(self) -> list[RowForm]:
-        from engine.gpu import matvec
+        from engine.backends.triton import matvec
 
         return [FUSED, OVERLAPPING] if matvec.can_overlap(self._model.device) else [FUSED]
 
@@ -107,6 +107,6 @@ def _has_forms(model: Transformer) -> bool:
     """The decoder computes one row otherwise than many."""
     if not gpu.serves(model.device) or model.decoder is None:
         return False
-    from engine.model.triton_executor import TritonExecutor
+    from engine.backends.triton.executor import TritonExecutor
 
     return isinstance(model.decoder.executor, TritonExecutor)

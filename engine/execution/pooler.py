@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.interface.outputs import Activation, PoolingMode
 from engine.model import spec
 from engine.model.heads import classes
-from engine.outputs import Activation, PoolingMode
 from engine.scheduling.plan import Float64, Int32, PooledRow, PoolingRow, StepPlan
 
 # Rows of logits at a time, so that masks need not have the logits of all of them at once.

@@ -23,9 +23,9 @@ from engine.execution.kv_cache import KVCache, count_blocks, page_bytes
 from engine.execution.memory import DeviceMemory, device_memory, gib, is_out_of_memory
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import score_plan
+from engine.interface.outputs import EngineInfo
+from engine.interface.request import Decoding, Request
 from engine.model.spec import Lm
-from engine.outputs import EngineInfo
-from engine.request import Decoding, Request
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.plan import EncoderBatch, StepPlan
 from engine.scheduling.sequence import SequenceGroup, pages_needed

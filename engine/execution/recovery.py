@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from engine.errors import EngineDeadError
 from engine.execution.executor import Executor
 from engine.execution.memory import is_out_of_memory
-from engine.outputs import RequestDelta
+from engine.interface.outputs import RequestDelta
 from engine.scheduling.batch import Row
 from engine.scheduling.budget import StepLimit
 from engine.scheduling.in_flight import InFlightStep

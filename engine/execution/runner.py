@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine import gpu
-from engine.attention.base import AttentionMetadata
+from engine.backends import triton as gpu
+from engine.backends.attention.base import AttentionMetadata
 from engine.execution.buffers import Buffer
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.kv_cache import KVCache
@@ -18,12 +18,12 @@ from engine.execution.pending import LateResult, PendingStep
 from engine.execution.pooler import Pooler
 from engine.execution.recording import Recorder
 from engine.execution.sampler import sample, score_prompt
+from engine.interface.outputs import Activation
 from engine.model.experts import ExpertsFeedForward
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
-from engine.outputs import Activation
 from engine.scheduling.plan import EncoderBatch, Int32, SamplingBatch, StepPlan, StepResult
 
 if TYPE_CHECKING:

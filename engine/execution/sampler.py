@@ -5,11 +5,12 @@ penalties, bans, forced tokens; then for rows that sample temperature, top-k, to
 log-probabilities instead of logits, as there.
 
 On a CPU the native library does the work: it walks over the logits once, and looks for large ones where that walk has
-seen them. What a request changes of logits is written into them and taken back. On a GPU the kernels of `engine.gpu`
-do the same in their way (`sampler_device.py`). `sampler_torch.py` serves other devices, and machines without library
-or Triton. All choose the same tokens but where rounding decides: exponentials may differ in their last bits, so a
-uniform number right between two tokens, or a sum right at top_p, may fall on either side. Of equal logits the lowest
-token comes first, and where log-probabilities are equal and logits are not, the larger logit; `torch.topk` takes any.
+seen them. What a request changes of logits is written into them and taken back. On a GPU the kernels of
+`engine.backends.triton` do the same in their way (`sampler_device.py`). `sampler_torch.py` serves other devices, and
+machines without library or Triton. All choose the same tokens but where rounding decides: exponentials may differ in
+their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on either side. Of
+equal logits the lowest token comes first, and where log-probabilities are equal and logits are not, the larger logit;
+`torch.topk` takes any.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import gpu, native
-from engine.execution import sampler_torch
+from engine.backends import native
+from engine.backends import triton as gpu
+from engine.backends.native.sampling import LogitRows, mask
+from engine.backends.torch import sampling as sampler_torch
 from engine.execution.pending import LateScores, PromptScores
-from engine.native.sampling import LogitRows, mask
-from engine.sampling_table import Kind
+from engine.interface.sampling_table import Kind
 from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
 
 # Below this a softmax is one-hot in float32 for any two logits that differ.

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.triton.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
 from engine.execution.transfers import Download
-from engine.gpu.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
-from engine.sampling_table import TABLE, WORDS, word
+from engine.interface.sampling_table import TABLE, WORDS, word
 from engine.scheduling.plan import SamplingBatch, StepResult
 
 

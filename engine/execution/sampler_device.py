@@ -1,4 +1,5 @@
-"""Logits to candidates by the kernels of `engine.gpu`, without waiting for the device (`sampler.py` says what is made).
+"""Logits to candidates by the kernels of `engine.backends.triton`, without waiting for the device (`sampler.py` says
+what is made).
 
 Nothing here asks the device anything: how many rows of each kind there are is known from the host's arrays, and how
 many tokens a filter keeps is the kernels' own affair. What a batch says travels in one copy, of which a steady step
@@ -16,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.triton.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
+from engine.backends.triton.sampling_edit import mask, penalize
 from engine.execution.sampler_layout import Layout, edit_arrays, lay_out, touched_rows, trial_batch, words
 from engine.execution.transfers import Array, Download, Uploads
-from engine.gpu.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
-from engine.gpu.sampling_edit import mask, penalize
-from engine.sampling_table import neutral_rows, new_version
+from engine.interface.sampling_table import neutral_rows, new_version
 from engine.scheduling.plan import Int32, SamplingBatch, StepResult, TokenScores
 
 _NEGATIVE_INFINITY = float("-inf")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.execution.transfers import Array
-from engine.sampling_table import EDIT, WORDS, EditList, Kind, Table, mask_words, neutral_rows, new_version
+from engine.interface.sampling_table import EDIT, WORDS, EditList, Kind, Table, mask_words, neutral_rows, new_version
 from engine.scheduling.plan import Int32, SamplingBatch
 
 

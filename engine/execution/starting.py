@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from engine import gpu
-from engine.attention import select
-from engine.attention.base import AttentionBackend
-from engine.attention.formats import LARGEST, format_name
+from engine.backends import triton as gpu
+from engine.backends.attention import select
+from engine.backends.attention.base import AttentionBackend
+from engine.backends.attention.formats import LARGEST, format_name
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.calibration import mean_keys
@@ -31,6 +31,7 @@ from engine.execution.profiling import allocate_pages
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
 from engine.execution.warmup import can_record, measure, record
+from engine.interface.outputs import EngineInfo
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.config_values import check_parameters
@@ -40,7 +41,6 @@ from engine.model.quantisation import Quantization
 from engine.model.sentence import Pipeline, read_pipeline
 from engine.model.spec import ModelSpec
 from engine.model.weights import load_model, stored_dtype
-from engine.outputs import EngineInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

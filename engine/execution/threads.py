@@ -8,7 +8,7 @@ import os
 import torch
 
 from engine.config import EngineConfig
-from engine.cpus import choose_threads
+from engine.host.cpus import choose_threads
 
 logger = logging.getLogger("octavo.engine")
 

@@ -9,14 +9,14 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.attention.base import AttentionBackend
-from engine.attention.tiles import TILE
+from engine.backends.attention.base import AttentionBackend
+from engine.backends.torch.attention_tiles import TILE
 from engine.execution.recording import CudaRecorder
 from engine.execution.runner import ModelRunner
+from engine.interface.pooling import Pooling
+from engine.interface.request import Decoding, Request
 from engine.model.spec import Lm, MaskedLm
 from engine.model.transformer import Transformer
-from engine.pooling import Pooling
-from engine.request import Decoding, Request
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.budget import Costs, StepWork
 from engine.scheduling.plan import StepPlan

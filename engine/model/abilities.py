@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import UnsupportedModelError
+from engine.interface.outputs import Activation, PoolingMode, Task
 from engine.model import spec
 from engine.model.sentence import MODULES, Pipeline, torch_class
-from engine.outputs import Activation, PoolingMode, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """The fields of `engine.outputs.EngineInfo` of these names, which describe them."""
+    """The fields of `engine.interface.outputs.EngineInfo` of these names, which describe them."""
 
     tasks: tuple[Task, ...]
     embedding_size: int = 0

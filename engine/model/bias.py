@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from engine.attention.base import DistanceBias, PositionBias
+from engine.backends.attention.base import DistanceBias, PositionBias
 from engine.model.place import Place
 from engine.model.positions import RelativeBuckets, RoundedSlopes, Slopes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from engine.attention.base import AttentionBackend
+from engine.backends.attention.base import AttentionBackend
 from engine.errors import UnsupportedModelError
 from engine.model import spec
 from engine.model.convolution import TokenConvolution

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionMetadata
+from engine.backends.attention.base import AttentionMetadata
 from engine.model import spec
 from engine.model.layers import Linear
 from engine.model.place import Place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, ContentBias
+from engine.backends.attention.base import AttentionBackend, ContentBias
 from engine.model import spec
 from engine.model.distances import DistanceTable
 from engine.model.layers import Linear, SelfAttention

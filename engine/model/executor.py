@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine import gpu
-from engine.model import native_executor
-from engine.model.native_executor import NativeExecutor
+from engine.backends import triton as gpu
+from engine.backends.native import executor as native_executor
+from engine.backends.native.executor import NativeExecutor
+from engine.backends.torch.executor import TorchExecutor
 from engine.model.program import Inputs, Program
 from engine.model.tables import Tables
-from engine.model.torch_executor import TorchExecutor
 
 logger = logging.getLogger("octavo.model")
 
@@ -30,7 +30,7 @@ def fastest(program: Program, tables: Tables, dtype: torch.dtype, device: torch.
     """The fastest executor that a device has for a program, whose weights have been filled and laid out and stay as
     they are."""
     if gpu.serves(device):
-        from engine.model.triton_executor import TritonExecutor
+        from engine.backends.triton.executor import TritonExecutor
 
         return TritonExecutor(program, tables, dtype)
     if device.type == "cpu":

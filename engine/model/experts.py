@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine import gpu
+from engine.backends import triton as gpu
+from engine.backends.native.gemm import Quantised
 from engine.model import spec
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.layers import Linear
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.place import Place
 from engine.model.quantisation import Quantization
-from engine.native.gemm import Quantised
 
 
 class ExpertMatrices(nn.Module):
@@ -91,7 +91,7 @@ class ExpertsFeedForward(nn.Module):
 
     def mix(self, x: Tensor, tokens: int) -> Tensor:
         """The same by kernels that do not ask the device how many tokens an expert has."""
-        from engine.gpu import experts
+        from engine.backends.triton import experts
 
         out: Tensor = experts.mix(
             x,
@@ -116,7 +116,7 @@ class ExpertsFeedForward(nn.Module):
         weight = self.up.weight
         if not gpu.serves(weight.device) or self.up.packed is not None:
             return
-        from engine.gpu import experts
+        from engine.backends.triton import experts
 
         capability = experts.capability_of(weight.device)
         for tokens in experts.trial_sizes(most, self.part.active, self.part.count, weight.dtype, capability):

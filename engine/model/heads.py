@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.backends.torch.executor import TorchExecutor
 from engine.model import spec
 from engine.model.activations import activate
 from engine.model.executor import Executor, fastest
@@ -14,7 +15,6 @@ from engine.model.norms import build_norm
 from engine.model.place import Place
 from engine.model.program import Inputs, compile_head
 from engine.model.tables import Tables
-from engine.model.torch_executor import TorchExecutor
 
 NO_TABLES = Tables({}, {})
 

@@ -1,5 +1,5 @@
-"""Where kernels of our own take over from torch: on a CPU (`engine.native`) for what they are faster at, on a GPU
-(`engine.gpu`) for all of this.
+"""Where kernels of our own take over from torch: on a CPU (`engine.backends.native`) for what they are faster at, on
+a GPU (`engine.backends.triton`) for all of this.
 
 Which code computes a row is decided by its format alone, never by how many rows there are: a row's bits would depend on
 the batch. Without a library, and for what is not listed here, torch computes the same.
@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine import gpu, native
-from engine.attention.base import Paged
+from engine.backends import native
+from engine.backends import triton as gpu
+from engine.backends.attention.base import Paged
+from engine.backends.native import activations, norms, rotary
 from engine.model import spec
 from engine.model.positions import Rotary
-from engine.native import activations, norms, rotary
 
 _FORMATS = (torch.float32, torch.bfloat16)
 GPU_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +38,7 @@ class RowForm(NamedTuple):
 
     Attributes:
         name: for the log.
-        fused: with our kernels around products (`engine.model.triton_row`).
+        fused: with our kernels around products (`engine.backends.triton.one_row`).
         overlapping: which begin while the ones before them end.
     """
 
@@ -64,7 +65,7 @@ def take_on_gpu(x: Tensor) -> bool:
 def activate(name: spec.Activation, x: Tensor) -> Tensor | None:
     """name(x) of rows x [T, width]; None where torch is to compute it."""
     if take_on_gpu(x):
-        from engine.gpu import activations as on_gpu
+        from engine.backends.triton import activations as on_gpu
 
         return on_gpu.activate(x, name)
     if not take(x) or name not in PLAIN[x.dtype]:
@@ -75,7 +76,7 @@ def activate(name: spec.Activation, x: Tensor) -> Tensor | None:
 def gate(name: spec.Activation, x: Tensor) -> Tensor | None:
     """name(a) * b of rows [a | b] of x [T, 2 * width]; None where torch is to compute it."""
     if take_on_gpu(x):
-        from engine.gpu import activations as on_gpu
+        from engine.backends.triton import activations as on_gpu
 
         return on_gpu.gate(x, name)
     if not take(x) or name not in GATED[x.dtype]:
@@ -88,7 +89,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool,
     if weight is not None and weight.dtype != x.dtype:
         return None
     if take_on_gpu(x):
-        from engine.gpu import norms as on_gpu
+        from engine.backends.triton import norms as on_gpu
 
         how = on_gpu.Norm(weight, eps, unit_offset=unit_offset, in_float32=in_float32)
         return on_gpu.norm(x, how) if on_gpu.serves(x) else None
@@ -102,7 +103,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if any(part is not None and part.dtype != x.dtype for part in (weight, bias)):
         return None
     if take_on_gpu(x):
-        from engine.gpu import norms as on_gpu
+        from engine.backends.triton import norms as on_gpu
 
         return on_gpu.norm(x, on_gpu.Norm(weight, eps, centred=True, bias=bias)) if on_gpu.serves(x) else None
     if not take(x):
@@ -115,7 +116,7 @@ def logits_of_row(x: Tensor, weight: Tensor, bias: Tensor | None, form: RowForm)
     it."""
     if not form.fused or not take_on_gpu(x) or x.shape[0] != 1:
         return None
-    from engine.gpu import matvec
+    from engine.backends.triton import matvec
 
     if not matvec.serves(weight):
         return None
@@ -162,7 +163,7 @@ def _on_gpu(
     cache: Paged | None,
     slots: Tensor | None,
 ) -> bool:
-    from engine.gpu import rotary as on_gpu
+    from engine.backends.triton import rotary as on_gpu
 
     if turning.shape[2] > on_gpu.LONGEST_HEAD:
         return False

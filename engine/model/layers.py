@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend, AttentionMetadata
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata
+from engine.backends.native import gemm
+from engine.backends.native.arguments import FORMATS
+from engine.backends.native.gemm import Quantised
 from engine.model import kernels, spec
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.place import Place
 from engine.model.quantisation import Quantization
-from engine.native import gemm
-from engine.native.arguments import FORMATS
-from engine.native.gemm import Quantised
 
 
 @dataclass(frozen=True, slots=True)

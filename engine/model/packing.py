@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine import gpu, native
+from engine.backends import native
+from engine.backends import triton as gpu
+from engine.backends.native import gemm
 from engine.model import quantisation
 from engine.model.quantisation import Quantization
-from engine.native import gemm
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def pack_product(
 
 
 def native_product(packed: gemm.Packed) -> PackedProduct:
-    """The product with a weight of any kind that `engine.native.gemm` has laid out."""
+    """The product with a weight of any kind that `engine.backends.native.gemm` has laid out."""
     return PackedProduct(lambda x: gemm.matmul(packed, x), invariant=True, native=packed)
 
 

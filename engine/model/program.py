@@ -1,9 +1,9 @@
 """What a stack computes, as a flat list of operations on rows of features.
 
 The modules of a stack hold its weights; `compile_stack` walks them once and writes down what is computed with them. The
-list is run by an executor: torch (`engine.model.torch_executor`, the oracle, for all devices and formats), the CPU's
-library (`engine.model.native_executor`) or kernels for GPUs (`engine.model.triton_executor`). What an executor has no
-kernel for it leaves to torch, operation by operation.
+list is run by an executor: torch (`engine.backends.torch.executor`, the oracle, for all devices and formats), the CPU's
+library (`engine.backends.native.executor`) or kernels for GPUs (`engine.backends.triton.executor`). What an executor
+has no kernel for it leaves to torch, operation by operation.
 
 Rows lie in buffers, one row for each token. An operation may overwrite what it reads only where its docstring says so.
 """
@@ -17,7 +17,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, Paged, Window
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged, Window
+from engine.backends.native.program import Rows
 from engine.model import spec
 from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import TokenEmbedding
@@ -32,7 +33,6 @@ from engine.model.layers import (
     QkNorm,
     SelfAttention,
 )
-from engine.native.program import Rows
 
 
 class Adapters(Protocol):

@@ -2,8 +2,8 @@
 
 Embeddings and norms keep their format. int8 has a scale for each output, int4 one for each `gemm.GROUP` inputs of an
 output; activations become int8 in the product, with a scale for each row or each group of a row. What torch computes
-here is what `engine.native.gemm` computes, from the same numbers: sums of integers are exact, so that a row's result
-depends on nothing but that row here as well.
+here is what `engine.backends.native.gemm` computes, from the same numbers: sums of integers are exact, so that a
+row's result depends on nothing but that row here as well.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine import native
-from engine.native import gemm
-from engine.native.gemm import GROUP, Quantised
+from engine.backends import native
+from engine.backends.native import gemm
+from engine.backends.native.gemm import GROUP, Quantised
 
 logger = logging.getLogger("octavo.model")
 

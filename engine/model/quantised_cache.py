@@ -29,10 +29,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine import native
-from engine.folders import cache_folder, make_private
+from engine.backends import native
+from engine.backends.native.gemm import GROUP, Quantised
+from engine.host.folders import cache_folder, make_private
 from engine.model.quantisation import Quantization, quantiser
-from engine.native.gemm import GROUP, Quantised
 
 logger = logging.getLogger("octavo.model")
 

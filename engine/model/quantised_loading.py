@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from engine.backends.native.gemm import Quantised
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
 from engine.model.quantisation import Quantization, quantise
@@ -16,7 +17,6 @@ from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
 from engine.model.table import Destination
 from engine.model.transformer import Transformer
 from engine.model.weight_files import Checkpoint
-from engine.native.gemm import Quantised
 
 logger = logging.getLogger("octavo.model")
 

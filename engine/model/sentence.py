@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.outputs import PoolingMode
+from engine.interface.outputs import PoolingMode
 
 logger = logging.getLogger("octavo.model")
 

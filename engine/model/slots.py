@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine import gpu
-from engine.attention.base import AttentionMetadata, Paged
+from engine.backends import triton as gpu
+from engine.backends.attention.base import AttentionMetadata, Paged
 
 
 def find_slots(cache: Paged, metadata: AttentionMetadata, positions: Tensor, tokens: int) -> Tensor:
@@ -16,7 +16,7 @@ def find_slots(cache: Paged, metadata: AttentionMetadata, positions: Tensor, tok
     """
     positions, size = positions[:tokens], cache.keys.shape[1]
     if gpu.serves(positions.device):
-        from engine.gpu.pages import slots_of
+        from engine.backends.triton.pages import slots_of
 
         return slots_of(cache.block_tables, metadata.query_start, positions, size)
     numbers = torch.arange(tokens, dtype=torch.int32, device=positions.device)

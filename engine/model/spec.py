@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.attention.base import Window
+from engine.backends.attention.base import Window
 from engine.model.normalisation import Norm
 from engine.model.positions import AttentionPosition, Disentangled, DistanceVectors, Positions, RelativeBuckets, Rotary
 

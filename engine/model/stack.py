@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend
+from engine.backends.attention.base import AttentionBackend
+from engine.backends.torch.executor import TorchExecutor
 from engine.model import spec
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.blocks import build_block
@@ -20,7 +21,6 @@ from engine.model.positions import AttentionPosition, Rotary, RoundedSlopes, Slo
 from engine.model.program import Inputs, Program, compile_stack
 from engine.model.rotary import RotaryTable
 from engine.model.tables import Tables
-from engine.model.torch_executor import TorchExecutor
 
 
 class TransformerStack(nn.Module):

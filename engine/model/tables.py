@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.base import Bias
+from engine.backends.attention.base import Bias
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.disentangled import DisentangledAttention
 from engine.model.distances import DistanceTable

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward

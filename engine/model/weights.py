@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from engine.attention.base import AttentionBackend
+from engine.backends.attention.base import AttentionBackend
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model import families
 from engine.model.quantisation import Quantization

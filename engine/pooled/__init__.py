@@ -9,14 +9,14 @@ from typing import Self
 
 import numpy as np
 
-from engine.encoding import Encoding
 from engine.errors import InvalidRequestError
-from engine.outputs import EngineInfo, Pooled
+from engine.interface.outputs import EngineInfo, Pooled
+from engine.interface.request import TokenInput
+from engine.interface.values import NumberRange, check_number
 from engine.pooled.prompts import find_prompt, prompt_tokens
 from engine.pooled.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
-from engine.request import TokenInput
-from engine.tokenizer import Tokenizer
-from engine.values import NumberRange, check_number
+from engine.text.encoding import Encoding
+from engine.text.tokenizer import Tokenizer
 
 __all__ = [
     "AGGREGATIONS", "Aggregation", "ClassificationOutput", "EmbeddingOutput", "FillMaskOutput", "LabelScore",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.errors import InvalidRequestError
-from engine.outputs import EngineInfo
-from engine.tokenizer import Tokenizer
+from engine.interface.outputs import EngineInfo
+from engine.text.tokenizer import Tokenizer
 
 
 def find_prompt(info: EngineInfo, name: str | None = None) -> str:

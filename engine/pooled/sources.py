@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.encoding import Encoding
 from engine.errors import InvalidRequestError
-from engine.outputs import EngineInfo
+from engine.interface.outputs import EngineInfo
+from engine.interface.request import TokenInput
+from engine.interface.values import brief
 from engine.pooled import token_input
-from engine.request import TokenInput
-from engine.tokenizer import Tokenizer
-from engine.values import brief
+from engine.text.encoding import Encoding
+from engine.text.tokenizer import Tokenizer
 
 # One input: a text, its tokens, or (see `LLM.classify`) a pair of texts.
 Input = str | Sequence[int] | TokenInput | tuple[str, str] | Mapping[str, str]

@@ -8,10 +8,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from engine.encoding import Encoding
-from engine.outputs import EngineInfo, Matrix, Pooled
-from engine.tokenizer import Tokenizer
-from engine.values import brief, fail
+from engine.interface.outputs import EngineInfo, Matrix, Pooled
+from engine.interface.values import brief, fail
+from engine.text.encoding import Encoding
+from engine.text.tokenizer import Tokenizer
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import numpy as np
 
-from engine.outputs import Matrix, Pooled
+from engine.interface.outputs import Matrix, Pooled
 
 _DIGITS = 9  # significant ones, which tell any two float32 apart
 _POWERS = np.array([float(10**power) for power in range(23)])  # of ten, as far as float64 holds them exactly

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engine.outputs import (
+from engine.interface.outputs import (
     BeamMove,
     BeamMoves,
     ChoiceDelta,

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.constraints import allow
-from engine.request import Decoding
-from engine.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, mask_words, new_version
+from engine.interface.constraints import allow
+from engine.interface.request import Decoding
+from engine.interface.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, mask_words, new_version
 from engine.scheduling.encoding import Memory
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequestError
-from engine.request import Request
+from engine.interface.request import Request
 from engine.scheduling.sequence import pages_needed, worst_case_pages
 
 

@@ -1,4 +1,4 @@
-"""Drawing the map of the pages: `engine.cache_map` of what the scheduler knows. It changes nothing."""
+"""Drawing the map of the pages: `engine.interface.cache_map` of what the scheduler knows. It changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cache_map import CacheMap, CellKinds, LiveRequest
+from engine.interface.cache_map import CacheMap, CellKinds, LiveRequest
 from engine.scheduling.block_pool import CACHED, HELD, BlockPool
 from engine.scheduling.sequence import SequenceGroup, Status
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.outputs import EngineStats
-from engine.request import Request
+from engine.interface.outputs import EngineStats
+from engine.interface.request import Request
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.encoding import Memory
 from engine.scheduling.in_flight import InFlightStep

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.pooling import Pooling
-from engine.sampling_table import NO_EDITS, NO_MASKS, EditList, Masks, Table, new_version
+from engine.interface.pooling import Pooling
+from engine.interface.sampling_table import NO_EDITS, NO_MASKS, EditList, Masks, Table, new_version
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -23,7 +23,7 @@ _NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """How to turn the logits of the S sampled tokens into candidates (see `engine.sampling_table`).
+    """How to turn the logits of the S sampled tokens into candidates (see `engine.interface.sampling_table`).
 
     Attributes:
         rows: [S] index into the flat tokens.
@@ -199,7 +199,7 @@ class PooledRow:
 
     Attributes:
         values: of a row that is not complete, what the next one is to be given as `before`; else the answer, as
-            `engine.outputs.Pooled` describes it.
+            `engine.interface.outputs.Pooled` describes it.
         ids: fill_mask: the tokens.
     """
 

@@ -12,8 +12,8 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 
 from engine.errors import InvalidRequestError
-from engine.outputs import EngineStats, RequestDelta
-from engine.request import Request
+from engine.interface.outputs import EngineStats, RequestDelta
+from engine.interface.request import Request
 from engine.scheduling.apply import Answer, Outcome, apply_candidates, apply_pooled, final_abort, take_prompt_logprobs
 from engine.scheduling.batch import LastStep, Row, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.outputs import TokenLogprobs
-from engine.request import EarlyStopping
+from engine.interface.outputs import TokenLogprobs
+from engine.interface.request import EarlyStopping
 from engine.scheduling.plan import Float32, Int32
 
 _FLOAT32 = np.finfo(np.float32)

@@ -10,10 +10,10 @@ from enum import Enum
 
 import numpy as np
 
-from engine.constraints import Constraint
-from engine.outputs import TokenLogprobs
-from engine.request import Request
-from engine.sampling_table import REQUESTED, neutral_rows
+from engine.interface.constraints import Constraint
+from engine.interface.outputs import TokenLogprobs
+from engine.interface.request import Request
+from engine.interface.sampling_table import REQUESTED, neutral_rows
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoding import Memory
 from engine.scheduling.plan import Float32, Float64, Int32

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from engine.request import Request
+from engine.interface.request import Request
 from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
 from engine.scheduling.encoding import Memory

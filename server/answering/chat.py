@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from engine import Logprob, TokenLogprobs
-from engine.text import ChoiceText
+from engine.text.processor import ChoiceText
 from server.answering.generation import Update
 from server.answering.pieces import LOWEST_LOGPROB, PieceMaker, PlainText
 from server.api.chat_schemas import (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine import TokenLogprobs
-from engine.text import ChoiceText
+from engine.text.processor import ChoiceText
 from server.answering.generation import Update
 from server.answering.pieces import LOWEST_LOGPROB, PieceMaker, PlainText
 from server.answering.prompt import Prompt

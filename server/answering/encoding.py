@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine import EngineInfo, TokenInput
 from engine.pooled import token_input
-from engine.text import Encoding, Tokenizer
+from engine.text.processor import Encoding, Tokenizer
 from server.admission import estimate_tokens
 from server.answering.prompt import check_token_ids, count_beyond
 from server.context import Service

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine import EngineInfo
 from engine.pooled import is_cross_encoder
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.context import Service
 from server.errors import ApiError
 

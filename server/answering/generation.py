@@ -18,7 +18,7 @@ from engine import (
     TokenLogprobs,
     parse_bytes,
 )
-from engine.text import ChoiceText, OutputProcessor
+from engine.text.processor import ChoiceText, OutputProcessor
 from server.admission import Ticket
 from server.answering.observation import RequestRecord
 from server.answering.prompt import Prompt

@@ -13,7 +13,7 @@ import structlog
 from fastapi import Request
 
 from engine import InvalidRequestError, TokenInput
-from engine.text import ChoiceText
+from engine.text.processor import ChoiceText
 from server.answering.prompt import Prompt
 from server.errors import ApiError
 from server.metrics.times import PromptTimes

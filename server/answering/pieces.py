@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel
 
 from engine import SamplingParams, TokenLogprobs
-from engine.text import ChoiceText, Tokenizer
+from engine.text.processor import ChoiceText, Tokenizer
 from server.answering.generation import Update
 from server.answering.prompt import Prompt
 from server.api.schemas import BeamMove, BeamStep, LiveBeams, PromptTokensDetails, Usage

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.answering.prompt import Prompt, Room, encode_fitting, most_characters
 from server.errors import ApiError
 from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, shared_workers

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from engine import SamplingParams
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.answering.prompt import Room, check_length, check_token_ids, encode_fitting
 from server.context import Service
 from server.errors import ApiError, shown

@@ -14,7 +14,7 @@ from engine import ConfigError
 from server.config.wording import did_you_mean
 
 PREFIX = "OCTAVO_"
-# No settings of the service, but read by the engine where it loads its kernels (engine.native.loading).
+# No settings of the service, but read by the engine where it loads its kernels (engine.backends.native.loading).
 _ELSEWHERE = frozenset({"OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"})
 # What Kubernetes puts into every container for a Service whose name begins with "octavo".
 _SERVICE_LINK = re.compile(r"OCTAVO_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")

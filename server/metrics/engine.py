@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine import EngineStats
-from engine.client import EngineClient
+from engine.process.client import EngineClient
 from server.metrics.buckets import ITERATION_TOKENS, STEP
 
 _COUNTERS = (

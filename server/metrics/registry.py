@@ -22,7 +22,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from engine import EngineStats, RequestDelta
-from engine.client import EngineClient
+from engine.process.client import EngineClient
 from server.admission import Admission
 from server.metrics.buckets import DURATION, EVENT_LOOP_LAG, FIRST_TOKEN, PER_TOKEN, token_counts
 from server.metrics.engine import EngineMetrics

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Body, Request, Response
 
 from engine import Pooled, PoolingParams
 from engine.pooled import Aggregation, labels_of, longest, spans_of, token_input
-from engine.text import Encoding
+from engine.text.processor import Encoding
 from server.answering.encoding import encode_all, estimate, read_inputs
 from server.answering.endpoints import require
 from server.answering.pooling import PoolingInput, PoolingRun, listed

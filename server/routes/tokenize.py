@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
 
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.admission import estimate_tokens
 from server.answering.chat import read_messages
 from server.answering.prompt import Room, check_token_ids, encode_fitting

@@ -13,7 +13,7 @@ import numpy as np
 from paged_simulator import Simulator
 
 from engine.execution.pending import PendingStep
-from engine.outputs import RequestDelta
+from engine.interface.outputs import RequestDelta
 from engine.scheduling.batch import Row
 from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.plan import StepPlan, StepResult

@@ -11,10 +11,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata, Bias, Paged, Ragged
-from engine.attention.formats import FP8, LARGEST, convert, quantise
-from engine.attention.reference import TorchReference
-from engine.attention.triton import TritonAttention
+from engine.backends.attention.base import AttentionMetadata, Bias, Paged, Ragged
+from engine.backends.attention.formats import FP8, LARGEST, convert, quantise
+from engine.backends.torch.attention import TorchReference
+from engine.backends.triton.attention import TritonAttention
 
 CPU = torch.device("cpu")
 

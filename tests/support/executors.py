@@ -9,10 +9,10 @@ from unittest import mock
 
 from torch import nn
 
+from engine.backends.native.executor import NativeExecutor
+from engine.backends.torch.executor import TorchExecutor
 from engine.model.heads import NO_TABLES, Head
-from engine.model.native_executor import NativeExecutor
 from engine.model.stack import TransformerStack
-from engine.model.torch_executor import TorchExecutor
 from engine.model.transformer import Transformer
 
 

@@ -1,4 +1,4 @@
-"""What tests of `engine.gpu` share: where kernels run, and how they are compiled where there is no GPU.
+"""What tests of `engine.backends.triton` share: where kernels run, and how they are compiled where there is no GPU.
 
 As a script (`python -m support.gpu MODULE [CAPABILITY]`) it compiles the `VARIANTS` of a module and prints what came of
 it: in a process of its own, because kernels that were imported for the interpreter cannot be compiled.
@@ -23,7 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from engine import gpu
+from engine.backends import triton as gpu
 
 TESTS = Path(__file__).resolve().parents[1]
 # Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table of technical

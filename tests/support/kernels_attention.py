@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.gpu.attention_tiles import tanh, widen_fp8
+from engine.backends.triton.attention_tiles import tanh, widen_fp8
 
 
 @triton.jit

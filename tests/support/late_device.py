@@ -315,9 +315,8 @@ def late_device(seed: int = 0, eagerness: float = 0.0) -> Iterator[LateDevice]:
     """
     from triton.runtime.interpreter import GridExecutor
 
-    from engine import gpu
-    from engine.attention import triton as attention
-    from engine.gpu import experts
+    from engine.backends import triton as gpu
+    from engine.backends.triton import attention, experts
 
     device = LateDevice(seed, eagerness)
     interpret = GridExecutor.__call__
@@ -363,7 +362,7 @@ def late_device(seed: int = 0, eagerness: float = 0.0) -> Iterator[LateDevice]:
         "torch.Tensor.pin_memory": lambda tensor: device.pin(tensor.clone()),
         "torch.Tensor.is_pinned": device.pinned,
         "triton.runtime.interpreter.GridExecutor.__call__": launch,
-        "engine.gpu._computes": lambda index: True,
+        "engine.backends.triton._computes": lambda index: True,
     }
     _know_cuda()
     patches = [mock.patch(name, fake, create=name.endswith("_host_emptyCache")) for name, fake in fakes.items()]

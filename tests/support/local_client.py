@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from engine import CacheMap, Engine, EngineConfig, EngineDeadError, EngineStats, OctavoError
-from engine.client_interface import Deliver, EngineClient, Progress
-from engine.request import EngineInput, PoolingParams, SamplingParams
+from engine.interface.request import EngineInput, PoolingParams, SamplingParams
+from engine.process.client_interface import Deliver, EngineClient, Progress
 
 
 class LocalClient(EngineClient):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import native
-from engine.native.build import supported_sets
+from engine.backends import native
+from engine.backends.native.build import supported_sets
 
 ISAS = supported_sets()
 needs_native = pytest.mark.skipif(not native.available(), reason="there is no native library, nor a compiler")

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, Paged
-from engine.attention.reference import TorchReference
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.backends.torch.attention import TorchReference
 from engine.model import checkpoint, families, weights
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages

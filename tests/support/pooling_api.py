@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from engine import EngineConfig
-from engine.text import Tokenizer
+from engine.text.processor import Tokenizer
 from server.app import create_app
 from server.config.settings import ServerSettings
 from support.asgi import Call

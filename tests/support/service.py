@@ -36,7 +36,7 @@ def children(pid: int) -> list[int]:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if parent == pid and b"engine.process" in command:
+        if parent == pid and b"engine.process.main" in command:
             found.append(int(folder.name))
     return found
 

@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 
-from engine.attention import triton as backend
-from engine.attention.base import AttentionMetadata, DistanceBias, Paged, Ragged, Window
-from engine.attention.formats import FP8, LARGEST, SCALE, format_name
+from engine.backends.attention.base import AttentionMetadata, DistanceBias, Paged, Ragged, Window
+from engine.backends.attention.formats import FP8, LARGEST, SCALE, format_name
+from engine.backends.triton import attention as backend
 from support.gpu import Variant
 from support.launches import recorded
 

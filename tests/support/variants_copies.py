@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.gpu.copies import _BLOCK, copy_kernel
+from engine.backends.triton.copies import _BLOCK, copy_kernel
 from support.gpu import Variant
 
 VARIANTS = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.gpu.activations import activate_kernel
-from engine.gpu.norms import norm_kernel
+from engine.backends.triton.activations import activate_kernel
+from engine.backends.triton.norms import norm_kernel
 from support.gpu import Variant
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from engine.gpu import experts, routing
+from engine.backends.triton import experts, routing
 from support.gpu import Variant
 
 # Name, experts, active ones, hidden size, width.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.gpu.matvec import STAGES, held_kernel, pieces_kernel, tiling
+from engine.backends.triton.matvec import STAGES, held_kernel, pieces_kernel, tiling
 from support.gpu import Variant
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.gpu.pages import slots_kernel
-from engine.gpu.rotary import turn_kernel
+from engine.backends.triton.pages import slots_kernel
+from engine.backends.triton.rotary import turn_kernel
 from support.gpu import Variant
 
 _POINTERS = {

@@ -1,11 +1,11 @@
-"""Sampling's kernels as `engine.gpu.sampling` launches them for a vocabulary of 131072 tokens."""
+"""Sampling's kernels as `engine.backends.triton.sampling` launches them for a vocabulary of 131072 tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from engine.gpu import philox, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
-from engine.gpu.sampling import SIZES
+from engine.backends.triton import philox, sampling_best, sampling_draw, sampling_edit, sampling_walk, sampling_wide
+from engine.backends.triton.sampling import SIZES
 from support.gpu import Variant
 
 _INT32 = (

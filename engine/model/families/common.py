@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from engine.attention.base import Window
+from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.rope_settings import rotated, scaling_of, settings_of, theta_of
 from engine.model.normalisation import Norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.attention.base import Window
+from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, even_head_dim, linear, norm, rotary
 from engine.model.normalisation import Norm

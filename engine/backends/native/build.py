@@ -1,0 +1,197 @@
+"""Makes the library of kernels: finds a compiler, compiles every source for an instruction set, links.
+
+With the standard library alone, so that a machine which only builds needs nothing else:
+
+    python -m engine.backends.native.build             all instruction sets of this kind of machine, beside the package
+    python engine/backends/native/build.py             the same, where nothing is installed
+    python -m engine.backends.native.build DIRECTORY   there
+    ... --this-cpu DIRECTORY                  only the best that this CPU has, under the name that it has in the cache
+
+One library has the code of one instruction set, and is linked against nothing but C's own libraries (see
+`src/threads.h` for how it finds torch's threads).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+PREBUILT = Path(__file__).parent / "prebuilt"
+
+_FLAGS = (
+    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
+    # What a number becomes is written in the source: nothing is fused or reordered behind it.
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    # Packed memory is written as one type and read as another.
+    "-fno-strict-aliasing",
+    "-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes",
+)  # fmt: skip
+_LINK_FLAGS = ("-shared", "-fPIC", "-Wl,--as-needed", "-Wl,-z,noexecstack")
+_LINK_FLAGS_MACOS = ("-shared", "-fPIC", "-undefined", "dynamic_lookup")
+_SECONDS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """Flags that make code for it, and what Linux calls the features that this code needs."""
+
+    flags: tuple[str, ...]
+    features: frozenset[str]
+
+
+# Named one by one, since not all compilers agree on the names of levels (x86-64-v3).
+_AVX2 = InstructionSet(
+    ("-mavx", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt"),
+    frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "popcnt"}),
+)
+_AVX512 = InstructionSet(
+    (
+        *_AVX2.flags,
+        *("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"),
+        "-mprefer-vector-width=512",
+    ),
+    _AVX2.features | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"},
+)
+# Best first, by the machine's name.
+_INSTRUCTION_SETS = {
+    "x86_64": {"avx512": _AVX512, "avx2": _AVX2, "portable": InstructionSet((), frozenset())},
+}
+_PORTABLE = {"portable": InstructionSet((), frozenset())}
+
+
+class BuildError(Exception):
+    """The library could not be made; the message is the compiler's."""
+
+
+def machine() -> str:
+    """The machine's name, one for each kind."""
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+def instruction_sets() -> dict[str, InstructionSet]:
+    """Those that a library can be made for on this kind of machine, best first."""
+    return _INSTRUCTION_SETS.get(machine(), _PORTABLE)
+
+
+def supported_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Those that this CPU has, as far as the system says, best first."""
+    features: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, values = line.partition(":")
+            if name.strip() == "flags":
+                features = set(values.split())
+                break
+    return [name for name, kind in instruction_sets().items() if kind.features <= features]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A compiler's command and what it says of itself."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def find_compiler() -> Compiler | None:
+    """The compiler that CXX names, or the first of c++, g++ and clang++ that answers."""
+    if sys.platform == "win32":
+        return None
+    named = os.environ.get("CXX", "").strip()
+    for candidate in [named] if named else ["c++", "g++", "clang++"]:
+        command = shlex.split(candidate)
+        if shutil.which(command[0]) is None:
+            continue
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            ran = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+            return Compiler(tuple(command), ran.stdout.strip())
+    return None
+
+
+def file_name(name: str, compiler: Compiler | None = None) -> str:
+    """The library's name, which changes with its sources, flags and machine, and with the compiler if one is given."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        if path.suffix in {".cpp", ".h"}:
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    link = _LINK_FLAGS_MACOS if sys.platform == "darwin" else _LINK_FLAGS
+    parts = [name, machine(), sys.platform, *_FLAGS, *instruction_sets()[name].flags, *link]
+    if compiler is not None:
+        parts += [*compiler.command, compiler.version]
+    digest.update("\0".join(parts).encode())
+    return f"octavo-{name}-{digest.hexdigest()[:20]}.so"
+
+
+def build(name: str, compiler: Compiler, target: Path) -> None:
+    """Make the library of one instruction set; `target` is there whole or not at all.
+
+    Raises:
+        BuildError: the compiler refuses, or the folder cannot be written to.
+    """
+    flags = (*compiler.command, *_FLAGS, *instruction_sets()[name].flags, f"-DOCTAVO_ISA={name}")
+    link = _LINK_FLAGS_MACOS if sys.platform == "darwin" else _LINK_FLAGS
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
+            sources = sorted(SOURCES.glob("*.cpp"))
+            objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+            with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
+                commands = [
+                    [*flags, "-c", str(source), "-o", output] for source, output in zip(sources, objects, strict=True)
+                ]
+                list(workers.map(_run, commands))
+            made = Path(folder) / target.name
+            _run([*compiler.command, *objects, *link, "-o", str(made)])
+            made.chmod(0o755)
+            made.replace(target)
+    except OSError as error:
+        raise BuildError(f"{target.parent}: {error}") from error
+
+
+def _run(command: list[str]) -> None:
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {_SECONDS} seconds") from error
+    if ran.returncode != 0:
+        raise BuildError(f"{shlex.join(command)} failed:\n{ran.stderr.strip()}")
+
+
+def main(arguments: list[str]) -> int:
+    """Build for all instruction sets of this kind of machine, or for this CPU; 0 if all could be made."""
+    this_cpu = arguments[:1] == ["--this-cpu"]
+    folders = arguments[this_cpu:]
+    if len(folders) > 1 or (this_cpu and not folders) or any(argument.startswith("-") for argument in folders):
+        print(__doc__)
+        return 2
+    folder = Path(folders[0]) if folders else PREBUILT
+    compiler = find_compiler()
+    if compiler is None:
+        print("No C++ compiler was found (c++, g++, clang++, or what CXX names).", file=sys.stderr)
+        return 1
+    for name in supported_sets()[:1] if this_cpu else instruction_sets():
+        target = folder / (file_name(name, compiler) if this_cpu else file_name(name))
+        try:
+            if not (this_cpu and target.exists()):
+                build(name, compiler, target)
+        except BuildError as error:
+            print(error, file=sys.stderr)
+            return 1
+        print(target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

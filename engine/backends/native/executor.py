@@ -1,0 +1,394 @@
+"""A stack's program, run by the CPU's library: operations that follow each other are one call.
+
+A small model's step is over before Python has called all of its kernels. So the operations are written down once as
+those of `engine.backends.native.program`. What has no kernel is computed by torch, on the same buffers, between two
+calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.backends import native
+from engine.backends.attention.base import ContentBias, Paged, Ragged, Window
+from engine.backends.native import program as programs
+from engine.backends.native.activations import FUNCTIONS
+from engine.backends.native.arguments import FORMATS
+from engine.backends.native.attention import NativeAttention, describe_bias
+from engine.backends.native.gemm import Packed
+from engine.backends.native.program import MOST_EXPERTS, ExpertsRoom, Pages, PageTensors, Rows
+from engine.backends.native.rotary import LONGEST_HEAD
+from engine.backends.torch import executor as torch_executor
+from engine.backends.torch.executor import Pass, TorchExecutor
+from engine.model import spec
+from engine.model.experts import ExpertsFeedForward
+from engine.model.layers import QkNorm
+from engine.model.norms import LayerNorm, RmsNorm
+from engine.model.positions import Rotary
+from engine.model.program import (
+    Activate,
+    Add,
+    AddAdapters,
+    AllReduce,
+    Attend,
+    Embed,
+    GatherNeighbours,
+    Inputs,
+    MixExperts,
+    Multiply,
+    Normalize,
+    Operation,
+    PrepareHeads,
+    Program,
+    StoreEncoded,
+    Take,
+)
+from engine.model.slots import find_slots
+from engine.model.tables import Tables
+
+logger = logging.getLogger("octavo.model")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What attentions share that can be described to the kernel together.
+
+    Attributes:
+        layer: one of the layers whose pages they read; None where keys lie beside the queries.
+    """
+
+    layer: int | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    window: Window | None
+    cross: bool
+    content: bool
+
+
+def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
+    """Why an operation on rows of a format has no kernel in the library; None if it has one."""
+    if dtype not in FORMATS or not native.available():
+        return f"there are no kernels for {dtype}" if native.available() else "there is no library"
+    match operation:
+        case Normalize(module=RmsNorm() | LayerNorm()) | GatherNeighbours() | Add() | AddAdapters() | AllReduce():
+            return None
+        case Multiply():
+            return None if _packed(operation) is not None else "a matrix is not laid out for kernels of our own"
+        case PrepareHeads() | StoreEncoded():
+            longest = operation.part.head_dim > LONGEST_HEAD
+            return f"a head of {operation.part.head_dim} features has no kernel" if longest else None
+        case Attend():
+            known = isinstance(operation.backend, NativeAttention)
+            return None if known else f"{operation.backend.name} attention has no kernel"
+        case MixExperts():
+            known = all(packed is not None for packed in _experts(operation.module))
+            return None if known else "experts' matrices are not laid out for kernels of our own"
+        case Activate():
+            return None if operation.function in FUNCTIONS else f"{operation.function} has no kernel"
+        case _:
+            return f"{type(operation).__name__} has no kernel"
+
+
+def refusal(program: Program, dtype: torch.dtype) -> str | None:
+    """Why the library serves a program badly or not at all; None if it serves it.
+
+    Matrices and pages are laid out for one or the other, so torch keeps programs in which it computes those.
+    """
+    for operation in program.operations:
+        if isinstance(operation, Multiply | PrepareHeads | StoreEncoded | Attend):
+            reason = unsupported(operation, dtype)
+            if reason is not None:
+                return reason
+    return None
+
+
+class NativeExecutor:
+    """Runs a program that `refusal` does not refuse; weights have been laid out, and stay as they are.
+
+    Args:
+        dtype: of the rows.
+    """
+
+    def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
+        self._program, self._tables, self._dtype = program, tables, dtype
+        self._torch = TorchExecutor(program, tables)
+        self._angles = {part: table.whole(dtype) for part, table in tables.rotary.items()}
+        self.native = programs.Program(dtype)
+        for width in program.widths:
+            self.native.buffer(width)
+        self.native.give(program.stream)
+        # The result is memory of its own: the program's is overwritten by the next step.
+        self.native.give(program.result)
+        self._pages: dict[tuple[int, bool], Pages] = {}  # by layer, with the centre of keys or without
+        self._bound: dict[tuple[int, bool], Tensor] = {}  # the keys of those that the library knows
+        self._calls: list[_Call] = []
+        self._own: dict[tuple[str, int], Rows] = {}
+        self._backend: NativeAttention | None = None
+        first_of_all, *operations = program.operations
+        assert isinstance(first_of_all, Embed | Take)
+        self._first = first_of_all
+        self._stages: list[tuple[int, int] | Operation] = []
+        missing: dict[str, None] = {}
+        for operation in operations:
+            reason = unsupported(operation, dtype)
+            if reason is not None:
+                missing[reason] = None
+                self._stages.append(operation)
+                continue
+            first = len(self.native)
+            self._emit(operation)
+            if self._stages and isinstance(self._stages[-1], tuple):
+                first = self._stages.pop()[0]  # type: ignore[index]
+            if len(self.native) > first:
+                self._stages.append((first, len(self.native)))
+        if missing:
+            logger.info("torch computes a part of these layers: %s", ", ".join(missing))
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """Hidden states [Tp, features].
+
+        Raises:
+            IndexError: a row's pages or a token's slot lie outside the cache, or its angles outside the tables.
+        """
+        if inputs.adapters is not None:
+            return self._torch.run(inputs)  # adapters have no kernel
+        if inputs.caches is not None and inputs.slots is None:
+            found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
+            inputs = replace(inputs, slots=found)
+        self._bind(inputs)
+        stream, result = self._program.stream, self._program.result
+        if isinstance(self._first, Embed):
+            x = self._first.module(inputs.token_ids, inputs.positions, inputs.types).contiguous()
+        else:
+            assert inputs.given is not None
+            x = inputs.given.contiguous()
+        out = x if result.buffer == stream.buffer else torch.empty(len(x), result.width, dtype=x.dtype)
+        calls = [self._describe(call, x, inputs) for call in self._calls]
+        try:
+            self.native.begin(
+                [(stream, x), (result, out)],
+                positions=inputs.rotary_rows.long().contiguous(),
+                slots=inputs.slots,
+                calls=calls,
+                starts=inputs.metadata.query_start,
+            )
+            state = Pass(inputs, self._tables, _Buffers(self.native))
+            for stage in self._stages:
+                if isinstance(stage, tuple):
+                    self.native.run(*stage)
+                else:
+                    torch_executor.execute(stage, state)
+        finally:
+            self.native.end()
+        return out
+
+    def _bind(self, inputs: Inputs) -> None:
+        """Tell the library where pages are, if they have moved."""
+        for key, pages in self._pages.items():
+            layer, centred = key
+            assert inputs.caches is not None
+            cache = inputs.caches[layer]
+            if self._bound.get(key) is not cache.keys:
+                self._bound[key] = cache.keys
+                centre = cache.key_centre if centred else None
+                pages.bind(PageTensors(cache.keys, cache.values, cache.key_scales, cache.value_scales, centre))
+
+    def _describe(self, call: _Call, x: Tensor, inputs: Inputs) -> int:
+        """The address of what attentions of a kind share in this pass."""
+        assert self._backend is not None
+        rows = inputs.metadata
+        kv: Paged | Ragged
+        if call.layer is None:
+            keys = torch.empty((), dtype=x.dtype).expand(inputs.tokens, call.kv_heads, call.head_dim)
+            kv = Ragged(keys, keys, rows.query_start[:-1])
+        else:
+            assert inputs.caches is not None
+            kv = inputs.caches[call.layer]
+            if call.cross:
+                assert inputs.cross is not None
+                kv, rows = replace(kv, block_tables=inputs.cross.block_tables, key_centre=None), inputs.cross.metadata
+        shape = (len(x), call.heads, call.head_dim)
+        return self._backend.describe(
+            shape, x.dtype, kv, rows, causal=call.causal, window=call.window, content=call.content
+        )
+
+    # ---- what the library is told once
+
+    def _emit(self, operation: Operation) -> None:
+        match operation:
+            case Normalize(module, x, out, residual):
+                self._norm(module, x, out, residual=residual)
+            case Multiply(_, x, out):
+                packed = _packed(operation)
+                assert packed is not None
+                self.native.product(packed, x, out)
+            case PrepareHeads():
+                self._prepare_heads(operation)
+            case StoreEncoded(part, kv, layer):
+                self.native.turn(
+                    kv, self._pages_of(layer, False), query_heads=0, kv_heads=part.kv_heads, head_dim=part.head_dim,
+                    angles=None,
+                )  # fmt: skip
+            case Attend():
+                self._attend(operation)
+            case GatherNeighbours(x, out, taps):
+                self.native.gather(x, out, taps)
+            case Activate(function, x, out, gated):
+                self.native.activate(function, x, out, gated=gated)
+            case Add(x, y, out):
+                self.native.add(x, y, out)
+            case MixExperts(module, x, out):
+                self._mix_experts(module, x, out)
+            case AddAdapters() | AllReduce():
+                pass  # nothing to add where no row has an adapter, and on one device
+
+    def _prepare_heads(self, operation: PrepareHeads) -> None:
+        part = operation.part
+        if part.clip is not None:
+            self.native.clip(operation.heads, part.clip)
+        if operation.qk_norm is not None:
+            self._qk_norm(operation.qk_norm, operation, part)
+        rotary = part.position if isinstance(part.position, Rotary) else None
+        if rotary is None and operation.layer is None:
+            return
+        self.native.turn(
+            operation.heads,
+            None if operation.layer is None else self._pages_of(operation.layer, True),
+            query_heads=part.heads,
+            kv_heads=part.kv_heads,
+            head_dim=part.head_dim,
+            angles=None if rotary is None else self._angles[rotary],
+            interleaved=rotary is not None and rotary.interleaved,
+        )
+
+    def _qk_norm(self, norms: QkNorm, operation: PrepareHeads, part: spec.Attention) -> None:
+        assert norms.queries is not None
+        assert norms.keys is not None
+        pieces = (1, 1) if norms.whole else (part.heads, part.kv_heads)
+        self._norm(norms.queries, operation.queries, operation.queries, pieces=pieces[0], meet=False)
+        self._norm(norms.keys, operation.keys, operation.keys, pieces=pieces[1])
+
+    def _attend(self, operation: Attend) -> None:
+        part, layer = operation.part, operation.layer
+        assert isinstance(operation.backend, NativeAttention)
+        self._backend = operation.backend
+        bias = self._tables.bias(operation.module)
+        call = _Call(
+            layer,
+            part.heads,
+            part.kv_heads,
+            part.head_dim,
+            operation.causal,
+            operation.window,
+            operation.is_cross,
+            isinstance(bias, ContentBias),
+        )
+        same = next((i for i, other in enumerate(self._calls) if _alike(other, call)), None)
+        if same is None:
+            same = len(self._calls)
+            self._calls.append(call)
+        kv = operation.kv
+        if kv is None:
+            assert layer is not None
+            pages = self._pages_of(layer, True)
+        self.native.attend(
+            operation.queries,
+            operation.out,
+            pages if kv is None else kv,
+            call=same,
+            scale=part.scale,
+            softcap=part.softcap or 0.0,
+            bias=None if bias is None else describe_bias(bias, self._dtype),
+            centred=not operation.is_cross,
+        )
+
+    def _mix_experts(self, module: ExpertsFeedForward, x: Rows, out: Rows) -> None:
+        part = module.part
+        routed = self._room("routed", part.count)
+        packed = [one for one in _experts(module) if one is not None]
+        router, up, down = packed[0], packed[1 : 1 + part.count], packed[1 + part.count :]
+        self.native.product(router, x, routed)
+        rows = {"rows": x.width, "wide": up[0].outputs, "hidden": down[0].inputs}
+        room = ExpertsRoom(
+            **{name: self._room(f"experts' {name}", part.active * width) for name, width in rows.items()},
+            routes=self._room("routes", 3 * part.active * 4 // self._dtype.itemsize),
+        )
+        self.native.experts(
+            routed,
+            x,
+            out,
+            up=up,
+            down=down,
+            active=part.active,
+            normalize=part.normalize,
+            function=part.expert.activation,
+            gated=module.gated,
+            room=room,
+        )
+
+    def _room(self, name: str, width: int) -> Rows:
+        """Rows that are no others' business."""
+        if (name, width) not in self._own:
+            self._own[name, width] = self.native.buffer(width)
+        return self._own[name, width]
+
+    def _pages_of(self, layer: int, centred: bool) -> Pages:
+        return self._pages.setdefault((layer, centred), Pages())
+
+    def _norm(
+        self,
+        module: torch.nn.Module,
+        x: Rows,
+        out: Rows,
+        *,
+        residual: Rows | None = None,
+        pieces: int = 1,
+        meet: bool = True,
+    ) -> None:
+        how: dict[str, Any]
+        match module:
+            case RmsNorm():
+                how = {"unit_offset": module.unit_offset, "in_float32": module.in_float32}
+            case LayerNorm():
+                how = {"bias": module.bias, "centred": True}
+            case _:
+                raise TypeError(f"{type(module).__name__} has no kernel")
+        how |= {"residual": residual, "pieces": pieces, "meet": meet}
+        self.native.norm(x, out, weight=module.weight, eps=module.eps, **how)
+
+
+class _Buffers:
+    """The library's rows as torch reads and writes them."""
+
+    def __init__(self, program: programs.Program):
+        self._program = program
+
+    def __getitem__(self, rows: Rows) -> Tensor:
+        return self._program.view(rows)
+
+    def __setitem__(self, rows: Rows, value: Tensor) -> None:
+        self._program.view(rows).copy_(value.reshape(len(value), rows.width))
+
+
+def _alike(one: _Call, other: _Call) -> bool:
+    return (one.layer is None) == (other.layer is None) and replace(one, layer=other.layer) == other
+
+
+def _experts(module: ExpertsFeedForward) -> list[Packed | None]:
+    """The router's matrix and those of all experts; None for one that is not laid out, or that nothing can serve."""
+    known = module.activation in FUNCTIONS and module.part.count <= MOST_EXPERTS
+    if not known or module.up.packed is None or module.down.packed is None:
+        return [None]
+    packed = [module.router.packed, *module.up.packed, *module.down.packed]
+    return [None if one is None else one.native for one in packed]
+
+
+def _packed(operation: Multiply) -> Packed | None:
+    return None if operation.linear.packed is None else operation.linear.packed.native

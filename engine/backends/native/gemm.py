@@ -1,0 +1,287 @@
+"""Products with weights that were laid out once, of any number of rows: y = x @ weight.T + bias on a CPU.
+
+Weights are float32, bfloat16, int8 with a scale for each output, or 4 bits with a scale for each GROUP inputs of an
+output. Sums are float32; for int8 and 4 bits the activations are quantised too, and sums are integers first. A row of y
+is the same to the bit whatever other rows there are, and however many threads.
+
+    packed = pack(weight, bias)                        # float32, bfloat16
+    packed = pack_int8(weight, bias)                   # or of what quantise_int8 made, which can be kept on disk
+    y = matmul(packed, x)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.backends.native.loading import Kernel
+from engine.backends.native.memory import Arena
+
+Kind = Literal["float32", "bfloat16", "int8", "int4"]
+
+GROUP = 32
+"""Inputs that share a scale of 4-bit weights."""
+
+_FORMATS = {torch.bfloat16: 0, torch.float32: 1}
+_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8", "int4")
+_PRODUCTS = {kind: Kernel(f"gemm_{kind}", "ppppp i ii ii iii") for kind in _KINDS}
+_LAYOUTS = {kind: Kernel(f"gemm_layout_{kind}", "iip") for kind in _KINDS}
+_PACK: dict[torch.dtype, Kernel] = {
+    torch.float32: Kernel("gemm_pack_float32", "pipii"),
+    torch.bfloat16: Kernel("gemm_pack_bfloat16", "pipii"),
+}
+_PACK_INT8 = Kernel("gemm_pack_int8", "pppii")
+_PACK_INT4 = Kernel("gemm_pack_int4", "pppii")
+_QUANTISE = {
+    (bits, dtype): Kernel(f"gemm_quantise_{bits}_{suffix}", "pi ppii")
+    for bits in ("int8", "int4")
+    for dtype, suffix in _SUFFIXES.items()
+}
+_UNIT = 4  # integers that an instruction multiplies and adds up
+_ALIGNED = 64
+_THREADS = os.cpu_count() or 1
+_weights = Arena()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A weight [outputs, inputs] of few bits, as it may be kept: the same on every machine.
+
+    Attributes:
+        values: int8 [outputs, inputs] from -127 to 127; or, of 4 bits, uint8 [outputs, groups, GROUP / 2] with two
+            `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight.
+        scales: float32 [outputs], or bfloat16 [outputs, groups].
+        inputs: how long a row is.
+    """
+
+    values: Tensor
+    scales: Tensor
+    inputs: int
+
+    def dense(self) -> Tensor:
+        """The weight that this stands for, float32 [outputs, inputs]."""
+        if self.values.dtype == torch.int8:
+            return self.values.float() * self.scales[:, None]
+        return ((self.levels().float() - 8) * self.scales.float()[..., None]).flatten(1)[:, : self.inputs]
+
+    def levels(self) -> Tensor:
+        """Of 4 bits, uint8 [outputs, groups, GROUP] from 0 to 15, which stand for -8 to 7, with 8 past a row's end."""
+        pairs = self.values.view(*self.values.shape[:2], -1, 1, _UNIT)
+        return torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3)
+
+
+def join_levels(levels: Tensor) -> Tensor:
+    """The `Quantised.values` of `Quantised.levels`."""
+    pairs = levels.view(*levels.shape[:2], -1, 2, _UNIT)
+    return (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A weight [outputs, inputs] as the kernels of this machine read it.
+
+    Attributes:
+        data: uint8, in panels (see `src/gemm_*.cpp`).
+        bias: float32 [outputs], which is added before a result is rounded.
+        tile_rows, tile_bytes: rows of activations that are laid out together, and the room they take.
+        panel: outputs of a panel.
+    """
+
+    kind: Kind
+    data: Tensor
+    bias: Tensor | None
+    outputs: int
+    inputs: int
+    tile_rows: int
+    tile_bytes: int
+    panel: int
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
+    """Lay a weight [outputs, inputs] of float32 or bfloat16 out, in its own format.
+
+    Raises:
+        ValueError: it is not such a matrix, or the bias does not go with it.
+    """
+    weight = _matrix(weight)
+    packed = _room("float32" if weight.dtype == torch.float32 else "bfloat16", weight.shape[0], weight.shape[1], bias)
+    _PACK[weight.dtype].call(weight.data_ptr(), weight.stride(0), packed.data.data_ptr(), *weight.shape)
+    return packed
+
+
+def quantise_int8(weight: Tensor) -> Quantised:
+    """Integers of 8 bits and for each output the scale that puts its largest weight at 127.
+
+    Raises:
+        ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
+    """
+    weight = _matrix(weight)
+    made = Quantised(torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0]), weight.shape[1])
+    return _quantised("int8", weight, made)
+
+
+def quantise_int4(weight: Tensor) -> Quantised:
+    """Integers of 4 bits and for each GROUP inputs the scale that, of 9 tried, has the least squared error.
+
+    Raises:
+        ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
+    """
+    weight = _matrix(weight)
+    outputs, groups = weight.shape[0], -(-weight.shape[1] // GROUP)
+    values = torch.empty(outputs, groups, GROUP // 2, dtype=torch.uint8)
+    return _quantised(
+        "int4", weight, Quantised(values, torch.empty(outputs, groups, dtype=torch.bfloat16), weight.shape[1])
+    )
+
+
+def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
+    _QUANTISE[bits, weight.dtype].call(
+        weight.data_ptr(), weight.stride(0), made.values.data_ptr(), made.scales.data_ptr(), *weight.shape
+    )
+    return made
+
+
+def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
+    """Lay a weight out as int8, quantised now or before.
+
+    Raises:
+        ValueError: it is not a matrix that can be quantised, not 8 bits, or the bias does not go with it.
+    """
+    made = weight if isinstance(weight, Quantised) else quantise_int8(weight)
+    outputs = made.values.shape[0]
+    _check(made.values, torch.int8, (outputs, made.inputs))
+    _check(made.scales, torch.float32, (outputs,))
+    packed = _room("int8", outputs, made.inputs, bias)
+    _PACK_INT8.call(
+        made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs
+    )
+    return packed
+
+
+def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
+    """Lay a weight out as 4 bits, quantised now or before.
+
+    Raises:
+        ValueError: it is not a matrix that can be quantised, not 4 bits, or the bias does not go with it.
+    """
+    made = weight if isinstance(weight, Quantised) else quantise_int4(weight)
+    outputs, groups = made.values.shape[0], -(-made.inputs // GROUP)
+    _check(made.values, torch.uint8, (outputs, groups, GROUP // 2))
+    _check(made.scales, torch.bfloat16, (outputs, groups))
+    packed = _room("int4", outputs, made.inputs, bias)
+    _PACK_INT4.call(
+        made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs
+    )
+    return packed
+
+
+def matmul(packed: Packed, x: Tensor, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x [..., inputs] @ weight.T + bias, [..., outputs].
+
+    Args:
+        x: float32 or bfloat16; rows may lie apart. With bfloat16 weights, float32 is rounded to bfloat16 first.
+        out: where the result goes, of two dimensions if its rows lie apart; None makes it.
+        dtype: the result's format if `out` is None; None is x's.
+
+    Raises:
+        ValueError: shapes or formats do not go together.
+    """
+    if x.shape[-1:] != (packed.inputs,) or x.dtype not in _FORMATS or x.device.type != "cpu":
+        raise ValueError(
+            f"a product with {packed.inputs} inputs takes rows of as many float32 or bfloat16 numbers on a CPU, "
+            f"not {list(x.shape)} of {x.dtype} on {x.device}"
+        )
+    if x.dim() != 2 or (x.stride(1) != 1 and packed.inputs != 1):
+        x = x.contiguous()
+    shape = (*x.shape[:-1], packed.outputs)
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype if dtype is None else dtype)
+    if out.shape != shape or out.dtype not in _FORMATS or out.device.type != "cpu" or not _has_rows(out):
+        raise ValueError(
+            f"a result of {list(shape)} in float32 or bfloat16 cannot go to {list(out.shape)} of {out.dtype}, "
+            f"strides {list(out.stride())}"
+        )
+    rows = x.numel() // packed.inputs if packed.inputs else out.numel() // max(packed.outputs, 1)
+    tiles = -(-rows // packed.tile_rows) + _THREADS
+    _PRODUCTS[packed.kind].call(
+        x.data_ptr(),
+        out.data_ptr(),
+        packed.data.data_ptr(),
+        None if packed.bias is None else packed.bias.data_ptr(),
+        _workspace.address(tiles * packed.tile_bytes),
+        tiles,
+        _FORMATS[x.dtype],
+        _FORMATS[out.dtype],
+        x.stride(0) if x.dim() == 2 else packed.inputs,
+        out.stride(0) if out.dim() == 2 else packed.outputs,
+        rows,
+        packed.outputs,
+        packed.inputs,
+    )
+    return out
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The weight that the kernels multiply with, float32 [outputs, inputs]; for tests."""
+    return matmul(packed, torch.eye(packed.inputs), dtype=torch.float32).T.contiguous()
+
+
+class _Workspace(threading.local):
+    """Memory that products of a thread use one after another."""
+
+    _memory: Tensor | None = None
+    _bytes = 0
+    _address = 0
+
+    def address(self, size: int) -> int:
+        """Of at least `size` bytes, aligned; what was handed out before is no longer valid."""
+        if size > self._bytes or self._memory is None:
+            self._memory = torch.empty(size + _ALIGNED, dtype=torch.uint8)
+            self._bytes = size
+            self._address = -(-self._memory.data_ptr() // _ALIGNED) * _ALIGNED
+        return self._address
+
+
+_workspace = _Workspace()
+
+
+def scratch(size: int) -> int:
+    """The address of memory for products of this thread, which they use one after another."""
+    return _workspace.address(size)
+
+
+def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None) -> Packed:
+    if bias is not None:
+        if bias.shape != (outputs,) or bias.device.type != "cpu":
+            raise ValueError(f"a bias for {outputs} outputs cannot be {list(bias.shape)} on {bias.device}")
+        bias = bias.detach().float().contiguous()
+    sizes = (ctypes.c_int64 * 4)()
+    _LAYOUTS[kind].call(outputs, inputs, ctypes.addressof(sizes))
+    size, tile_rows, tile_bytes, panel = sizes
+    return Packed(kind, _weights.take(size), bias, outputs, inputs, tile_rows, tile_bytes, panel)
+
+
+def _has_rows(out: Tensor) -> bool:
+    return out.is_contiguous() or (out.dim() == 2 and (out.stride(1) == 1 or out.shape[1] == 1))
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    weight = weight.detach()
+    if weight.dim() != 2 or weight.dtype not in _FORMATS or weight.device.type != "cpu":
+        raise ValueError(
+            f"a weight is a matrix of float32 or bfloat16 on a CPU, not {list(weight.shape)} of {weight.dtype} on "
+            f"{weight.device}"
+        )
+    return weight if weight.stride(1) == 1 else weight.contiguous()
+
+
+def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(f"expected {list(shape)} of {dtype}, side by side, not {list(tensor.shape)} of {tensor.dtype}")

@@ -1,0 +1,90 @@
+"""RMSNorm and LayerNorm of rows on a CPU, alone or of a sum."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.backends.native.arguments import empty_like, rows_of, same_shape, vector_of
+from engine.backends.native.loading import kernels
+
+_RMS = kernels("rms_norm", "ppp pp iiiii f i")
+_LAYER = kernels("layer_norm", "ppp ppp iiiii f")
+_ROUNDED, _EXACT, _OFFSET = range(3)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool = False, in_float32: bool = False
+) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension of x [..., size] (arXiv:1910.07467).
+
+    Args:
+        x: float32 or bfloat16; rows may lie apart.
+        weight: [size] in x's format; None for ones.
+        unit_offset: multiply by 1 + weight, in float32.
+        in_float32: multiply before the norm is rounded to x's format, not after.
+    """
+    return _rms(x, None, weight, eps, unit_offset, in_float32)[0]
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor | None, eps: float, *, unit_offset: bool = False, in_float32: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + y), x + y), the sum being rounded to their format."""
+    return _rms(x, y, weight, eps, unit_offset, in_float32)
+
+
+def _rms(
+    x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float, unit_offset: bool, in_float32: bool
+) -> tuple[Tensor, Tensor]:
+    rows = rows_of(x)
+    y = None if y is None else same_shape(y, x)
+    total = x if y is None else empty_like(x)
+    out = empty_like(x)
+    _RMS[x.dtype].call(
+        rows.address,
+        None if y is None else y.data_ptr(),
+        total.data_ptr(),
+        vector_of(weight, rows.size, x.dtype),
+        out.data_ptr(),
+        *rows[2:],
+        eps,
+        _OFFSET if unit_offset else _EXACT if in_float32 else _ROUNDED,
+    )
+    return out, total
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension of x [..., size] (arXiv:1607.06450).
+
+    Args:
+        x: float32 or bfloat16; rows may lie apart.
+        weight, bias: [size] in x's format; None for ones, for zeros.
+    """
+    return _layer(x, None, weight, bias, eps)[0]
+
+
+def add_layer_norm(
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + y), x + y), the sum being rounded to their format."""
+    return _layer(x, y, weight, bias, eps)
+
+
+def _layer(
+    x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    rows = rows_of(x)
+    y = None if y is None else same_shape(y, x)
+    total = x if y is None else empty_like(x)
+    out = empty_like(x)
+    _LAYER[x.dtype].call(
+        rows.address,
+        None if y is None else y.data_ptr(),
+        total.data_ptr(),
+        vector_of(weight, rows.size, x.dtype),
+        vector_of(bias, rows.size, x.dtype),
+        out.data_ptr(),
+        *rows[2:],
+        eps,
+    )
+    return out, total

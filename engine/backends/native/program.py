@@ -1,0 +1,489 @@
+"""A stack of layers as a list of operations that the library runs in one call, see `src/program.h`.
+
+Rows of activations lie in buffers, one row for each token. Buffers belong to the program and grow with the largest
+step; the caller hands in the first one, and says which one the result goes to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.backends.native.activations import FUNCTIONS
+from engine.backends.native.arguments import FORMATS, vector_of
+from engine.backends.native.gemm import Packed, scratch
+from engine.backends.native.loading import kernels
+from engine.backends.native.rotary import LONGEST_HEAD, PAGES
+from engine.backends.native.structures import structure
+
+_RUN = kernels("program", "ppi")
+_NORM, _PRODUCT, _TURN, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER = range(9)
+_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_ROUNDED, _EXACT, _OFFSET = range(3)
+_THREADS = os.cpu_count() or 1
+_OUTSIDE = (
+    "",
+    "a row's keys lie outside the pages that there are",
+    "a token's slot lies outside the pages that there are",
+    "a token's position lies outside the table of angles",
+)
+
+
+_Place = structure("Place", "int buffer offset stride")
+_Operation = structure("Operation", "int kind | pointer what | int meet")
+_Step = structure(
+    "Step",
+    "pointer buffers | int tokens stored | pointer positions slots calls starts | int rows | pointer workspace |"
+    "int spare | pointer times | int outside",
+)
+_Norm = structure(
+    "NormWhat", "Place x residual sum out | pointer weight bias | double eps | int centred rounding inner size"
+)
+_Product = structure("ProductWhat", "Place x y | pointer weight bias | int kind tile_rows outputs inputs")
+_Pages = structure("Pages", "pointer keys values key_scales value_scales centre | int format slots")
+_Turn = structure(
+    "TurnWhat",
+    "Place heads | pointer cosines sines | int length query_heads kv_heads head_dim dim interleaved in_float32 |"
+    "pointer pages",
+)
+_Attend = structure(
+    "AttendWhat",
+    "Place q k v out | pointer pages bias distance_keys distance_queries distance_columns |"
+    "int call centred bias_kind bias_columns bias_zero distances | double scale softcap",
+)
+_Activate = structure("ActivateWhat", "Place x out | int width gated function")
+_Experts = structure(
+    "ExpertsWhat",
+    "Place routed x rows wide hidden routes out | pointer up down starts | int kind up_tile_rows"
+    " down_tile_rows count active normalize function gated size width",
+)
+_Gather = structure("GatherWhat", "Place x out | int width taps")
+_Add = structure("AddWhat", "Place x y out | int width")
+_Clip = structure("ClipWhat", "Place x | int width | double limit")
+
+
+class Rows(NamedTuple):
+    """Part of a buffer: of each token `width` features from `offset` on, in rows of `stride`."""
+
+    buffer: int
+    offset: int
+    width: int
+    stride: int
+
+    def part(self, offset: int, width: int) -> Rows:
+        """Some of the features."""
+        return Rows(self.buffer, self.offset + offset, width, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class PageTensors:
+    """A layer's pages as they are written and read: [num_blocks, block_size, kv_heads, head_dim] and what belongs to
+    them (`engine.backends.attention.base.Paged`)."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+    key_centre: Tensor | None = None
+
+
+class Pages:
+    """Where a layer's pages are, told to the program before its first step, and again when they have moved."""
+
+    def __init__(self) -> None:
+        self._structure: Any = _Pages()
+        self._tensors: PageTensors | None = None
+        self.address = ctypes.addressof(self._structure)
+
+    def bind(self, tensors: PageTensors) -> None:
+        """Use these tensors from now on.
+
+        Raises:
+            ValueError: they have gaps, or a format that pages cannot have.
+        """
+        every = (tensors.keys, tensors.values, tensors.key_scales, tensors.value_scales, tensors.key_centre)
+        if tensors.keys.dtype not in PAGES or any(t is not None and not t.is_contiguous() for t in every):
+            raise ValueError(f"pages of {tensors.keys.dtype} and what belongs to them must lie side by side")
+        self._tensors = tensors
+        for name, tensor in zip(("keys", "values", "key_scales", "value_scales", "centre"), every, strict=True):
+            setattr(self._structure, name, None if tensor is None else tensor.data_ptr())
+        self._structure.format = PAGES[tensors.keys.dtype]
+        self._structure.slots = tensors.keys.shape[0] * tensors.keys.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class AddedBias:
+    """A bias of scores as attention's kernel reads it.
+
+    Attributes:
+        fields: those of `Attention` in `src/attention.h` that say what it is.
+        kept: the tensors that they point at.
+    """
+
+    fields: Mapping[str, int | None]
+    kept: tuple[Tensor, ...]
+
+
+class ExpertsRoom(NamedTuple):
+    """Rows of each token for each of its experts: `active` times the features of one."""
+
+    rows: Rows
+    wide: Rows
+    hidden: Rows
+    routes: Rows
+
+
+MOST_EXPERTS = 1024
+
+
+class Program:
+    """Operations on rows of one format, in the order in which they were added.
+
+    Args:
+        dtype: float32 or bfloat16.
+    """
+
+    CAPACITY: ClassVar[int] = 32
+    """Fewest tokens that buffers have room for."""
+
+    def __init__(self, dtype: torch.dtype):
+        if dtype not in FORMATS:
+            raise ValueError(f"a program's rows are float32 or bfloat16, not {dtype}")
+        self.dtype = dtype
+        self._widths: list[int] = []
+        self._buffers: list[Tensor | None] = []
+        self._given: set[int] = set()
+        self._capacity = 0
+        self._operations: list[tuple[int, ctypes.Structure, bool]] = []
+        self._kept: list[object] = []
+        self._tiles: set[tuple[int, int]] = set()
+        self._list: ctypes.Array[ctypes.Structure] | None = None
+        self._pointers = (ctypes.c_void_p * 0)()
+        self.watch: Callable[[list[tuple[str, int, int]]], None] | None = None
+        """Told after each step each operation's name, and how many nanoseconds the first thread worked and waited."""
+        self._step: Any = _Step(spare=_THREADS)
+        self._in_use: tuple[object, ...] = ()
+        self._times: list[tuple[str, int, int]] = []
+
+    # ---- making it
+
+    def buffer(self, width: int) -> Rows:
+        """A row of `width` features for each token."""
+        self._widths.append(width)
+        self._buffers.append(None)
+        self._list = None
+        return Rows(len(self._widths) - 1, 0, width, width)
+
+    def give(self, rows: Rows) -> None:
+        """The memory of this buffer is an argument of the program."""
+        self._given.add(rows.buffer)
+
+    def norm(
+        self,
+        x: Rows,
+        out: Rows,
+        *,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        eps: float,
+        centred: bool = False,
+        unit_offset: bool = False,
+        in_float32: bool = False,
+        residual: Rows | None = None,
+        pieces: int = 1,
+        meet: bool = True,
+    ) -> None:
+        """out = norm of x, or of x + residual, which then becomes x.
+
+        Args:
+            centred: LayerNorm, else RMSNorm; other arguments as in `engine.backends.native.norms`.
+            pieces: a row is so many pieces, each normed for itself.
+            meet: what comes next reads what this writes.
+        """
+        size = x.width // pieces
+        self._add(
+            _NORM,
+            _Norm(
+                x=_place(x), residual=_place(residual), sum=_place(x), out=_place(out),
+                weight=vector_of(weight, size, self.dtype), bias=vector_of(bias, size, self.dtype), eps=eps,
+                centred=centred, rounding=_OFFSET if unit_offset else _EXACT if in_float32 else _ROUNDED,
+                inner=pieces, size=size,
+            ),
+            weight, bias, meet=meet,
+        )  # fmt: skip
+
+    def product(self, packed: Packed, x: Rows, y: Rows, *, meet: bool = True) -> None:
+        """y = x @ weight.T + bias."""
+        if (x.width, y.width) != (packed.inputs, packed.outputs):
+            raise ValueError(f"rows of {x.width} and {y.width} do not go with {packed.inputs} to {packed.outputs}")
+        self._tiles.add((packed.tile_rows, packed.tile_bytes))
+        self._add(
+            _PRODUCT,
+            _Product(
+                x=_place(x), y=_place(y), weight=packed.data.data_ptr(),
+                bias=None if packed.bias is None else packed.bias.data_ptr(), kind=_KINDS[packed.kind],
+                tile_rows=packed.tile_rows, outputs=packed.outputs, inputs=packed.inputs,
+            ),
+            packed, meet=meet,
+        )  # fmt: skip
+
+    def turn(
+        self,
+        heads: Rows,
+        pages: Pages | None,
+        *,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        angles: tuple[Tensor, Tensor] | None,
+        interleaved: bool = False,
+    ) -> None:
+        """Turn queries where they lie, and store keys, turned, and values in pages; without pages keys are turned where
+        they lie, too.
+
+        Args:
+            heads: of each token queries, keys, values.
+            angles: cosines [length, head_dim] and sines [length, dim / 2] of positions, in the format in which heads
+                are turned: float32, or the program's.
+        """
+        if head_dim > LONGEST_HEAD:
+            raise ValueError(f"a head has {LONGEST_HEAD} features at most, not {head_dim}")
+        cosines, sines = angles or (None, None)
+        if cosines is not None and sines is not None:
+            assert cosines.is_contiguous()
+            assert sines.is_contiguous()
+            assert cosines.dtype == sines.dtype
+            assert cosines.dtype in (torch.float32, self.dtype)
+        self._add(
+            _TURN,
+            _Turn(
+                heads=_place(heads), cosines=None if cosines is None else cosines.data_ptr(),
+                sines=None if sines is None else sines.data_ptr(), length=0 if cosines is None else len(cosines),
+                query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim,
+                dim=0 if sines is None else 2 * sines.shape[1], interleaved=interleaved,
+                in_float32=cosines is not None and cosines.dtype == torch.float32,
+                pages=None if pages is None else pages.address,
+            ),
+            cosines, sines, pages,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: Rows,
+        out: Rows,
+        kv: Pages | tuple[Rows, Rows],
+        *,
+        call: int,
+        scale: float,
+        softcap: float = 0.0,
+        bias: AddedBias | None = None,
+        centred: bool = True,
+    ) -> None:
+        """Attention of queries to keys and values, which are in pages or lie beside them.
+
+        Args:
+            call: which of a step's calls describes the batch.
+            centred: the pages' key centre belongs to these keys.
+        """
+        pages = kv if isinstance(kv, Pages) else None
+        keys, values = (None, None) if isinstance(kv, Pages) else kv
+        self._add(
+            _ATTEND,
+            _Attend(
+                q=_place(q), k=_place(keys), v=_place(values), out=_place(out),
+                pages=None if pages is None else pages.address, call=call, scale=scale, softcap=softcap,
+                centred=centred, **({} if bias is None else bias.fields),
+            ),
+            pages, bias,
+        )  # fmt: skip
+
+    def activate(self, function: str, x: Rows, out: Rows, *, gated: bool) -> None:
+        """out = function(x), or function(a) * b of x = [a | b]."""
+        what = _Activate(x=_place(x), out=_place(out), width=out.width, gated=gated, function=FUNCTIONS[function])
+        self._add(_ACTIVATE, what)
+
+    def experts(
+        self,
+        routed: Rows,
+        x: Rows,
+        out: Rows,
+        *,
+        up: Sequence[Packed],
+        down: Sequence[Packed],
+        active: int,
+        normalize: bool,
+        function: str,
+        gated: bool,
+        room: ExpertsRoom,
+    ) -> None:
+        """out = what each token's likeliest experts make of x.
+
+        Args:
+            routed: of each token the router's numbers, one for each expert.
+            up, down: the matrices of each expert.
+            active: experts of a token.
+            normalize: the weights of a token's experts are made to sum to 1.
+            function, gated: between the matrices.
+            room: where rows go in between; layers of one shape share it.
+        """
+        if len(up) != routed.width or len(up) != len(down) or len(up) > MOST_EXPERTS:
+            raise ValueError(f"{len(up)} and {len(down)} experts do not go with {routed.width} numbers of a router")
+        addresses = [(ctypes.c_void_p * len(up))(*(one.data.data_ptr() for one in which)) for which in (up, down)]
+        starts = (ctypes.c_int64 * (len(up) + 1))()
+        for packed in (up[0], down[0]):
+            self._tiles.add((packed.tile_rows, packed.tile_bytes))
+        self._add(
+            _EXPERTS,
+            _Experts(
+                routed=_place(routed), x=_place(x), rows=_place(room.rows), wide=_place(room.wide),
+                hidden=_place(room.hidden), routes=_place(room.routes),
+                out=_place(out), up=ctypes.addressof(addresses[0]), down=ctypes.addressof(addresses[1]),
+                starts=ctypes.addressof(starts), kind=_KINDS[up[0].kind], up_tile_rows=up[0].tile_rows,
+                down_tile_rows=down[0].tile_rows, count=len(up), active=active, normalize=normalize,
+                function=FUNCTIONS[function], gated=gated, size=x.width, width=down[0].inputs,
+            ),
+            *up, *down, *addresses, starts,
+        )  # fmt: skip
+
+    def gather(self, x: Rows, out: Rows, taps: int) -> None:
+        """out = the `taps` tokens around each, side by side; zeros where a token's row has none."""
+        self._add(_GATHER, _Gather(x=_place(x), out=_place(out), width=x.width, taps=taps))
+
+    def add(self, x: Rows, y: Rows, out: Rows) -> None:
+        """out = x + y."""
+        self._add(_ADD, _Add(x=_place(x), y=_place(y), out=_place(out), width=out.width))
+
+    def clip(self, x: Rows, limit: float) -> None:
+        """Limit x to [-limit, limit]."""
+        self._add(_CLIP, _Clip(x=_place(x), width=x.width, limit=limit))
+
+    def _add(self, kind: int, what: ctypes.Structure, *kept: object, meet: bool = True) -> None:
+        self._operations.append((kind, what, meet))
+        self._kept.extend(kept)
+        self._list = None
+
+    # ---- running it
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def begin(
+        self,
+        given: Sequence[tuple[Rows, Tensor]],
+        *,
+        positions: Tensor,
+        slots: Tensor | None,
+        calls: Sequence[int],
+        starts: Tensor,
+    ) -> None:
+        """Make ready for a step.
+
+        Args:
+            given: memory [T, width] of the buffers that are handed in.
+            positions: [T] int64.
+            slots: [S] int64: keys and values of the first S tokens go to pages; None where there are no pages.
+            calls: addresses of what `attend` names, in order.
+            starts: [rows + 1] int32 first token of each row, and the end of the last.
+        """
+        tokens = len(positions)
+        self._reserve(tokens)
+        for rows, memory in given:
+            assert memory.shape == (tokens, rows.stride)
+            assert memory.is_contiguous()
+            assert memory.dtype == self.dtype
+            self._pointers[rows.buffer] = memory.data_ptr()
+            self._buffers[rows.buffer] = memory.view(-1)
+        assert positions.dtype == torch.int64
+        assert positions.is_contiguous()
+        step = self._step
+        step.tokens, step.stored, step.slots = tokens, 0, None
+        if slots is not None:
+            assert slots.dtype == torch.int64
+            assert slots.is_contiguous()
+            step.stored, step.slots = len(slots), slots.data_ptr()
+        step.positions = positions.data_ptr()
+        addresses = (ctypes.c_void_p * len(calls))(*calls)
+        step.calls = ctypes.addressof(addresses)
+        starts = starts.contiguous()
+        assert starts.dtype == torch.int32
+        step.starts, step.rows = starts.data_ptr(), len(starts) - 1
+        self._in_use = (positions, slots, addresses, starts)
+        self._times.clear()
+
+    def run(self, first: int, last: int) -> None:
+        """Run the operations [first, last) of the step.
+
+        Raises:
+            IndexError: a position has no angles, or a slot or a row's page is none of those that there are. Nothing
+                was written for the first two.
+        """
+        assert self._list is not None
+        step, count = self._step, last - first
+        times = (ctypes.c_int64 * (2 * count))() if self.watch is not None else None
+        step.times = None if times is None else ctypes.addressof(times)
+        step.outside = 0
+        step.workspace = scratch(self._workspace(step.tokens))  # which may have moved since the operations before
+        _RUN[self.dtype].call(
+            ctypes.addressof(step), ctypes.addressof(self._list) + first * ctypes.sizeof(_Operation), count
+        )
+        if step.outside:
+            raise IndexError(_OUTSIDE[step.outside])
+        if times is not None:
+            named = (_named(kind, what) for kind, what, _ in self._operations[first:last])
+            self._times += [(name, times[2 * i], times[2 * i + 1]) for i, name in enumerate(named)]
+
+    def end(self) -> None:
+        """The step is over: what was handed in is given up."""
+        self._in_use = ()
+        for number in self._given:
+            self._buffers[number] = None
+        if self.watch is not None:
+            self.watch(self._times)
+            self._times = []
+
+    def view(self, rows: Rows) -> Tensor:
+        """[T, width] of a step's rows, where they lie."""
+        memory, tokens = self._buffers[rows.buffer], self._step.tokens
+        assert memory is not None
+        whole = memory[: tokens * rows.stride].view(tokens, rows.stride)
+        return whole[:, rows.offset : rows.offset + rows.width]
+
+    def _reserve(self, tokens: int) -> None:
+        """Makes the list, and room for so many tokens."""
+        if self._list is None:
+            self._list = (_Operation * len(self._operations))(
+                *(_Operation(kind, ctypes.addressof(what), meet) for kind, what, meet in self._operations)
+            )
+            self._pointers = (ctypes.c_void_p * len(self._widths))()
+            self._step.buffers = ctypes.addressof(self._pointers)
+            self._capacity = 0
+        if self._capacity and tokens <= self._capacity:
+            return
+        self._capacity, wanted = 0, max(tokens, self.CAPACITY)  # 0 while there may not be enough memory
+        for number, width in enumerate(self._widths):
+            if number not in self._given:
+                memory = self._buffers[number] = torch.empty(wanted * width, dtype=self.dtype)
+                self._pointers[number] = memory.data_ptr()
+        self._capacity = wanted
+
+    def _workspace(self, tokens: int) -> int:
+        """Bytes that the products of a step need."""
+        return max(((-(-tokens // rows) + _THREADS) * size for rows, size in self._tiles), default=0)
+
+
+def _named(kind: int, what: Any) -> str:
+    if kind == _PRODUCT:
+        return f"product {what.inputs} to {what.outputs}"
+    return ("norm", "product", "rotation and pages", "attention", "activation", "sum", "clip", "experts", "gather")[
+        kind
+    ]
+
+
+def _place(rows: Rows | None) -> ctypes.Structure:
+    return _Place(-1, 0, 0) if rows is None else _Place(rows.buffer, rows.offset, rows.stride)

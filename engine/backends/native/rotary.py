@@ -1,0 +1,139 @@
+"""Rotary positions (arXiv:2104.09864) and the way of new keys and values into pages, in one walk over the tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.backends.attention.base import Paged
+from engine.backends.native.loading import Kernel
+
+_SIGNATURE = "pppp p pp pp p iiiiii ii i ii"
+_TURN = {
+    (torch.float32, torch.float32): Kernel("turn_f32", _SIGNATURE),
+    (torch.bfloat16, torch.bfloat16): Kernel("turn_bf16", _SIGNATURE),
+    (torch.bfloat16, torch.float32): Kernel("turn_bf16_exact", _SIGNATURE),
+}
+# The numbers are those of src/pages.h.
+PAGES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+_NOWHERE = (None,) * 6
+LONGEST_HEAD = 1024
+
+
+class Rotation(NamedTuple):
+    """How far each token is turned.
+
+    Attributes:
+        cos: [T, 1, head_dim]; its format is the one that rotation happens in.
+        sin: [T, 1, dim / 2] in the same format.
+        interleaved: features 2i and 2i + 1 are turned together, not i and dim / 2 + i.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+def rotate_(heads: Tensor, rotation: Rotation) -> None:
+    """Turn heads [T, n, head_dim] where they lie."""
+    _call(heads, None, rotation, _NOWHERE, 0, heads.shape[1], 0, -1, False)
+
+
+def rotate_and_store(turning: Tensor, values: Tensor, rotation: Rotation | None, cache: Paged, slots: Tensor) -> None:
+    """Turn queries where they lie, and store keys, turned, and values in pages, as `Paged.write` would.
+
+    Args:
+        turning: [T, heads + kv_heads, head_dim], queries first; the keys stay as they were.
+        values: [T, kv_heads, head_dim].
+        rotation: None where nothing turns.
+        slots: [S] int64, S <= T: where the first S tokens go.
+    """
+    pages = cache.keys
+    _, _, kv_heads, head_dim = pages.shape
+    tokens, heads, _ = turning.shape
+    stored = slots.shape[0]
+    if values.shape != (tokens, kv_heads, head_dim) or heads < kv_heads or stored > tokens:
+        raise ValueError(f"{_said(turning)}, {_said(values)} and {stored} slots do not go with {_said(pages)}")
+    if turning.dtype != values.dtype:
+        raise ValueError(f"{_said(turning)} and {_said(values)} have different formats")
+    if slots.dtype != torch.int64 or not slots.is_contiguous():
+        raise ValueError(f"slots are int64, side by side, not {_said(slots)}")
+    if (cache.key_scales is None or cache.value_scales is None) != (pages.dtype != torch.int8):
+        raise ValueError(f"scales belong to pages of int8, not of {pages.dtype}")
+    addresses = (
+        slots.data_ptr(),
+        _whole(pages),
+        _whole(cache.values),
+        _whole(cache.key_scales),
+        _whole(cache.value_scales),
+        _whole(cache.key_centre),
+    )
+    kind = PAGES[pages.dtype]
+    _call(turning, values, rotation, addresses, stored, heads - kv_heads, kv_heads, kind, pages.dtype == values.dtype)
+
+
+def _whole(tensor: Tensor | None) -> int | None:
+    """Where a tensor is that has no gaps; None for none."""
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():
+        raise ValueError(f"{_said(tensor)} must lie side by side")
+    return tensor.data_ptr()
+
+
+def _call(
+    turning: Tensor,
+    values: Tensor | None,
+    rotation: Rotation | None,
+    addresses: tuple[int | None, ...],
+    stored: int,
+    heads: int,
+    kv_heads: int,
+    pages: int,
+    same: bool,
+) -> None:
+    tokens, _, head_dim = turning.shape
+    if head_dim > LONGEST_HEAD:
+        raise ValueError(f"a head has {LONGEST_HEAD} features at most, not {head_dim}")
+    dim, cos, sin, interleaved, kind = 0, None, None, False, turning.dtype
+    if rotation is not None:
+        angles, sines, interleaved = rotation
+        dim, kind = 2 * sines.shape[2], angles.dtype
+        if angles.shape != (tokens, 1, head_dim) or sines.shape[0] != tokens or dim > head_dim or sines.dtype != kind:
+            raise ValueError(f"{_said(angles)} and {_said(sines)} do not turn {_said(turning)}")
+        cos, sin = _whole(angles), _whole(sines)
+    kernel = _TURN.get((turning.dtype, kind))
+    if kernel is None:
+        raise ValueError(f"heads of {turning.dtype} are not turned in {kind}")
+    kernel.call(
+        turning.data_ptr(),
+        None if values is None else values.data_ptr(),
+        cos,
+        sin,
+        *addresses,
+        tokens,
+        stored,
+        heads,
+        kv_heads,
+        head_dim,
+        dim,
+        _token_stride(turning),
+        0 if values is None else _token_stride(values),
+        interleaved,
+        pages,
+        same,
+    )
+
+
+def _token_stride(heads: Tensor) -> int:
+    """Numbers from one token to the next of heads [T, n, head_dim] that lie side by side in each token."""
+    stride, between, within = heads.stride()
+    if within != 1 or (between != heads.shape[2] and heads.shape[1] > 1) or not heads.is_cpu:
+        raise ValueError(f"the heads of a token must lie side by side on a CPU, not as in {_said(heads)}")
+    return stride
+
+
+def _said(x: Tensor) -> str:
+    return f"{list(x.shape)} of {x.dtype}"

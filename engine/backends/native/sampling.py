@@ -1,0 +1,246 @@
+"""What sampling asks of rows of logits on a CPU, without sorting or copying them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backends.native.loading import Kernel
+from engine.backends.native.structures import structure
+from engine.interface.sampling_table import EDIT, TABLE, EditList, Masks, Table, mask_words
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Bool = NDArray[np.bool_]
+
+_ROWS = "piiip"
+_SUMMARY = Kernel("logits_summary", f"{_ROWS} pppp p")
+_BEST = Kernel("logits_best", f"{_ROWS} pp pp ii p pp pi")
+_RANKS = Kernel("logits_ranks", f"{_ROWS} pp ii p")
+_DRAW = Kernel("logits_draw", f"{_ROWS} pi pi pi pp ppp i")
+_EDIT = Kernel("logits_edit", f"{_ROWS} pp p")
+_MASK = Kernel("logits_mask", "pii pi pi")
+_RESTORE = Kernel("logits_restore", f"{_ROWS} p")
+# The numbers are those of src/sampling.h.
+_CHUNK, _PIECE = 64, 4096
+
+
+_Edits = structure("Edits", "pointer start edits repetition frequency presence apart counts columns values before keys")
+
+
+class _Laid:
+    """Edits as the kernels take them, and what they make of them.
+
+    Attributes:
+        start: [N + 1] where in `columns` and `values` those of each row begin.
+        counts: [N] how many a row has.
+    """
+
+    def __init__(self, edits: EditList, table: Table, apart: Bool):
+        rows, total = len(table), len(edits)
+        self.start = np.searchsorted(edits["row"], np.arange(rows + 1, dtype=np.int32))
+        penalties = [np.ascontiguousarray(table[f"{name}_penalty"]) for name in ("repetition", "frequency", "presence")]
+        self._kept = (edits, *penalties, apart)
+        made = torch.empty((3, total), dtype=torch.float32)
+        keys, counts = torch.empty(2 * total, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+        first = made.data_ptr()
+        call = self._call = _Edits(
+            _address(self.start, np.int64),
+            _address(edits, EDIT),
+            *(_address(values, np.float32) for values in penalties),
+            _address(apart, np.bool_),
+            counts.data_ptr(),
+            first + 4 * total,
+            first,
+            first + 8 * total,
+            keys.data_ptr(),
+        )
+        self.address = ctypes.addressof(call)
+        numbers_made: Float32 = made.numpy()
+        self.values, self.columns = numbers_made[0], numbers_made[1].view(np.int32)
+        self.counts: Int64 = counts.numpy()
+        self._memory = (made, keys, counts)
+
+
+class LogitRows:
+    """Rows of logits that have been walked over once.
+
+    Args:
+        logits: float32 [N, vocabulary] on a CPU; kept, and changed while edits last.
+
+    Attributes:
+        values: [N, vocabulary] the logits, in the same memory where that is possible.
+        peak: [N] the largest logit of each row; 0 where `log_sum` is NaN.
+        place: [N] the first token that has it; 0 there.
+        log_sum: [N] log of the sum of exp(logit - peak); NaN for a row that has NaN or inf, or nothing but -inf.
+
+    Raises:
+        ValueError: they are something else.
+    """
+
+    def __init__(self, logits: Tensor):
+        if logits.dtype != torch.float32 or not logits.is_cpu or logits.dim() != 2 or not logits.shape[1]:
+            raise ValueError(f"rows of float32 on a CPU, not {list(logits.shape)} of {logits.dtype} on {logits.device}")
+        if logits.stride(1) != 1 or (logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]):
+            logits = logits.contiguous()
+        rows, columns = logits.shape
+        self.values: Float32 = logits.numpy()
+        self._tops = torch.empty((rows, -(-columns // _CHUNK)), dtype=torch.float32)
+        self._rows = (logits.data_ptr(), rows, columns, logits.stride(0), self._tops.data_ptr())
+        found = torch.empty((3, rows), dtype=torch.float32)
+        peak = found.data_ptr()
+        self._log_probability = (peak, peak + 4 * rows)
+        pieces = rows * -(-columns // _PIECE)
+        room = torch.empty(3 * pieces, dtype=torch.float32)  # sums in float64 first, then the maxima
+        sums = room.data_ptr()
+        _SUMMARY.call(*self._rows, *self._log_probability, peak + 8 * rows, sums + 8 * pieces, sums)
+        self._found: Float32 = found.numpy()
+        self.peak, self.log_sum = self._found[0], self._found[1]
+        self.place: Int32 = self._found[2].view(np.int32)
+        self._edits: _Laid | None = None
+
+    def __len__(self) -> int:
+        return self._rows[1]
+
+    @property
+    def vocabulary(self) -> int:
+        return self._rows[2]
+
+    def logprobs(self, tokens: Int32) -> Float32:
+        """Log-probabilities of tokens [N, C] as the rows are now; NaN where `log_sum` is."""
+        logits: Float32 = self.values[np.arange(len(self))[:, None], tokens]
+        found: Float32 = (logits - self.peak[:, None]) - self.log_sum[:, None]
+        return found
+
+    def best(self, rows: Int32, counts: Int32, width: int) -> tuple[Int32, Float32]:
+        """The `counts` most probable tokens of rows, best first, the lowest of equal ones first.
+
+        Args:
+            rows, counts: [M] int32.
+            width: columns of the result, at least the largest count (or the vocabulary, if that is less).
+
+        Returns:
+            Tokens and log-probabilities [M, width]: NaN for a row whose `log_sum` is, -inf beyond its count.
+        """
+        columns = torch.empty((len(rows), width), dtype=torch.int32)
+        scores = torch.empty((len(rows), width), dtype=torch.float32)
+        if len(rows) and width:
+            threads = torch.get_num_threads()
+            keys = torch.empty(2 * threads * self.vocabulary, dtype=torch.int64)
+            _BEST.call(
+                *self._rows,
+                *self._log_probability,
+                _address(rows, np.int32),
+                _address(counts, np.int32),
+                len(rows),
+                width,
+                None if self._edits is None else self._edits.address,
+                columns.data_ptr(),
+                scores.data_ptr(),
+                keys.data_ptr(),
+                threads,
+            )
+        return columns.numpy(), scores.numpy()
+
+    def ranks(self, rows: Int32, tokens: Int32) -> Int32:
+        """How many logits of rows [M] are larger than those of tokens [M, C], and one: [M, C]."""
+        tokens = np.ascontiguousarray(tokens, dtype=np.int32)
+        found = torch.empty(tokens.shape, dtype=torch.int32)
+        _RANKS.call(*self._rows, _address(rows, np.int32), _address(tokens, np.int32), *tokens.shape, found.data_ptr())
+        return found.numpy()
+
+    def draw(self, rows: Int32, table: Table, uniforms: Float64) -> tuple[Int32, Int32]:
+        """Tokens drawn from rows [M] after temperature, top-k, top-p and min-p, as `transformers` has them.
+
+        A draw is where running sums of the weights in vocabulary order, in float64, pass its uniform number's share
+        of the whole. Logits that are equal to the last that a filter keeps stay, too.
+
+        Args:
+            rows: int32.
+            table: [M] how, for each of them; temperatures above 0.
+            uniforms: [M, largest number of draws or more] float64 in [0, 1).
+
+        Returns:
+            Tokens [M, C], 0 beyond a row's number of draws and where no token is possible; and whether all tokens had
+            to be asked for a row's top-p [M], because it is not among the few most probable ones.
+        """
+        most = uniforms.shape[1]
+        tokens = torch.empty((len(rows), most), dtype=torch.int32)
+        wide = torch.empty(len(rows), dtype=torch.int32)
+        threads = torch.get_num_threads()
+        sums = torch.empty(threads * self._tops.shape[1], dtype=torch.float64)
+        keys = torch.empty(2 * threads * self.vocabulary, dtype=torch.int64)
+        weights = torch.empty(threads * self.vocabulary, dtype=torch.float32)
+        _DRAW.call(
+            *self._rows,
+            _address(rows, np.int32),
+            len(rows),
+            _address(table, TABLE),
+            TABLE.itemsize,
+            _address(uniforms, np.float64),
+            most,
+            tokens.data_ptr(),
+            wide.data_ptr(),
+            sums.data_ptr(),
+            keys.data_ptr(),
+            weights.data_ptr(),
+            threads,
+        )
+        return tokens.numpy(), wide.numpy()
+
+    @contextlib.contextmanager
+    def edited(self, edits: EditList, table: Table, apart: Bool) -> Iterator[None]:
+        """Writes edits [E] into the rows for a while, with the penalties of a table [N]; forced tokens are left to the
+        caller. `best` and `draw` see them; `peak`, `place` and `log_sum` stay.
+
+        In rows that are `apart` [N] edits begin with log-probabilities; tokens with edits are -inf there for all but
+        `best`, which knows what became of their log-probabilities; `put` has them, too.
+        """
+        laid = _Laid(edits, table, apart)
+        _EDIT.call(*self._rows, *self._log_probability, laid.address)
+        self._edits = laid
+        try:
+            yield
+        finally:
+            self._edits = None
+            _RESTORE.call(*self._rows, laid.address)
+
+    def put(self, row: int, logprobs: Float32) -> None:
+        """Write the edits of a row that is `apart` into its log-probabilities [vocabulary]."""
+        if self._edits is not None:
+            first = int(self._edits.start[row])
+            made = slice(first, first + int(self._edits.counts[row]))
+            logprobs[self._edits.columns[made]] = self._edits.values[made]
+
+
+def mask(logits: Float32, rows: Int32, masks: Masks) -> None:
+    """Make tokens impossible in rows [M] of logits [N, vocabulary], side by side: those whose bits in masks [M, words]
+    are 0 (`engine.interface.sampling_table.mask_words`)."""
+    vocabulary = logits.shape[1]
+    if masks.shape != (len(rows), mask_words(vocabulary)):
+        raise ValueError(f"{masks.shape} words do not mask {len(rows)} rows of {vocabulary} tokens")
+    _MASK.call(
+        _address(logits, np.float32),
+        vocabulary,
+        vocabulary,
+        _address(rows, np.int32),
+        len(rows),
+        _address(masks, np.uint32),
+        masks.shape[1],
+    )
+
+
+def _address(values: NDArray[Any], dtype: Any) -> int:
+    if values.dtype != dtype or not values.flags.c_contiguous:
+        raise ValueError(f"expected {np.dtype(dtype)}, side by side, not {values.dtype} with strides {values.strides}")
+    address: int = values.__array_interface__["data"][0]
+    return address

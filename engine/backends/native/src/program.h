@@ -1,0 +1,116 @@
+// A stack of layers as a list of operations, which run one after the other in one region of threads.
+//
+// Calling kernels one by one from Python costs more than a small model's arithmetic. Here a step costs one call: what
+// does not change from step to step is written down once, what does is a `Step`. engine/backends/native/program.py has the same
+// structures, and makes the lists.
+#pragma once
+
+#include "attention.h"
+
+namespace octavo {
+
+// Rows of activations: of each token a row, `stride` elements from one to the next.
+struct Place {
+  int64_t buffer, offset, stride;  // buffer < 0: nothing
+};
+
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, TURN = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8 };
+
+struct Operation {
+  int64_t kind;
+  const void* what;  // one of the structures below
+  int64_t meet;      // the next operation begins when all threads have done this one
+};
+
+// What lies outside: of a row a page, of a token its slot or its position, for which there are no angles.
+enum Outside : int64_t { PAGE = 1, SLOT = 2, POSITION = 3 };
+
+struct Step {
+  void* const* buffers;
+  int64_t tokens;            // rows of all buffers
+  int64_t stored;            // of them, those whose keys and values go to pages: the first ones
+  const int64_t* positions;  // [tokens]
+  const int64_t* slots;      // [stored]
+  Attention* const* calls;   // what attentions of one kind share in this step
+  const int32_t* starts;     // [rows + 1] first token of each row
+  int64_t rows;
+  void* workspace;           // for products: room for the tiles of all tokens, and for `spare` more
+  int64_t spare;
+  int64_t* times;            // [operations, 2] nanoseconds of the first thread: at work, waiting; null: not wanted
+  int64_t outside;           // result: 0, or an `Outside`
+};
+
+// out = norm(sum = x + residual), each of `inner` pieces of a row for itself.
+struct NormWhat {
+  Place x, residual, sum, out;
+  const void *weight, *bias;
+  double eps;
+  int64_t centred, rounding, inner, size;  // centred: LayerNorm
+};
+
+struct ProductWhat {
+  Place x, y;
+  const void* weight;
+  const float* bias;
+  int64_t kind, tile_rows, outputs, inputs;  // kind: 0 float32, 1 bfloat16, 2 int8, 3 int4
+};
+
+// Pages of a layer: where keys and values are, how they are written, how they are read.
+struct Pages {
+  void *keys, *values;
+  bfloat16 *key_scales, *value_scales;
+  const float* centre;
+  int64_t format, slots;  // slots: of all pages together
+};
+
+struct TurnWhat {
+  Place heads;  // queries, keys, values
+  const void *cosines, *sines;  // of `length` positions
+  int64_t length, query_heads, kv_heads, head_dim, dim, interleaved, in_float32;
+  const Pages* pages;  // null: keys are turned where they lie, and nothing is stored
+};
+
+struct AttendWhat {
+  Place q, k, v, out;  // k and v where there are no pages
+  const Pages* pages;
+  const float* bias;
+  // Of a bias of contents; see `Attention`.
+  const void *distance_keys, *distance_queries;
+  const int64_t* distance_columns;
+  int64_t call, centred, bias_kind, bias_columns, bias_zero, distances;  // centred: the pages' centre is these keys'
+  double scale, softcap;
+};
+
+struct ActivateWhat {
+  Place x, out;
+  int64_t width, gated, function;
+};
+
+// `rows`, `wide` and `hidden` have a row for each token and each of its experts, `routes` room for three numbers of 32
+// bits. What experts read lies in `rows`, and then what they answer.
+struct ExpertsWhat {
+  Place routed, x, rows, wide, hidden, routes, out;
+  const void* const* up;    // [count] weights
+  const void* const* down;  // [count]
+  int64_t* starts;          // [count + 1] room
+  int64_t kind, up_tile_rows, down_tile_rows, count, active, normalize, function, gated, size, width;
+};
+
+// out = the `taps` tokens around each, side by side; zeros where a token's row has none.
+struct GatherWhat {
+  Place x, out;
+  int64_t width, taps;
+};
+
+struct AddWhat {
+  Place x, y, out;
+  int64_t width;
+};
+
+struct ClipWhat {
+  Place x;
+  int64_t width;
+  double limit;
+};
+
+}  // namespace octavo

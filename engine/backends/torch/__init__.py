@@ -1,0 +1,1 @@
+"""Attention, operations and sampling by torch: any device, and the reference for the others."""

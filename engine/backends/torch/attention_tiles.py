@@ -1,0 +1,267 @@
+"""The index work of the reference backend: a ragged batch cut into tiles of queries and chunks of keys.
+
+A tile is up to `width` consecutive queries of one row: 1 for rows that decode, 32 otherwise, cut at
+multiples of 32 of the absolute position. Each tile walks the chunks of 128 keys, cut at multiples of
+128 of the absolute position, that its queries see; where all of those lie below position 32 or 64, its one
+chunk ends there. These cuts depend on positions alone, so a query meets the same keys in the same order
+whatever else is in the batch and however its prompt was chunked.
+
+Where queries have no position among the keys (encoders, cross-attention), short rows have tiles of 4, 8 or 16:
+the beams of a request, which read the same pages, are one row of a few queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backends.attention.agreement import check_lengths
+from engine.backends.attention.base import AttentionMetadata, Paged, Ragged, Window
+
+TILE = 32
+CHUNK = 128
+# Keys a chunk has where a tile sees none beyond them.
+SIZES = (32, 64, CHUNK)
+# Queries a tile has where they have no position, whole fours as matrix products want them.
+WIDTHS = (4, 8, 16, TILE)
+# Bytes of keys, values and scores that one group of tiles works on at a time: small enough to stay in
+# the last level of cache on a CPU, large enough to hide the cost of calling the operations.
+GROUP_BYTES = 16 << 20
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a layer's shape the index work depends on.
+
+    Attributes:
+        lines: tables of vectors by distance that a tile and a chunk read a part of, 0 to 2.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    window: Window | None
+    lines: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One chunk of keys for each of the first `tiles` tiles of a group.
+
+    Attributes:
+        tiles: tiles that still have a chunk; a prefix, because tiles are sorted by number of chunks.
+        rows: [tiles * kv_heads * keys] rows of the keys seen as [slots * kv_heads, head_dim], laid out
+            by tile, head, key. Keys that no query of the tile sees point at one that some query sees, so
+            nothing outside the row is ever read.
+        masked: tiles from here on have keys that not all queries see.
+        mask: [tiles - masked, 1, 1, width, keys] float32, 0 or -inf, None where masked == tiles.
+        first: [tiles, 1] int64 position of the chunk's first key.
+        distance: [tiles, 1] int64 that position - position of the tile's last query.
+    """
+
+    tiles: int
+    rows: Tensor
+    masked: int
+    mask: Tensor | None
+    first: Tensor
+    distance: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tiles of one width and one size of chunks that are computed together.
+
+    Attributes:
+        tiles: number of tiles.
+        keys: per chunk.
+        width: queries per tile. They are laid out from the last position to the first: then the distance
+            to key j of query i is i + j + constant, which torch can express as a strided view.
+        queries: [tiles * width] int64 token of each query; places without a query repeat another's.
+        tokens: int64 tokens that are really computed, each once.
+        places: where in [tiles * width] they are; None where that is everywhere in order.
+        steps: one per chunk.
+    """
+
+    tiles: int
+    keys: int
+    width: int
+    queries: Tensor
+    tokens: Tensor
+    places: Tensor | None
+    steps: tuple[Step, ...]
+
+
+def plan(metadata: AttentionMetadata, kv: Paged | Ragged, shape: Shape) -> tuple[Group, ...]:
+    """The groups of tiles of one batch.
+
+    Raises:
+        ValueError: lengths contradict each other or the block tables.
+    """
+    check_lengths(metadata, kv, shape.causal)
+    lens = np.asarray(metadata.query_lens, dtype=np.int64)
+    context = np.asarray(metadata.context_lens, dtype=np.int64)
+    start = np.cumsum(lens) - lens
+    groups: list[Group] = []
+    widths = _widths(lens, shape.causal)
+    for width in np.unique(widths[lens > 0]).tolist():
+        rows = np.flatnonzero((widths == width) & (lens > 0))
+        tiles = _cut(rows, lens[rows], context[rows], start[rows], width, shape)
+        for keys in SIZES:
+            sized = tiles.take(np.flatnonzero(tiles.keys == keys))
+            groups += [_group(part, keys, kv, shape) for part in sized.parts(_tile_bytes(width, keys, shape))]
+    return tuple(groups)
+
+
+def _widths(lens: Ints, causal: bool) -> Ints:
+    """Queries per tile of rows of these lengths."""
+    sizes = np.array((TILE,) if causal else WIDTHS)
+    width: Ints = sizes[np.searchsorted(sizes, np.minimum(lens, TILE))]
+    return np.where(lens == 1, 1, width)
+
+
+def _tile_bytes(width: int, keys: int, shape: Shape) -> int:
+    lines = shape.lines * shape.heads * (width + keys) * (shape.head_dim + width)
+    return 4 * (keys * (2 * shape.kv_heads * shape.head_dim + (shape.heads + 3 * shape.kv_heads) * width) + lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles sorted by falling number of chunks; each field has one entry per tile."""
+
+    width: int
+    row: Ints  # row of the batch
+    token: Ints  # token at which the row's first query lies
+    origin: Ints  # position of the row's first query
+    length: Ints  # queries of the row
+    context: Ints  # keys of the row
+    base: Ints  # position of the tile's first place
+    low: Ints  # positions [low, high) are seen by some query of the tile
+    high: Ints
+    all_low: Ints  # positions [all_low, all_high) are seen by all of them
+    all_high: Ints
+    keys: Ints  # per chunk
+    first: Ints  # first chunk
+    chunks: Ints  # number of chunks
+
+    def take(self, index: Ints | slice) -> _Tiles:
+        fields = (f for f in self.__dataclass_fields__ if f != "width")
+        return _Tiles(self.width, **{f: getattr(self, f)[index] for f in fields})
+
+    def parts(self, tile_bytes: int) -> list[_Tiles]:
+        size = max(1, GROUP_BYTES // tile_bytes)
+        return [self.take(slice(i, i + size)) for i in range(0, len(self.row), size)]
+
+
+def _cut(rows: Ints, lens: Ints, context: Ints, start: Ints, width: int, shape: Shape) -> _Tiles:
+    origin = context - lens if shape.causal else np.zeros_like(context)
+    counts = (origin + lens - 1) // width - origin // width + 1
+    of = np.repeat(np.arange(len(rows)), counts)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    base = (origin[of] // width + nth) * width
+    first_query = np.maximum(base, origin[of])
+    last_query = np.minimum(base + width, (origin + lens)[of]) - 1
+    low, all_low = np.zeros_like(base), np.zeros_like(base)
+    high = all_high = context[of]
+    if shape.causal:
+        high, all_high = np.minimum(high, last_query + 1), np.minimum(all_high, first_query + 1)
+    if shape.window is not None:
+        left, right = shape.window.left, shape.window.right
+        low, all_low = np.maximum(low, first_query - left), np.maximum(all_low, last_query - left)
+        high, all_high = np.minimum(high, last_query + right + 1), np.minimum(all_high, first_query + right + 1)
+    first = low // CHUNK
+    chunks = np.where(high > low, -(-high // CHUNK) - first, 0)
+    row = (rows[of], start[of], origin[of], lens[of], context[of])
+    sizes = np.array(SIZES)
+    keys = sizes[np.searchsorted(sizes, np.minimum(high, CHUNK))]
+    tiles = _Tiles(width, *row, base, low, high, all_low, all_high, keys, first, chunks)
+    order = np.argsort(-chunks, kind="stable")
+    return tiles.take(order[: np.count_nonzero(chunks)])  # a query that sees no key has no work and gives 0
+
+
+def _group(tiles: _Tiles, keys: int, kv: Paged | Ragged, shape: Shape) -> Group:
+    device, width, count = kv.keys.device, tiles.width, len(tiles.row)
+
+    def put(array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    ordinal = tiles.base[:, None] + np.arange(width)[::-1] - tiles.origin[:, None]
+    valid = ((ordinal >= 0) & (ordinal < tiles.length[:, None])).ravel()
+    queries = (tiles.token[:, None] + np.clip(ordinal, 0, tiles.length[:, None] - 1)).ravel()
+
+    # One entry per (step, tile), steps outermost.
+    live = count - np.searchsorted(tiles.chunks[::-1], np.arange(tiles.chunks[0]), side="right")
+    begin = np.cumsum(live) - live
+    step = np.repeat(np.arange(len(live)), live)
+    tile = np.arange(len(step)) - begin[step]
+    key = (tiles.first[tile] + step) * CHUNK
+    partial = (key < tiles.all_low[tile]) | (key + keys > tiles.all_high[tile])
+    masked = np.minimum.reduceat(np.where(partial, tile, live[step]), begin)
+
+    rows = _rows(put(key), put(tile), put(tiles.row), put(tiles.low), put(tiles.high), keys, kv, shape)
+    first = put(key)[:, None]
+    distance = put(key - tiles.base[tile] - (width - 1))[:, None]
+    select = np.flatnonzero(tile >= masked[step])
+    base, context = put(tiles.base[tile[select]]), put(tiles.context[tile[select]])
+    masks = _masks(put(key[select]), base, context, width, keys, shape)
+    steps = tuple(
+        Step(n, r, m, mask.view(n - m, 1, 1, width, keys) if m < n else None, f, d)
+        for n, r, m, mask, f, d in zip(
+            live.tolist(),
+            torch.split(rows, (live * shape.kv_heads * keys).tolist()),
+            masked.tolist(),
+            torch.split(masks, (live - masked).tolist()),
+            torch.split(first, live.tolist()),
+            torch.split(distance, live.tolist()),
+            strict=True,
+        )
+    )
+    whole = bool(valid.all())
+    tokens = put(queries[valid])
+    return Group(count, keys, width, put(queries), tokens, None if whole else put(np.flatnonzero(valid)), steps)
+
+
+def _rows(
+    key: Tensor,
+    tile: Tensor,
+    row: Tensor,
+    low: Tensor,
+    high: Tensor,
+    keys: int,
+    kv: Paged | Ragged,
+    shape: Shape,
+) -> Tensor:
+    """[entries * kv_heads * keys] rows of the keys seen as [slots * kv_heads, head_dim]."""
+    position = key[:, None] + torch.arange(keys, device=key.device)
+    position = torch.maximum(torch.minimum(position, high[tile, None] - 1), low[tile, None])
+    row = row[tile, None]
+    if isinstance(kv, Paged):
+        size, tables = kv.keys.shape[1], kv.block_tables
+        page = position // size
+        block = tables.reshape(-1)[row * tables.shape[1] + page]
+        slot = block.to(torch.int64) * size + (position - page * size)
+    else:
+        slot = kv.starts[row] + position
+    heads = torch.arange(shape.kv_heads, device=key.device)
+    rows = (slot[:, None, :] * shape.kv_heads + heads[:, None]).reshape(-1)
+    # Half the index is half the memory that every layer reads again.
+    return rows.to(torch.int32) if kv.keys.numel() // kv.keys.shape[-1] < 2**31 else rows
+
+
+def _masks(key: Tensor, base: Tensor, context: Tensor, width: int, keys: int, shape: Shape) -> Tensor:
+    """[entries, width, keys] float32: 0 where the query sees the key, -inf elsewhere."""
+    places = (key[:, None] + torch.arange(keys, device=key.device))[:, None, :]
+    queries = (base[:, None] + torch.arange(width - 1, -1, -1, device=key.device))[:, :, None]
+    seen = (places < context[:, None, None]).expand(-1, width, -1)
+    if shape.causal:
+        seen = seen & (places <= queries)
+    if shape.window is not None:
+        seen = seen & (places >= queries - shape.window.left) & (places <= queries + shape.window.right)
+    zero = torch.zeros((), device=key.device)
+    return torch.where(seen, zero, zero - torch.inf)

@@ -1,0 +1,268 @@
+"""A stack's program, run by torch: the oracle, for every device and format.
+
+Single operations are handed to kernels of our own where there are some (`engine.model.kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engine.backends.attention.base import Bias, Paged, Ragged
+from engine.backends.native.program import Rows
+from engine.model import kernels
+from engine.model.activations import activate_by_name, gate_by_name
+from engine.model.convolution import gather_neighbours
+from engine.model.positions import AttentionPosition, Disentangled, Rotary
+from engine.model.program import (
+    Activate,
+    Add,
+    AddAdapters,
+    AllReduce,
+    Attend,
+    Embed,
+    GatherNeighbours,
+    HasRows,
+    Inputs,
+    MixExperts,
+    Multiply,
+    Normalize,
+    Operation,
+    PrepareHeads,
+    Program,
+    StoreEncoded,
+    Take,
+    last_uses,
+)
+from engine.model.rotary import rotate
+from engine.model.slots import find_slots
+from engine.model.tables import Tables
+
+
+class Values(Protocol):
+    """What lies in the buffers of a pass: [Tp, width] each."""
+
+    def __getitem__(self, rows: Rows) -> Tensor: ...
+
+    def __setitem__(self, rows: Rows, value: Tensor) -> None: ...
+
+
+Biases = dict[AttentionPosition | None, Bias | None]
+
+
+class Pass:
+    """One pass through a program.
+
+    Attributes:
+        inputs: what it is given, slots worked out.
+        values: the rows by their names.
+        biases: what is added to scores, by the part of positions; those that are not there are made.
+    """
+
+    def __init__(self, inputs: Inputs, tables: Tables, values: Values, biases: Biases | None = None):
+        self.inputs, self.values = inputs, values
+        self._tables = tables
+        self._rotations: dict[Rotary, tuple[Tensor, Tensor]] = {}
+        self._biases: Biases = {} if biases is None else biases
+
+    def rotation(self, part: Rotary, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the pass's tokens, looked up once for all layers."""
+        if part not in self._rotations:
+            self._rotations[part] = self._tables.rotation(part, self.inputs.rotary_rows, like.dtype)
+        return self._rotations[part]
+
+    def bias(self, operation: Attend) -> Bias | None:
+        """What is added to the scores, made once for all layers."""
+        return self.fill_bias(self._biases, operation, self._tables)
+
+    @staticmethod
+    def fill_bias(biases: Biases, operation: Attend, tables: Tables) -> Bias | None:
+        """The bias of an attention, which is put with the others where layers share it."""
+        position = operation.part.position
+        if operation.is_cross or isinstance(position, Disentangled):
+            return tables.bias(operation.module)
+        if position not in biases:
+            biases[position] = tables.bias(operation.module)
+        return biases[position]
+
+    def pages(self, layer: int | None) -> Paged:
+        """A layer's pages."""
+        assert self.inputs.caches is not None
+        assert layer is not None
+        return self.inputs.caches[layer]
+
+
+Handler = Callable[[Any, Pass], None]
+
+
+class Calls:
+    """Operations with what computes them, in their order; rows are let go after their last use."""
+
+    def __init__(self, operations: Sequence[HasRows], handlers: Mapping[type, Handler], result: Rows):
+        self._result = result
+        uses = last_uses(operations, result)
+        self._calls = [(handlers[type(one)], one, dead) for one, dead in zip(operations, uses, strict=True)]
+
+    def run(self, state: Pass, values: dict[Rows, Tensor]) -> Tensor:
+        """The result's rows."""
+        for handler, operation, dead in self._calls:
+            handler(operation, state)
+            for buffer in dead:
+                for rows in [rows for rows in values if rows.buffer == buffer]:
+                    del values[rows]
+        return values[self._result]
+
+
+class TorchExecutor:
+    """Runs a program operation by operation."""
+
+    def __init__(self, program: Program, tables: Tables):
+        self._tables = tables
+        self._calls = Calls(program.operations, HANDLERS, program.result)
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """Hidden states [Tp, features]."""
+        if inputs.caches is not None and inputs.slots is None:
+            found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
+            inputs = replace(inputs, slots=found)
+        values: dict[Rows, Tensor] = {}
+        return self._calls.run(Pass(inputs, self._tables, values), values)
+
+
+def execute(operation: Operation, state: Pass) -> None:
+    """One operation."""
+    HANDLERS[type(operation)](operation, state)
+
+
+def _embed(operation: Embed, state: Pass) -> None:
+    inputs = state.inputs
+    state.values[operation.out] = operation.module(inputs.token_ids, inputs.positions, inputs.types)
+
+
+def _take(operation: Take, state: Pass) -> None:
+    assert state.inputs.given is not None
+    state.values[operation.out] = state.inputs.given
+
+
+def _normalize(operation: Normalize, state: Pass) -> None:
+    x = state.values[operation.x]
+    if operation.residual is not None:
+        x = state.values[operation.x] = x + state.values[operation.residual]
+    state.values[operation.out] = operation.module(x)
+
+
+def _multiply(operation: Multiply, state: Pass) -> None:
+    state.values[operation.out] = operation.linear(state.values[operation.x])
+
+
+def _add_adapters(operation: AddAdapters, state: Pass) -> None:
+    adapters = state.inputs.adapters
+    added = None if adapters is None else adapters(operation.linear, state.values[operation.x])
+    if added is not None:
+        state.values[operation.out] = state.values[operation.out] + added
+
+
+def _all_reduce(operation: AllReduce, state: Pass) -> None:
+    """One device has all of it."""
+
+
+def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
+    part, inputs = operation.part, state.inputs
+    heads = state.values[operation.heads]
+    heads = heads.view(len(heads), part.heads + 2 * part.kv_heads, part.head_dim)
+    if part.clip is not None:
+        heads = heads.clamp_(-part.clip, part.clip)
+    turning, values = heads.tensor_split((part.heads + part.kv_heads,), dim=1)
+    if operation.qk_norm is not None:
+        turning = operation.qk_norm(turning)
+    rotary = part.position if isinstance(part.position, Rotary) else None
+    angles = None if rotary is None else state.rotation(rotary, turning)
+    cache = None if operation.layer is None else state.pages(operation.layer)
+    slots = inputs.slots if cache is not None else None
+    done = kernels.rotate_and_store(turning, values, rotary, angles, cache, slots)
+    if not done and rotary is not None and angles is not None:
+        turning = rotate(turning, rotary, *angles)
+    queries, keys = turning.tensor_split((part.heads,), dim=1)
+    if cache is not None and not done:
+        assert slots is not None
+        cache.write(slots, keys[: inputs.tokens], values[: inputs.tokens])
+    state.values[operation.queries] = queries
+    state.values[operation.keys], state.values[operation.values] = keys, values
+
+
+def _store_encoded(operation: StoreEncoded, state: Pass) -> None:
+    part, slots = operation.part, state.inputs.slots
+    assert slots is not None
+    kv = state.values[operation.kv]
+    heads = kv.view(len(kv), 2, part.kv_heads, part.head_dim)[: len(slots)]
+    pages = replace(state.pages(operation.layer), key_centre=None)  # the centre is that of self-attention's keys
+    pages.write(slots, heads[:, 0], heads[:, 1])
+
+
+def _attend(operation: Attend, state: Pass) -> None:
+    part, inputs, metadata = operation.part, state.inputs, state.inputs.metadata
+    kv: Paged | Ragged
+    if operation.kv is not None:
+        keys, values = (_heads(state.values[rows], part.head_dim)[: inputs.tokens] for rows in operation.kv)
+        kv = Ragged(keys, values, metadata.query_start[:-1])
+    elif operation.is_cross:
+        assert inputs.cross is not None
+        metadata = inputs.cross.metadata
+        kv = replace(state.pages(operation.layer), block_tables=inputs.cross.block_tables, key_centre=None)
+    else:
+        kv = state.pages(operation.layer)
+    attended = operation.backend.attend(
+        _heads(state.values[operation.queries], part.head_dim),
+        kv,
+        metadata,
+        causal=operation.causal,
+        window=operation.window,
+        scale=part.scale,
+        bias=state.bias(operation),
+        softcap=part.softcap,
+    )
+    state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    return x if x.dim() == 3 else x.view(len(x), -1, head_dim)
+
+
+def _activate(operation: Activate, state: Pass) -> None:
+    by_name = gate_by_name if operation.gated else activate_by_name
+    state.values[operation.out] = by_name(operation.function, state.values[operation.x])
+
+
+def _mix_experts(operation: MixExperts, state: Pass) -> None:
+    inputs = state.inputs
+    state.values[operation.out] = operation.module(state.values[operation.x], inputs.tokens, inputs.min_rows)
+
+
+def _gather_neighbours(operation: GatherNeighbours, state: Pass) -> None:
+    inputs = state.inputs
+    x = state.values[operation.x]
+    state.values[operation.out] = gather_neighbours(x, inputs.metadata, operation.taps, inputs.tokens)
+
+
+def _add(operation: Add, state: Pass) -> None:
+    state.values[operation.out] = state.values[operation.x] + state.values[operation.y]
+
+
+HANDLERS: dict[type, Handler] = {
+    Embed: _embed,
+    Take: _take,
+    Normalize: _normalize,
+    Multiply: _multiply,
+    AddAdapters: _add_adapters,
+    AllReduce: _all_reduce,
+    PrepareHeads: _prepare_heads,
+    StoreEncoded: _store_encoded,
+    Attend: _attend,
+    Activate: _activate,
+    MixExperts: _mix_experts,
+    GatherNeighbours: _gather_neighbours,
+    Add: _add,
+}

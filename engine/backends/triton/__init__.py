@@ -1,0 +1,127 @@
+"""Kernels for GPUs, written in Triton: the counterpart of `engine.backends.native`, which serves CPUs.
+
+Triton comes with torch's CUDA builds and is optional: this module says whether it is there, and nothing else imports
+the files beside it before that was asked. Kernels run on a CPU, too, by Triton's interpreter, if the process was
+started with TRITON_INTERPRET=1: slowly, as a proof that they are right, never chosen for serving.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+OLDEST = (8, 0)  # compute capability: bfloat16 in matrix instructions
+_OLDEST_TRITON = (3, 6)
+
+logger = logging.getLogger("octavo.gpu")
+
+_interpreting = False
+
+
+@functools.cache
+def installed() -> bool:
+    """Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _computes(index: int | None) -> bool:
+    """Triton can start kernels on a GPU; a reason against it is logged."""
+    if not installed():
+        return False
+    from triton import __version__, runtime
+
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < OLDEST:
+        logger.info("compute capability %d.%d is below 8.0: torch computes, without kernels of our own", major, minor)
+        return False
+    if _version(__version__) < _OLDEST_TRITON:
+        logger.warning("Triton %s is older than 3.6: torch computes, slower. Install a newer one.", __version__)
+        return False
+    try:
+        with torch.cuda.device(index):
+            _ = runtime.driver.active.utils  # compiles a module of its own, the first time
+    except Exception as error:  # whatever it is, torch serves
+        logger.warning(
+            "Triton starts no kernels (%s): torch computes, slower. It needs a C compiler, Python's headers, and a "
+            "cache folder that programs may be loaded from (TRITON_CACHE_DIR).",
+            str(error).strip().split("\n")[-1],
+        )
+        return False
+    return True
+
+
+def serves(device: torch.device) -> bool:
+    """Whether these kernels compute on a device: on CUDA with Triton, on a CPU only within `interpreted`."""
+    if device.type == "cuda":
+        return _computes(device.index) if torch.cuda.is_available() else installed()
+    return device.type == "cpu" and _interpreting
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Let these kernels serve the CPU, by Triton's interpreter, for as long as this lasts.
+
+    Raises:
+        RuntimeError: the process was started without TRITON_INTERPRET=1, or there is no Triton.
+    """
+    global _interpreting
+    if not installed():
+        raise RuntimeError("Triton is not installed: pip install triton")
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        raise RuntimeError("Triton's interpreter is off: start the process with TRITON_INTERPRET=1")
+    _bounds_of_loops()
+    before, _interpreting = _interpreting, True
+    try:
+        yield
+    finally:
+        _interpreting = before
+
+
+@functools.cache
+def _bounds_of_loops() -> None:
+    """Let Triton 3.6 interpret loops: it makes a number of an array of one, which numpy does not allow from 2.4 on."""
+    from triton import __version__
+    from triton.runtime import interpreter
+
+    if _version(__version__) >= (3, 7):
+        return
+    plain = interpreter._patch_lang_tensor
+
+    def patch(tensor: object, scope: interpreter._LangPatchScope) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")[:2]))
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """While this lasts a GPU is the one that this thread's kernels and events go to: those of Triton, and streams and
+    events of torch, go by that, and not by where tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """An array on a device; on a CPU the tensor shares its memory.
+
+    A GPU reads it from pinned memory when it comes to that, and nothing waits: a copy from other memory would, until
+    all steps before are computed. torch keeps such memory for the next upload, once it has been read.
+    """
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,146 @@
+"""Attention of rows with few queries over their keys: the kernel of decoding, bound by memory.
+
+A row's keys are cut into chunks (`attention_plan.span`), each of which has a maximum, a sum and a result of its own.
+Chunks are merged in their order. A program that has all chunks of a row and a head merges them in registers and writes
+the result; where the chunks of a row are spread over programs each writes partial results, and the one that finishes
+last merges them. Merging in a second kernel would cost a launch and a wait for the slowest program at each layer, which
+a small batch should feel: an estimated 2 microseconds at each of 28 layers would be 6% of a step of one millisecond.
+Which program merges changes no bit.
+
+Up to 16 pairs of query and head are the rows of a product (more if more heads share keys): the least that tensor cores
+multiply. Single queries leave most of them empty, which should cost little, since memory is what is waited for. A tile
+of 64 keys of 128 features is 32 KB of bfloat16; two are under way in each of two programs of a multiprocessor, several
+times the 23 KB that should keep memory busy (an estimated 4.3 TB/s times 0.7 microseconds, over 132 multiprocessors).
+Beams that read an encoder's pages together fill the empty rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.backends.triton.attention_plan import ITEM, span
+from engine.backends.triton.attention_tiles import divide, meet, merge
+
+
+@triton.jit
+def _part(places, about, one, chunks, step, part_rows, real, read, HEAD_DIM: tl.constexpr):
+    """The maximum, sum and result of a chunk that some program stored; of none where there are not so many."""
+    there = one < chunks
+    about += one * step * 2
+    best = tl.load(about, mask=real & there, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(about + part_rows, mask=real & there, other=0, cache_modifier=".cg")
+    acc = tl.load(places + one * step * HEAD_DIM, mask=read & there, other=0, cache_modifier=".cg")
+    return best, total, acc
+
+
+@triton.jit(do_not_specialize=["table_row", "columns", "zero", "left", "right", "part_rows"])
+def decode(
+    q, out, keys, values, key_scales, value_scales, centre, where, query_start, context,
+    items, counters, parts, stats, bias,
+    q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, s_page, s_slot, table_row,
+    columns, zero, left, right, scale, softcap, part_rows,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, STORED: tl.constexpr, HARDWARE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CENTRE: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The work items of a plan, each for every key head; any number of programs.
+
+    Args:
+        q: [T, HEADS, HEAD_DIM] with strides (q_token, q_head, 1); out: the same without gaps.
+        keys, values: [pages, PAGE, KV_HEADS, HEAD_DIM], or if not PAGED [tokens, KV_HEADS, HEAD_DIM], with strides
+            (k_page, k_slot, k_head, 1) and (v_page, v_slot, v_head, 1); fp8 as uint8.
+        key_scales, value_scales: [pages, PAGE, KV_HEADS] with strides (s_page, s_slot, 1).
+        centre: float32 [KV_HEADS, HEAD_DIM], read if CENTRE.
+        where: block tables with stride table_row, or if not PAGED each row's first token.
+        items, counters: see `plan_decode`.
+        parts, stats: float32 [slots, KV_HEADS, part_rows, HEAD_DIM] and [slots, KV_HEADS, 2, part_rows].
+        bias: float32 [HEADS, columns], read if BIAS.
+        DTYPE: of the products.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    count = tl.load(items) * KV_HEADS
+    pair = tl.arange(0, BLOCK_M)
+    features = tl.arange(0, BLOCK_D)
+    for work in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+        item = items + (1 + work // KV_HEADS) * ITEM
+        head = work % KV_HEADS
+        row, first, number, slot = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+        start = tl.load(query_start + row)
+        queries = tl.load(query_start + row + 1) - start
+        length = tl.load(context + row)
+        low, high, chunk, chunks = span(queries, length, left, right, CAUSAL, WINDOW, BLOCK_N, CHUNK, MAX_CHUNKS)
+        heads = head * GROUP + pair % GROUP
+        query = pair // GROUP
+        query_at = query
+        if CAUSAL:
+            query_at = length - queries + query
+        real = query < queries
+        token = (start + query).to(tl.int64)
+        read = real[:, None] & (features < HEAD_DIM)[None, :]
+        x = tl.load(q + token[:, None] * q_token + heads[:, None] * q_head + features[None, :], mask=read, other=0)
+        shift = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        if CENTRE:
+            middle = tl.load(centre + head * HEAD_DIM + features, mask=features < HEAD_DIM, other=0)
+            shift = tl.sum(x.to(tl.float32) * middle[None, :], 1)
+        x = x.to(DTYPE)
+        if PAGED:
+            table, origin = where + row.to(tl.int64) * table_row, 0
+        else:
+            table, origin = where, tl.load(where + row)
+        places = parts + ((slot + first).to(tl.int64) * KV_HEADS + head) * part_rows * HEAD_DIM
+        places = places + pair[:, None] * HEAD_DIM + features[None, :]
+        about = stats + ((slot + first).to(tl.int64) * KV_HEADS + head) * 2 * part_rows + pair
+        best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        for one in tl.range(first, first + number):
+            begin = low // BLOCK_N * BLOCK_N + one * chunk
+            best_of = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+            total_of = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            acc_of = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+            for n in tl.range(begin, tl.minimum(begin + chunk, high), BLOCK_N):
+                best_of, total_of, acc_of = meet(
+                    x, shift, query_at, heads, best_of, total_of, acc_of,
+                    n, low, high, keys + head * k_head, values + head * v_head,
+                    key_scales + head, value_scales + head, table, origin,
+                    k_page, k_slot, v_page, v_slot, s_page, s_slot,
+                    bias, columns, zero, left, right, scale, softcap,
+                    True, CAUSAL, WINDOW, BIAS, SOFTCAP, STORED, HARDWARE, PAGED, PAGE,
+                    HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+                )  # fmt: skip
+            if slot < 0:
+                best, total, acc = merge(best, total, acc, best_of, total_of, acc_of)
+            else:
+                tl.store(places, acc_of, mask=read)
+                tl.store(about, best_of, mask=real)
+                tl.store(about + part_rows, total_of, mask=real)
+                places += KV_HEADS * part_rows * HEAD_DIM
+                about += KV_HEADS * 2 * part_rows
+        done = slot < 0
+        if slot >= 0:
+            # All threads have stored before one of them says so, and says it to the whole device.
+            tl.debug_barrier()
+            counter = counters + row * KV_HEADS + head
+            done = tl.atomic_add(counter, number, sem="acq_rel", scope="gpu") + number == chunks
+            if done & (number > 0):
+                tl.store(counter, 0)  # for the next layer
+                places = parts + (slot.to(tl.int64) * KV_HEADS + head) * part_rows * HEAD_DIM
+                places = places + pair[:, None] * HEAD_DIM + features[None, :]
+                about = stats + (slot.to(tl.int64) * KV_HEADS + head) * 2 * part_rows + pair
+                step = KV_HEADS * part_rows
+                for one in tl.range(0, chunks, 4):
+                    # Four are asked for before the first is needed; what is not there changes nothing.
+                    best0, total0, acc0 = _part(places, about, one, chunks, step, part_rows, real, read, HEAD_DIM)
+                    best1, total1, acc1 = _part(places, about, one + 1, chunks, step, part_rows, real, read, HEAD_DIM)
+                    best2, total2, acc2 = _part(places, about, one + 2, chunks, step, part_rows, real, read, HEAD_DIM)
+                    best3, total3, acc3 = _part(places, about, one + 3, chunks, step, part_rows, real, read, HEAD_DIM)
+                    best, total, acc = merge(best, total, acc, best0, total0, acc0)
+                    best, total, acc = merge(best, total, acc, best1, total1, acc1)
+                    best, total, acc = merge(best, total, acc, best2, total2, acc2)
+                    best, total, acc = merge(best, total, acc, best3, total3, acc3)
+        if done & (number > 0):
+            result = divide(acc, total).to(out.dtype.element_ty)
+            tl.store(out + (token[:, None] * HEADS + heads[:, None]) * HEAD_DIM + features[None, :], result, mask=read)

@@ -1,0 +1,172 @@
+"""A stack's program, run with few launches on a GPU: what lies between two matrix products is one kernel.
+
+Two groups of operations become one each. A *join* adds what a sublayer gave to the residual stream and norms the sum
+for the next one. *Store heads* is all that happens between the product of queries, keys and values and attention. A
+layer of the usual kind is then: join; product; heads; attention; product; join; product; gate; product.
+
+Numbers are rounded where torch's operations round theirs, so that the two differ in the last bits of float32 alone.
+What has no kernel is computed by torch. A token alone has another list, with fewer launches still:
+`engine.backends.triton.one_row`.
+
+All of it can be recorded as a CUDA graph: nothing waits for the device, sizes are those of the inputs, and tables are
+made once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.native.program import Rows
+from engine.backends.torch.executor import HANDLERS, Biases, Calls, Pass, TorchExecutor
+from engine.backends.triton import norms
+from engine.backends.triton import one_row as triton_row
+from engine.backends.triton import operations as triton_operations
+from engine.backends.triton.norms import Norm
+from engine.backends.triton.operations import Fused, Join, StoreHeads
+from engine.backends.triton.rotary import LONGEST_HEAD, Angles, HeadNorms
+from engine.model.kernels import GPU_FORMATS
+from engine.model.norms import LayerNorm, RmsNorm
+from engine.model.positions import Rotary
+from engine.model.program import (
+    Add,
+    AddAdapters,
+    AllReduce,
+    Attend,
+    Inputs,
+    Normalize,
+    Operation,
+    PrepareHeads,
+    Program,
+)
+from engine.model.slots import find_slots
+from engine.model.tables import Tables
+
+logger = logging.getLogger("octavo.model")
+
+
+class TritonExecutor:
+    """Runs a program on a device that `engine.backends.triton` serves; weights have been filled, and stay as they are.
+
+    Attributes:
+        operations: what is run for several tokens; row_operations: for one alone in a fused form (`Inputs.form`).
+    """
+
+    def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
+        self._tables = tables
+        self._torch = TorchExecutor(program, tables)
+        fusing = _Fusing(program, tables, dtype)
+        self.operations: Sequence[Fused] = fusing.operations
+        self.row_operations = triton_row.row_operations(self.operations, program.stream)
+        handlers = HANDLERS | triton_operations.HANDLERS | triton_row.HANDLERS
+        self._calls = Calls(self.operations, handlers, program.result)
+        self._row_calls = Calls(self.row_operations, handlers, program.result)
+        # Kernels find the slots of rows with one token each themselves, torch does not.
+        self._finds_slots = not any(isinstance(one, PrepareHeads) for one in self.operations)
+        self._biases: Biases = {}
+        for one in program.operations:
+            if isinstance(one, Attend):
+                Pass.fill_bias(self._biases, one, tables)
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """Hidden states [Tp, features].
+
+        Rows outside the angles give NaN; slots outside the pages, or in block 0, are not written.
+        """
+        if inputs.adapters is not None:
+            return self._torch.run(inputs)  # adapters have no kernel
+        if inputs.caches is not None and inputs.slots is None and not self._finds(inputs):
+            found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
+            inputs = replace(inputs, slots=found)
+        values: dict[Rows, Tensor] = {}
+        calls = self._row_calls if inputs.form.fused and len(inputs.token_ids) == 1 else self._calls
+        return calls.run(Pass(inputs, self._tables, values, self._biases), values)
+
+    def _finds(self, inputs: Inputs) -> bool:
+        """Kernels work the slots out: each row has one token, whose position is also its row of rotary tables."""
+        lens = inputs.metadata.query_lens
+        one_each = len(lens) == inputs.tokens and max(lens, default=1) == 1
+        return self._finds_slots and one_each and inputs.turns is None
+
+
+class _Fusing:
+    """A program's operations with joins and heads in the place of those that they take together."""
+
+    def __init__(self, program: Program, tables: Tables, dtype: torch.dtype):
+        self._stream, self._tables, self._dtype = program.stream, tables, dtype
+        self._after: dict[Rows, Norm] = {}  # norms of what is about to join the stream
+        self.operations: list[Fused] = []
+        self._missing: dict[str, None] = {}
+        for operation in program.operations:
+            self._add(operation)
+        if self._missing:
+            logger.info("torch computes a part of these layers: %s", ", ".join(self._missing))
+
+    def _add(self, operation: Operation) -> None:
+        match operation:
+            case AddAdapters() | AllReduce():
+                return  # nothing to add where no row has an adapter, and on one device
+            case Normalize(module, x, out, None) if x == out != self._stream and self._norm(module) is not None:
+                self._after[x] = self._known(module)
+            case Normalize(module, x, out, residual) if x == self._stream and self._norm(module) is not None:
+                self._join(residual, self._known(module), out)
+            case Add(x, y, out) if x == out == self._stream and self._joins:
+                self._join(y, None, out)
+            case PrepareHeads(layer=int()) if self._heads(operation) is not None:
+                self.operations.append(self._heads(operation) or operation)
+            case _:
+                self.operations.append(operation)
+
+    @property
+    def _joins(self) -> bool:
+        return self._dtype in GPU_FORMATS and self._stream.width <= norms.WIDEST
+
+    def _join(self, addend: Rows | None, norm: Norm | None, out: Rows) -> None:
+        after = None if addend is None else self._after.pop(addend, None)
+        addends: tuple[Rows, ...] = () if addend is None else (addend,)
+        before = self.operations[-1]
+        if isinstance(before, Join) and before.norm is None and len(before.addends) == 1 and addends and after is None:
+            self.operations.pop()  # two sublayers in parallel
+            addends, after = (*before.addends, *addends), before.after
+        self.operations.append(Join(self._stream, addends, after, norm, out))
+
+    def _heads(self, operation: PrepareHeads) -> StoreHeads | None:
+        """None where torch computes them."""
+        part, angles, heads, whole = operation.part, None, None, None
+        if part.head_dim > LONGEST_HEAD or self._dtype not in GPU_FORMATS:
+            self._missing[f"a head of {part.head_dim} features of {self._dtype} has no kernel"] = None
+            return None
+        if isinstance(part.position, Rotary):
+            table = self._tables.rotary[part.position]
+            angles = Angles(table.cos, table.sin, part.position.interleaved, part.position.in_float32)
+        if operation.qk_norm is not None:
+            queries, keys = self._norm(operation.qk_norm.queries), self._norm(operation.qk_norm.keys)
+            if queries is None or keys is None:
+                return None
+            both = HeadNorms(queries, keys)
+            heads, whole = (None, both) if operation.qk_norm.whole else (both, None)
+        return StoreHeads(operation, angles, heads, whole)
+
+    def _known(self, module: nn.Module) -> Norm:
+        norm = self._norm(module)
+        assert norm is not None
+        return norm
+
+    def _norm(self, module: nn.Module | None) -> Norm | None:
+        """A norm as kernels take it; None where torch computes it."""
+        match module:
+            case RmsNorm():
+                norm = Norm(module.weight, module.eps, unit_offset=module.unit_offset, in_float32=module.in_float32)
+            case LayerNorm():
+                norm = Norm(module.weight, module.eps, centred=True, bias=module.bias)
+            case _:
+                return None
+        if module.shape[0] > norms.WIDEST or self._dtype not in GPU_FORMATS:
+            self._missing[f"a norm of {module.shape[0]} features of {self._dtype} has no kernel"] = None
+            return None
+        own = all(part is None or part.dtype == self._dtype for part in (norm.weight, norm.bias))
+        return norm if own else None

@@ -1,0 +1,287 @@
+"""Mixtures of experts on a GPU: routing, grouping and the experts' products, without asking the device anything.
+
+A token and one of its experts are a *pair*, numbered token * active + slot. Five kernels make an answer: each token's
+experts (`route`), pairs in the order of their experts and cut into tiles (`align`; two where they are many),
+both products over these tiles (`multiply`), and each token's sum (`add`). Sizes of all grids and buffers follow from
+the number of tokens; how many tiles there really are is read on the device, and programs past them end at once. So a
+step can be captured in a CUDA graph.
+
+The weights are the left operand of the products and the tokens the right one. So a tile has 64 rows of weights or more
+even where an expert has one token, which is what Hopper's and Blackwell's matrix instructions want, and the number of
+tokens is the width of the instruction, which goes down to 16.
+
+A token's result does not depend on the others. Each of its products is one chain of float32 additions along the inputs,
+16 at a time (one by one for float32) and in their order, whatever the size of the tile: the tile decides which tokens
+share an instruction, not how one is computed. It is one instruction for all tile sizes, because of the 64 rows: of
+Hopper wgmma m64nNk16, of which only N differs. Should it round otherwise at another N, results of steps of different
+size classes would differ in the last bits of float32, before they are rounded to the model's format; within a class
+they cannot.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backends.triton.activations import activated
+from engine.backends.triton.routing import align, counted_before, most_tiles, route
+
+# Tiles whose programs run side by side for each block of weights: what they share comes from the L2 cache.
+_NEIGHBOURS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the products are cut.
+
+    Attributes:
+        tokens: of a tile.
+        outputs: rows of weights of a tile.
+        inputs: features that are read at a time.
+        warps, stages: of a program.
+    """
+
+    tokens: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def choose_launch(tokens: int, active: int, count: int, dtype: torch.dtype, capability: int) -> Launch:
+    """A function of the sizes alone.
+
+    Where an expert has few tokens, the time is that of reading its weights: small tiles, so that even one token's
+    experts occupy all multiprocessors, and 60 KiB of them under way in each program. A tile holds about twice an
+    expert's mean, so that few experts are read twice. Where it has many, tiles are as large as the registers allow:
+    a byte that is read then serves 85 operations, or 64 where a program has not the 144 KiB of shared memory for that:
+    before Hopper, and on sm_120.
+
+    Args:
+        tokens: of the step.
+        active, count: experts of a token, and all.
+        capability: of the GPU, as 80, 90, 100; 0 for the interpreter.
+    """
+    width = min(max(_power_of_2(2 * tokens * active / count), 16), 128)
+    if dtype == torch.float32:  # no matrix instructions: their products would lose half of the digits
+        return Launch(min(width, 64), 64, 32, 4, 2)
+    if width < 64:
+        return Launch(width, 64, 128, 4, 4)
+    if width == 64:
+        return Launch(64, 128, 64, 8, 4)
+    if 90 <= capability < 120:
+        return Launch(128, 256, 64, 8, 3)
+    return Launch(128, 128, 64, 8, 3)
+
+
+def launch_class(tokens: int, active: int, count: int, dtype: torch.dtype, capability: int) -> tuple[Launch, bool]:
+    """All that kernels are compiled for and that depends on a step: how products are cut, and how pairs are counted.
+    Other numbers of a step are arguments for which Triton compiles nothing anew."""
+    return choose_launch(tokens, active, count, dtype, capability), counted_before(tokens * active)
+
+
+def trial_sizes(most: int, active: int, count: int, dtype: torch.dtype, capability: int) -> list[int]:
+    """Numbers of tokens, the fewest of each `launch_class` among the steps of 1 to `most`."""
+    found: dict[tuple[Launch, bool], int] = {}
+    for tokens in range(1, most + 1):
+        found.setdefault(launch_class(tokens, active, count, dtype, capability), tokens)
+    return list(found.values())
+
+
+def _power_of_2(least: float) -> int:
+    return 1 << max(math.ceil(math.log2(least)), 0) if least > 0 else 1
+
+
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """Of a GPU, as 80, 90, 100; 0 for the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@triton.jit(do_not_specialize=["bound"])
+def _multiply(
+    x,
+    weights,
+    shares,
+    out,
+    order,
+    tiles,
+    features,
+    width,
+    bound,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    EVEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+):
+    """out [pairs, width] of x [pairs / SHARED, features]: the product with the weights of each pair's expert,
+    [experts, width, features], or twice the width if GATED; then the activation or the pair's share."""
+    # Tiles of a group, which often are one expert's, then blocks of outputs, then groups.
+    WIDTH: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
+    blocks = tl.cdiv(width, WIDTH)
+    group = tl.program_id(0) // (NEIGHBOURS * blocks)
+    within = tl.program_id(0) % (NEIGHBOURS * blocks)
+    members = tl.minimum(bound - group * NEIGHBOURS, NEIGHBOURS)
+    tile = group * NEIGHBOURS + within % members
+    if tile >= tl.load(tiles):
+        return
+    expert = tl.load(tiles + 1 + 3 * tile).to(tl.int64)
+    first = tl.load(tiles + 2 + 3 * tile)
+    size = tl.load(tiles + 3 + 3 * tile)
+
+    places = tl.arange(0, TOKENS)
+    real = places < size
+    pair = tl.load(order + first + places, mask=real, other=0).to(tl.int64)
+    rows = tl.arange(0, OUTPUTS)
+    begin = (within // members) * WIDTH
+    # Rows of the gate, then the same rows of what it opens.
+    outputs = begin + rows % WIDTH
+    some = outputs < width
+    matrix = weights + expert * features * (2 * width if GATED else width)
+    left = matrix + ((rows // WIDTH) * width + outputs)[:, None].to(tl.int64) * features
+    right = x + (pair // SHARED)[None, :] * features
+    total = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    for start in range(0, features, INPUTS):
+        inputs = start + tl.arange(0, INPUTS)
+        if EVEN:
+            a = tl.load(left + inputs[None, :], mask=some[:, None], other=0.0)
+            b = tl.load(right + inputs[:, None], mask=real[None, :], other=0.0)
+        else:
+            a = tl.load(left + inputs[None, :], mask=some[:, None] & (inputs < features)[None, :], other=0.0)
+            b = tl.load(right + inputs[:, None], mask=real[None, :] & (inputs < features)[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    if GATED:
+        gate, opened = tl.split(tl.permute(tl.reshape(total, (2, WIDTH, TOKENS)), (1, 2, 0)))
+        result = activated(gate, ACTIVATION) * opened
+    else:
+        result = total
+        if ACTIVATION != "":
+            result = activated(result, ACTIVATION)
+    if WEIGHTED:
+        result = result * tl.load(shares + pair, mask=real, other=0.0)[None, :]
+    columns = begin + tl.arange(0, WIDTH)
+    kept = (columns < width)[:, None] & real[None, :]
+    tl.store(out + pair[None, :] * width + columns[:, None], result.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _add(answers, out, tokens, width, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of each token's answers, in the order of its experts; zeros for padding."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(ACTIVE):
+        mask = (at < width) & (token < tokens)
+        total += tl.load(answers + (token * ACTIVE + slot) * width + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * width + at, total.to(out.dtype.element_ty), mask=at < width)
+
+
+def multiply(
+    x: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    tiles: Tensor,
+    launch: Launch,
+    *,
+    activation: str = "",
+    gated: bool = False,
+    shares: Tensor | None = None,
+) -> Tensor:
+    """Products of all pairs with their experts' matrices, [pairs, out] in x's format.
+
+    Args:
+        x: [pairs, in], or [T, in] if all pairs of a token read the same.
+        weights: [count, out, in]; [count, 2 * out, in] if gated, the gate's rows first.
+        order, tiles: as from `align`, for `launch.tokens`.
+        activation: of the product, or of the gate; "" is none.
+        shares: [pairs] float32, what each product is multiplied by.
+    """
+    pairs, (count, outputs, features) = order.numel(), weights.shape
+    width = outputs // 2 if gated else outputs
+    out = x.new_empty(pairs, width)
+    bound = most_tiles(pairs, count, launch.tokens)
+    blocks = triton.cdiv(width, launch.outputs // 2 if gated else launch.outputs)
+    _multiply[(bound * blocks,)](
+        x,
+        weights,
+        x if shares is None else shares,
+        out,
+        order,
+        tiles,
+        features,
+        width,
+        bound,
+        SHARED=pairs // x.shape[0],
+        GATED=gated,
+        ACTIVATION=activation,
+        WEIGHTED=shares is not None,
+        EVEN=features % launch.inputs == 0,
+        TOKENS=launch.tokens,
+        OUTPUTS=launch.outputs,
+        INPUTS=launch.inputs,
+        NEIGHBOURS=_NEIGHBOURS,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    return out
+
+
+def add(answers: Tensor, out: Tensor, tokens: int) -> Tensor:
+    """Fill out [Tp, width] with the sums of answers [tokens * active, width], and zeros past the tokens."""
+    width = out.shape[1]
+    block = min(triton.next_power_of_2(width), 1024)
+    grid = (out.shape[0], triton.cdiv(width, block))
+    _add[grid](answers, out, tokens, width, ACTIVE=answers.shape[0] // tokens, BLOCK=block, num_warps=4)
+    return out
+
+
+def mix(
+    x: Tensor,
+    logits: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    tokens: int,
+    active: int,
+    activation: str,
+    gated: bool,
+    normalize: bool,
+    launch: Launch | None = None,
+) -> Tensor:
+    """Answers of each token's likeliest experts, weighted and added up, [Tp, hidden]; zeros past the tokens.
+
+    Args:
+        x: [Tp, hidden], float32, float16 or bfloat16 like the matrices.
+        logits: [Tp, count] of the router.
+        up: [count, width, hidden]; [count, 2 * width, hidden] if gated, the gate's rows first.
+        down: [count, hidden, width].
+        tokens: the first so many of Tp count.
+        active, normalize: see `route`.
+        activation, gated: see `multiply`.
+        launch: how the products are cut; None chooses.
+    """
+    if not tokens:
+        return torch.zeros_like(x)
+    count = up.shape[0]
+    if launch is None:
+        launch = choose_launch(tokens, active, count, x.dtype, capability_of(x.device))
+    x, up, down = x.contiguous(), up.contiguous(), down.contiguous()
+    shares, chosen = route(logits[:tokens], active, normalize=normalize)
+    order, tiles = align(chosen, count, launch.tokens)
+    inner = multiply(x[:tokens], up, order, tiles, launch, activation=activation, gated=gated)
+    answers = multiply(inner, down, order, tiles, launch, shares=shares)
+    return add(answers, torch.empty_like(x), tokens)

@@ -1,0 +1,280 @@
+"""Products of matrices with one row of numbers on a GPU, together with what lies before and after them.
+
+A step that decodes one row reads each weight once and hardly computes: its time is that of reading, and of the gaps
+between kernels, of which a small model has more than time to read in. So a product takes the norm before it along, and
+the bias, the activation, the gate and the sum with the residual stream after it.
+
+To keep some 5 TB/s busy, a GPU's 132 or so multiprocessors must each have 40 KB or more under way. A program takes
+several rows of the matrix, and a thread 16 bytes at once. Of a small matrix it asks for all of its 16 or 32 KB before
+anything is waited for, even before the norm is computed; two or three programs share a multiprocessor. Of a large one
+it takes tile after tile, two of which are on their way to shared memory while one is summed up; registers leave room
+for three to six programs then, by what the compiler reports. The row of numbers comes from the cache: each program
+norms it again, which is cheaper than a kernel, and in return gets many rows (`tiling`).
+
+Where the GPU can (`can_overlap`), a product may begin while the kernel before it ends: its programs take the places
+that others have left, ask for weights, which are never written, and wait for that kernel before they read or write
+anything else. As each of them waits, nothing that a kernel further back did is missing either.
+
+The order of a sum depends on the matrix's shape alone; nothing is added atomically. Numbers are rounded where the
+modules round theirs: after the norm, the product with its bias, the activation, the gate, and each sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.backends.triton.activations import FUNCTIONS, activated
+from engine.backends.triton.norms import Norm, features_of, kind, normalised
+
+# Features that a program holds as float32 for all of its rows; of longer rows it reads pieces with each tile.
+_HELD, _HELD_WITHOUT_NORM = 8192, 4096
+_PROGRAMS = 256  # about two for each of an H200's 132 multiprocessors, where the matrix is small
+_LEAST = 4096  # bytes of a program
+_TILE = 16 * 1024  # bytes; of a small matrix up to twice as many
+STAGES = 3  # tiles that are asked for before the first is there, and one
+
+_INTERPRETED = triton.knobs.runtime.interpret  # by something that knows nothing of other kernels
+
+
+class Tiling(NamedTuple):
+    """How a matrix is shared out.
+
+    Attributes:
+        rows: of results in a tile.
+        steps: tiles of a program, one after the other.
+        block: features of a tile, a power of two.
+        held: a tile has all features.
+        warps: of a program.
+    """
+
+    rows: int
+    steps: int
+    block: int
+    held: bool
+    warps: int
+
+
+def tiling(outputs: int, features: int, itemsize: int, *, gated: bool = False, normed: bool = False) -> Tiling:
+    """How a matrix for so many results of so many features is shared out; a result of a gate has two rows.
+
+    A small matrix is one tile for each of about two programs on a multiprocessor, all of which is asked for at once. Of
+    a large one a program takes 64 KB, or 128 where each has a norm to compute.
+    """
+    vector = 512 // itemsize  # features that a warp reads at once, 16 bytes a thread
+    if features > (_HELD if normed or gated else _HELD_WITHOUT_NORM):
+        return Tiling(_power(min(4, outputs // 256)), 1, 8 * vector, False, 8)
+    block = triton.next_power_of_2(features)
+    one = block * itemsize * (1 + gated)
+    share = min(max(_power(outputs * one // _PROGRAMS), _LEAST), 8 * _TILE if normed else 4 * _TILE)
+    rows = max(1, (share if share <= 2 * _TILE else _TILE) // one)
+    # Threads of other warps would hold the same features.
+    return Tiling(rows, max(1, share // (rows * one)), block, True, max(1, min(8, block // vector)))
+
+
+def _power(number: int) -> int:
+    """The largest power of two up to a number, at least 1."""
+    return 1 << max(number, 1).bit_length() - 1
+
+
+@triton.jit
+def _weights(source, mask):
+    """A tile of weights, which is not read again in this step."""
+    return tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _results(total, addend, before, then, FUNCTION: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr):
+    """Results of sums of products [rows], as float32; of a gate, one of each two."""
+    if addend is not None:
+        total += addend
+    total = total.to(FORMAT).to(tl.float32)
+    if GATED:
+        total, second = tl.split(tl.reshape(total, (total.shape[0] // 2, 2)))
+    if FUNCTION is not None:
+        total = activated(total, FUNCTION).to(FORMAT).to(tl.float32)
+    if GATED:
+        total = (total * second).to(FORMAT).to(tl.float32)
+    if before is not None:
+        if then is not None:
+            before = (before + then).to(FORMAT).to(tl.float32)
+        total = (before + total).to(FORMAT).to(tl.float32)
+    return total
+
+
+@triton.jit
+def held_kernel(
+    x, factors, shifts, weight, bias, stream, also, out, eps,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program p: STEPS times ROWS of the WIDTH results of a row x [SIZE], which it norms and holds.
+
+    x, factors and shifts are the row and its norm's weight and bias; stream and also what results are added to. The
+    two rows of a gate's result lie side by side in a tile.
+    """
+    FORMAT: tl.constexpr = weight.dtype.element_ty
+    EACH: tl.constexpr = 2 if GATED else 1
+    first = tl.program_id(0).to(tl.int64) * (ROWS * STEPS)
+    number = tl.arange(0, ROWS * EACH)
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = at < SIZE
+    place = (number // EACH + number % EACH * WIDTH)[:, None].to(tl.int64) * SIZE + at
+    if STEPS == 1:
+        tile = _weights(weight + first * SIZE + place, (first + number // EACH < WIDTH)[:, None] & inside)
+        tl.debug_barrier()  # else the compiler puts loads of weights off until the row is there
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    numbers = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if KIND > 0:
+        factor = features_of(factors, at, inside, 1.0 if KIND == 3 else 0.0)
+        shift = features_of(shifts, at, inside, 0.0)
+        numbers = normalised(numbers, inside, factor, shift, eps, SIZE, KIND, FORMAT)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        begin = first + step * ROWS
+        pair = begin + number // EACH
+        if STEPS > 1:
+            tile = _weights(weight + begin * SIZE + place, (pair < WIDTH)[:, None] & inside)
+        result = begin + tl.arange(0, ROWS)
+        stays = result < WIDTH
+        addend = features_of(bias, pair + number % EACH * WIDTH, pair < WIDTH, 0.0)
+        before = features_of(stream, result, stays, 0.0)
+        then = features_of(also, result, stays, 0.0)
+        total = tl.sum(tile.to(tl.float32) * numbers, 1)
+        total = _results(total, addend, before, then, FUNCTION, GATED, FORMAT)
+        tl.store(out + result, total.to(out.dtype.element_ty), mask=stays)
+
+
+@triton.jit
+def pieces_kernel(
+    x, weight, bias, stream, also, out,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program p: ROWS of the WIDTH results of a row x [SIZE], which it reads in pieces of BLOCK."""
+    FORMAT: tl.constexpr = weight.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < WIDTH
+    at = tl.arange(0, BLOCK)[None, :]
+    source = weight + row[:, None] * SIZE + at
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    addend = features_of(bias, row, there, 0.0)
+    before = features_of(stream, row, there, 0.0)
+    then = features_of(also, row, there, 0.0)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for begin in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
+        inside = begin + at < SIZE
+        tile = _weights(source + begin, there[:, None] & inside)
+        numbers = tl.load(x + begin + at, mask=inside, other=0.0)
+        total += tile.to(tl.float32) * numbers.to(tl.float32)
+    results = _results(tl.sum(total, 1), addend, before, then, None, False, FORMAT)
+    tl.store(out + row, results.to(out.dtype.element_ty), mask=there)
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels on a device may begin before the one before them has ended."""
+    return device.type == "cuda" and not _INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def serves(weight: Tensor, *, alone: bool = True) -> bool:
+    """Whether `product` takes a weight [outputs, features].
+
+    Args:
+        alone: there is neither a norm before the product nor an activation after it.
+    """
+    whole = weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
+    return whole and (alone or weight.shape[1] <= _HELD)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    function: str | None = None,
+    gated: bool = False,
+    stream: Tensor | None = None,
+    also: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    overlap: bool = False,
+) -> Tensor:
+    """What is made of norm(x) @ weight.T + bias of one row x [1, features], as [1, outputs].
+
+    Args:
+        weight: [outputs, features], in x's format; bias [outputs].
+        function: an activation of the results, or with `gated` of their first half, times the second.
+        stream: [1, outputs] to which, and to `also` before, the results are added, where it lies.
+        dtype: of the results, which are rounded to x's format nevertheless; of a stream it is that.
+        overlap: begin while the kernel before this one ends, on a device that `can_overlap`.
+
+    Raises:
+        ValueError: shapes, formats or places do not go together.
+    """
+    _check(x, weight, bias, norm, function, gated, stream, also)
+    outputs, features = weight.shape
+    width = outputs // (1 + gated)
+    out = stream
+    if out is None:
+        out = torch.empty(1, width, dtype=dtype or x.dtype, device=x.device)
+    alone = norm is None and function is None
+    how = tiling(width, features, weight.element_size(), gated=gated, normed=not alone)
+    programs = (triton.cdiv(width, how.rows * how.steps),)
+    early = overlap and not _INTERPRETED
+    options = {"num_warps": how.warps} | ({"launch_pdl": True} if early else {})
+    if not how.held:
+        pieces_kernel[programs](
+            x, weight, bias, stream, also, out,
+            SIZE=features, WIDTH=width, ROWS=how.rows, BLOCK=how.block, STAGES=STAGES, EARLY=early, **options,
+        )  # fmt: skip
+        return out
+    none = Norm(None, 0.0)
+    held_kernel[programs](
+        x, (norm or none).weight, (norm or none).bias, weight, bias, stream, also, out, (norm or none).eps,
+        SIZE=features, WIDTH=width, KIND=kind(norm), FUNCTION=function, GATED=gated,
+        ROWS=how.rows, STEPS=how.steps, BLOCK=how.block, STAGES=STAGES, EARLY=early, **options,
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    function: str | None,
+    gated: bool,
+    stream: Tensor | None,
+    also: Tensor | None,
+) -> None:
+    alone = norm is None and function is None
+    if not serves(weight, alone=alone):
+        raise ValueError(
+            f"a weight {list(weight.shape)} is not multiplied: it must lie side by side"
+            + ("" if alone else f", and have {_HELD} features at most beside a norm or an activation")
+        )
+    outputs, features = weight.shape
+    if x.shape != (1, features) or x.dtype != weight.dtype or x.stride(1) != 1:
+        raise ValueError(f"{list(x.shape)} of {x.dtype} is not multiplied by {list(weight.shape)} of {weight.dtype}")
+    if gated and (outputs % 2 or function is None):
+        raise ValueError(f"{outputs} results have no two halves, or the first has no activation")
+    if function is not None and function not in FUNCTIONS:
+        raise ValueError(f"there is no activation {function!r}, only {', '.join(FUNCTIONS)}")
+    if also is not None and stream is None:
+        raise ValueError("what is added to a stream needs one")
+    for part, size in ((bias, outputs), (stream, outputs // (1 + gated)), (also, outputs // (1 + gated))):
+        if part is not None and (part.numel() != size or part.dtype != x.dtype or not part.is_contiguous()):
+            raise ValueError(f"{list(part.shape)} of {part.dtype} is not added to {size} results in {x.dtype}")
+    for part in () if norm is None else (norm.weight, norm.bias):
+        if part is not None and (part.numel() != features or part.dtype != x.dtype or not part.is_contiguous()):
+            raise ValueError(f"a norm of {list(part.shape)} in {part.dtype} is not one of {features} in {x.dtype}")
+    if stream is not None and stream.data_ptr() == x.data_ptr():
+        raise ValueError("a stream that a product reads cannot take its results: other programs still read it")

@@ -1,0 +1,155 @@
+"""The operations for one token alone on a GPU, with the fewest launches: what lies around a product is part of it.
+
+Derived from the operations for any number of tokens (`engine.backends.triton.executor`) in three steps. The last
+product of a sublayer adds its results to the stream: each program of it adds those that are its own, and no other
+reads them, so the stream stays where it is. An activation is part of the product before it. And a product norms the
+stream that it reads. A layer of the usual kind is then: product; heads; attention; product; product with its gate;
+product.
+
+Where a part does not allow that (experts, norms after sublayers, matrices that are not plain), its operations stay what
+they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from engine.backends.native.program import Rows
+from engine.backends.torch.executor import Handler, Pass
+from engine.backends.triton import matvec
+from engine.backends.triton.norms import Norm
+from engine.backends.triton.operations import Fused, Join
+from engine.model.layers import Linear
+from engine.model.program import Activate, HasRows, Multiply
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MultiplyRow(HasRows):
+    """The product of one row, with what lies around it.
+
+    Attributes:
+        norm: of x, which is the stream then.
+        function, gated: an activation of the results.
+        joins: the results are added to `out`, the stream, after `also`.
+    """
+
+    READS = ("x", "also", "joined")
+    WRITES = ("out",)
+    linear: Linear
+    x: Rows
+    out: Rows
+    norm: Norm | None = None
+    function: str | None = None
+    gated: bool = False
+    joins: bool = False
+    also: Rows | None = None
+
+    @property
+    def joined(self) -> Rows | None:
+        """The stream, if the results are added to it."""
+        return self.out if self.joins else None
+
+
+RowOperation = Fused | MultiplyRow
+
+
+def _multiply(operation: MultiplyRow, state: Pass) -> None:
+    linear, values = operation.linear, state.values
+    values[operation.out] = matvec.product(
+        values[operation.x],
+        linear.weight,
+        linear.bias,
+        norm=operation.norm,
+        function=operation.function,
+        gated=operation.gated,
+        stream=values[operation.out] if operation.joins else None,
+        also=None if operation.also is None else values[operation.also],
+        overlap=state.inputs.form.overlapping,
+    )
+
+
+HANDLERS: dict[type, Handler] = {MultiplyRow: _multiply}
+
+
+def row_operations(operations: Sequence[Fused], stream: Rows) -> list[RowOperation]:
+    """The operations for one token of those for any number."""
+    made: list[RowOperation] = [
+        MultiplyRow(one.linear, one.x, one.out) if isinstance(one, Multiply) and _served(one.linear) else one
+        for one in operations
+    ]
+    made = _with_joins(made, stream)
+    made = _with_activations(made)
+    return _with_norms(made, stream)
+
+
+def _with_joins(operations: list[RowOperation], stream: Rows) -> list[RowOperation]:
+    """Results that join the stream next, as they are, are added to it at once."""
+    made = list(operations)
+    for i, (product, join) in enumerate(pairwise(operations)):
+        if not (isinstance(product, MultiplyRow) and isinstance(join, Join)):
+            continue
+        if join.after is None and join.addends and join.addends[-1] == product.out:
+            also = join.addends[0] if len(join.addends) > 1 else None
+            made[i] = replace(product, out=stream, joins=True, also=also)
+            made[i + 1] = replace(join, addends=())
+    return [one for one in made if not (isinstance(one, Join) and not one.addends and one.norm is None)]
+
+
+def _with_activations(operations: list[RowOperation]) -> list[RowOperation]:
+    """An activation becomes part of the product whose results it alone reads."""
+    made: list[RowOperation] = []
+    for one in operations:
+        before = made[-1] if made else None
+        match one, before:
+            case Activate(function, x, out, gated), MultiplyRow(linear) if before.out == x and _served(
+                linear, alone=False
+            ):
+                made[-1] = replace(before, out=out, function=function, gated=gated)
+            case _:
+                made.append(one)
+    return made
+
+
+def _with_norms(operations: list[RowOperation], stream: Rows) -> list[RowOperation]:
+    """A norm of the stream is made by the products that read it, if they are all that reads it."""
+    made: list[RowOperation | None] = list(operations)
+    for i, one in enumerate(operations):
+        if not isinstance(one, Join) or one.addends or one.norm is None or one.out == stream:
+            continue
+        readers = _readers(made, i, one.out, stream)
+        if readers is None:
+            continue
+        made[i] = None
+        for place in readers:
+            reader = made[place]
+            assert isinstance(reader, MultiplyRow)
+            made[place] = replace(reader, x=stream, norm=one.norm)
+    return [one for one in made if one is not None]
+
+
+def _readers(operations: list[RowOperation | None], start: int, rows: Rows, stream: Rows) -> list[int] | None:
+    """The products that read what an operation wrote to these rows; None if something else reads it, or the stream
+    is another by then."""
+    readers: list[int] = []
+    changed = False
+    for place in range(start + 1, len(operations)):
+        one = operations[place]
+        if one is None:
+            continue
+        if rows in one.reads:
+            if changed or not (isinstance(one, MultiplyRow) and _served(one.linear, alone=False)):
+                return None
+            readers.append(place)
+        written = one.writes
+        if rows in written:
+            return readers or None
+        changed = changed or stream in written
+    return None  # it is what the stack gives
+
+
+def _served(linear: Linear, *, alone: bool = True) -> bool:
+    """There is a kernel for a product of one row; not alone: with a norm before it or an activation after it."""
+    plain = type(linear) is Linear and linear.packed is None
+    return plain and matvec.serves(linear.weight, alone=alone)

@@ -1,0 +1,99 @@
+"""The operations that groups of a program's operations become on a GPU (`engine.backends.triton.executor`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.backends.native.program import Rows
+from engine.backends.torch.executor import Handler, Pass
+from engine.backends.triton import norms
+from engine.backends.triton.norms import Norm
+from engine.backends.triton.rotary import Angles, HeadNorms, turn_and_store
+from engine.model.program import HasRows, Operation, PrepareHeads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Join(HasRows):
+    """The stream receives after(first addend) and the second one, two at most; out is the norm of the sum.
+
+    Attributes:
+        after: the norm of the first addend.
+        norm: None where the stream itself is read next.
+        out: the stream, where there is no norm or the norm takes the sum's place.
+    """
+
+    READS = ("stream", "addends")
+    WRITES = ("stream", "out")
+    stream: Rows
+    addends: tuple[Rows, ...]
+    after: Norm | None
+    norm: Norm | None
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreHeads(HasRows):
+    """What `PrepareHeads` does, for a decoder.
+
+    Attributes:
+        angles: None where nothing rotates.
+        norms: of each head.
+        whole: of all queries at once, and of all keys.
+    """
+
+    READS = WRITES = ("heads",)
+    operation: PrepareHeads
+    angles: Angles | None
+    norms: HeadNorms | None
+    whole: HeadNorms | None
+
+    @property
+    def heads(self) -> Rows:
+        """Queries, keys and values."""
+        return self.operation.heads
+
+
+Fused = Operation | Join | StoreHeads
+
+
+def _join(operation: Join, state: Pass) -> None:
+    stream, norm = state.values[operation.stream], operation.norm
+    in_place = operation.out == operation.stream
+    if operation.addends:
+        first, *others = (state.values[rows] for rows in operation.addends)
+        also = others[0] if others else None
+        out = norms.add_norm(
+            stream, first, norm, after=operation.after, also=also, in_place=in_place and norm is not None
+        )
+    else:
+        assert norm is not None
+        out = norms.norm(stream, norm, stream if in_place else None)
+    state.values[operation.out] = out
+
+
+def _store_heads(operation: StoreHeads, state: Pass) -> None:
+    prepared, part = operation.operation, operation.operation.part
+    heads, clip = state.values[prepared.heads], part.clip
+    if operation.whole is not None:
+        if clip is not None:
+            heads, clip = heads.clamp_(-clip, clip), None
+        sizes = (part.heads * part.head_dim, part.kv_heads * part.head_dim)
+        queries, keys = heads[:, : sizes[0]], heads[:, sizes[0] : sum(sizes)]
+        norms.norm(queries, operation.whole.queries, queries)
+        norms.norm(keys, operation.whole.keys, keys)
+    heads = heads.view(len(heads), part.heads + 2 * part.kv_heads, part.head_dim)
+    turning, values = heads.tensor_split((part.heads + part.kv_heads,), dim=1)
+    turn_and_store(
+        turning,
+        values,
+        state.pages(prepared.layer),
+        angles=operation.angles,
+        positions=state.inputs.rotary_rows,
+        slots=state.inputs.slots,
+        norms=operation.norms,
+        clip=clip,
+    )
+    state.values[prepared.queries] = turning[:, : part.heads]
+
+
+HANDLERS: dict[type, Handler] = {Join: _join, StoreHeads: _store_heads}

@@ -1,0 +1,1 @@
+"""This process and its machine: logs, folders, processors, its container."""

@@ -1,0 +1,115 @@
+"""How many CPUs this process may use, and how many threads compute on them.
+
+Only counts: nothing here imports torch, so that a process can be given its environment before torch is loaded in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.host.cgroups import MOUNT, OWN_GROUPS, own_groups, text_of
+
+CPUS = Path("/sys/devices/system/cpu")
+_NAME = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """How many threads compute, and which setting or limit says so.
+
+    Attributes:
+        cpus: that this process may use, its container's share included.
+    """
+
+    count: int
+    reason: str
+    cpus: float
+
+    @property
+    def too_many(self) -> bool:
+        """They would wait for each other."""
+        return self.count > max(1.0, self.cpus)
+
+
+def choose_threads(setting: int | None, environment: Mapping[str, str]) -> Threads:
+    """Threads of the engine: `setting` (`EngineConfig.threads`), else OMP_NUM_THREADS, else one for each core.
+
+    A core's second thread shares the units that multiply, so that dense products gain next to nothing from it, and
+    threads that wait for each other at the end of each wait for the slowest.
+    """
+    allowed = _allowed()
+    share = cpu_share()
+    cpus = min(float(len(allowed)), share)
+    if setting is not None:
+        return Threads(setting, "--threads", cpus)
+    given = environment.get(_NAME, "").split(",")[0].strip()
+    if given.isdigit() and int(given) > 0:
+        return Threads(int(given), _NAME, cpus)
+    cores = num_cores(allowed)
+    if share < cores:
+        return Threads(max(1, int(share)), "what the container may use", cpus)
+    return Threads(cores, "one for each core", cpus)
+
+
+def cpu_share(cgroups: Path = MOUNT, listing: Path = OWN_GROUPS) -> float:
+    """CPUs that the control groups of this process may keep busy; infinity without a limit."""
+    share = float("inf")
+    for version, group in own_groups("cpu", cgroups, listing):
+        if version == 2:
+            words = text_of(group / "cpu.max").split()
+        else:
+            words = [text_of(group / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        quota, period = (int(word) if word.isdigit() else 0 for word in (*words, "", "")[:2])
+        if quota > 0 < period:  # else there is no such group, or it says "max" or -1
+            share = min(share, quota / period)
+    return share
+
+
+def num_cores(cpus: set[int], topology: Path = CPUS) -> int:
+    """Physical cores that these CPUs are threads of; as many as CPUs where the system does not say."""
+    cores = set()
+    for cpu in cpus:
+        siblings = text_of(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").strip()
+        cores.add(siblings or str(cpu))
+    return max(1, len(cores))
+
+
+def _allowed() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+_given: list[str | None] = []
+
+
+def compute_in_one_thread() -> None:
+    """Have libraries that this process loads from now on start no threads: the cores are the engine's, which runs in a
+    process of its own and gets `given_environment`."""
+    if not _given:
+        _given.append(os.environ.get(_NAME))
+    os.environ[_NAME] = "1"
+    # Texts are handed over one by one: a pool with a thread for each CPU would have nothing to share.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def given_environment() -> dict[str, str]:
+    """The environment without what `compute_in_one_thread` has changed of it."""
+    environment = dict(os.environ)
+    for value in _given:
+        if value is None:
+            environment.pop(_NAME, None)
+        else:
+            environment[_NAME] = value
+    return environment
+
+
+def engine_environment(setting: int | None) -> dict[str, str]:
+    """The environment of a process that the engine is to run in, for its libraries to find when they are loaded."""
+    environment = given_environment()
+    environment[_NAME] = str(choose_threads(setting, environment).count)
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's pool, which has nothing to multiply here
+    return environment

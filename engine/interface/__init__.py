@@ -1,0 +1,1 @@
+"""What callers hand to an engine and get back: requests, outputs, `LLM`."""

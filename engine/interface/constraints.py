@@ -1,0 +1,74 @@
+"""Which tokens may come next in an answer, asked anew for each token: what grammars and lists of tokens have in common.
+
+A sequence owns its constraint, and is the only one that has it: a fork of the sequence gets a fork. A mask of the
+vocabulary is filled when a step is planned, and travels with the plan: so plans stay arrays alone, which other
+processes and repeated steps can read. A sequence that has a constraint is planned only once its last token is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from engine.interface.sampling_table import MaskRow, mask_words
+
+
+class Constraint(Protocol):
+    """The state of one answer. Tokens that end answers are never given to `accept`, nor are forced ones."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that there are."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow but the end of the answer; `fill` is not called then."""
+
+    def accept(self, token: int) -> None:
+        """The answer goes on with this token, one of those that `fill` has allowed."""
+
+    def fill(self, mask_row: MaskRow) -> None:
+        """Write which tokens may come next, a bit each (`engine.interface.sampling_table.mask_words`), into uint32
+        words that are 0; those that end the answer among them, if it may end."""
+
+    def fork(self) -> Constraint:
+        """The same state, which goes its own way."""
+
+
+class AllowedTokens:
+    """Some tokens, always the same: an answer ends with one of them, or where its length or a string ends it.
+
+    Args:
+        ids: within the vocabulary, in any order.
+    """
+
+    is_complete = False
+
+    def __init__(self, ids: Iterable[int], vocab_size: int):
+        self.ids, self.vocab_size = tuple(sorted(set(ids))), vocab_size
+
+    @cached_property
+    def _row(self) -> MaskRow:
+        row = np.zeros(mask_words(self.vocab_size), dtype=np.uint32)
+        allow(row, self.ids)
+        return row
+
+    def accept(self, token: int) -> None:
+        """Nothing changes."""
+
+    def fill(self, mask_row: MaskRow) -> None:
+        """Write which tokens may come next."""
+        mask_row[:] = self._row
+
+    def fork(self) -> AllowedTokens:
+        """Itself: it has no state."""
+        return self
+
+
+def allow(mask_row: MaskRow, ids: Iterable[int]) -> None:
+    """Set the bits of tokens."""
+    tokens = np.array(list(ids), dtype=np.int64)
+    np.bitwise_or.at(mask_row, tokens // 32, np.left_shift(np.uint32(1), (tokens % 32).astype(np.uint32)))

@@ -1,0 +1,333 @@
+"""The model's own decoding defaults, and how a request's parameters are completed with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.errors import InvalidRequestError, ModelLoadError
+from engine.interface.constraints import AllowedTokens
+from engine.interface.request import Decoding, SamplingParams
+from engine.interface.sampling_table import REQUESTED
+from engine.interface.values import brief
+
+logger = logging.getLogger("octavo.generation")
+
+DEFAULT_MAX_TOKENS = 16
+
+# Fields with an effect here, besides EOS.
+_HONOURED = (
+    *(name for name, column in REQUESTED.items() if column.allowed is not None and column.allowed.optional),
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
+    "no_repeat_ngram_size",
+    "min_length",
+    "min_new_tokens",
+    "max_length",
+    "max_new_tokens",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "renormalize_logits",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "do_sample",
+)
+_ID_FIELDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+# Fields that would change the answer and are not implemented, with the values at which they do nothing.
+_NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "sequence_bias": ({}, []),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1, 1.0),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "penalty_alpha": (0.0,),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "remove_invalid_values": (False,),
+    "watermarking_config": ({},),
+    "stop_strings": ([], ""),
+    "max_time": (),
+    "dola_layers": (),
+    "token_healing": (False,),
+    "num_return_sequences": (1,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What a checkpoint says about decoding.
+
+    Attributes:
+        values: the honoured fields of `generation_config.json` that are set.
+        eos_ids: ids that end a sequence.
+        ignored: fields that would change the answer and are not implemented.
+        decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    eos_ids: frozenset[int] = frozenset()
+    ignored: tuple[str, ...] = ()
+    decoder_start_token_id: int | None = None
+
+
+def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool = True) -> GenerationDefaults:
+    """Defaults of a checkpoint folder: `generation_config.json`, or where there is none the same fields
+    in `config.json`, as `transformers` does.
+
+    Args:
+        vocab_size: ids outside the vocabulary are left out, with a warning.
+        honour: False keeps only the EOS ids.
+
+    Raises:
+        ModelLoadError: the file is not a JSON object, or a value in it is impossible.
+    """
+    source = path / "generation_config.json"
+    if not source.exists():
+        source = path / "config.json"
+    try:
+        stored = json.loads(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{source} cannot be read: {error}") from error
+    if not isinstance(stored, dict):
+        raise ModelLoadError(f"{source} must hold a JSON object, found {type(stored).__name__}.")
+    eos = stored.get("eos_token_id")
+    if eos is None:
+        eos = getattr(hf_config, "eos_token_id", None)
+    eos_ids = frozenset(_known_ids("eos_token_id", _ids(eos), vocab_size))
+    starts = [
+        stored.get("decoder_start_token_id"),
+        getattr(hf_config, "decoder_start_token_id", None),
+        stored.get("bos_token_id"),
+        getattr(hf_config, "bos_token_id", None),
+    ]
+    # A list names the start of each input of a batch; one id alone is meant for all.
+    starts = [i[0] if isinstance(i, list) and len(i) == 1 else i for i in starts]
+    start = next((i for i in starts if type(i) is int and 0 <= i < vocab_size), None)
+    if not honour:
+        return GenerationDefaults(eos_ids=eos_ids, decoder_start_token_id=start)
+    ignored = [
+        name
+        for name, neutral in _NOT_IMPLEMENTED.items()
+        if stored.get(name) is not None and stored[name] not in neutral and name not in _HONOURED
+    ]
+    if stored.get("do_sample") and (stored.get("num_beams") or 1) > 1:
+        ignored.append("do_sample with num_beams")
+    if ignored:
+        logger.warning(
+            "%s sets %s, which Octavo does not implement: answers may differ from the reference",
+            source.name,
+            ", ".join(f"{name}={stored.get(name)!r}" if name in stored else name for name in ignored),
+        )
+    values = {name: stored[name] for name in _HONOURED if stored.get(name) is not None}
+    _check_values(values, source)
+    for name in _ID_FIELDS:
+        if name in values:
+            known = _known_ids(name, _ids(values.pop(name)), vocab_size)
+            if known:
+                values[name] = known[0] if name == "forced_bos_token_id" else known
+    if "bad_words_ids" in values:
+        known_ids = set(_known_ids("bad_words_ids", {i for word in values["bad_words_ids"] for i in word}, vocab_size))
+        values["bad_words_ids"] = [word for word in values["bad_words_ids"] if known_ids.issuperset(word)]
+    return GenerationDefaults(values=values, eos_ids=eos_ids, ignored=tuple(ignored), decoder_start_token_id=start)
+
+
+def _check_values(values: Mapping[str, Any], source: Path) -> None:
+    """Hold the model's values to what a request's have to keep to."""
+    names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "max_length": "min_length"}
+    for name, value in values.items():
+        given: dict[str, Any] = {names.get(name, name): value}
+        if name == "do_sample":
+            given = {"ignore_eos": value}  # any boolean will do
+        elif name in _ID_FIELDS:
+            listed = value if isinstance(value, list) else [value]
+            given = {"stop_token_ids": [i for i in listed if i != -1]}  # -1 stands for none
+        elif name == "bad_words_ids" and isinstance(value, list):
+            for word in value:  # a model's own list may be longer than a request's
+                _check_values({"bad_words_ids": (word,)}, source)
+            continue
+        try:
+            SamplingParams(**given)
+        except InvalidRequestError as error:
+            raise ModelLoadError(
+                f"{source} sets {name} to {value!r}, which is impossible: {error} Correct the file, or start with "
+                "--generation-config none to do without it."
+            ) from error
+
+
+def _known_ids(name: str, ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The ids that the vocabulary has; published files name others, such as -1 for none."""
+    listed = sorted(ids)
+    unknown = [i for i in listed if not 0 <= i < vocab_size and i != -1]
+    if unknown:
+        last = vocab_size - 1
+        logger.warning("%s names ids %s, but the vocabulary has 0 to %d: they are left out", name, unknown, last)
+    return [i for i in listed if 0 <= i < vocab_size]
+
+
+def _ids(value: Any) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    try:
+        return frozenset(int(i) for i in (value if isinstance(value, (list, tuple)) else [value]))
+    except (TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"The model's generation_config.json or config.json holds {value!r} where token ids belong. Correct it."
+        ) from error
+
+
+def resolve(
+    params: SamplingParams,
+    defaults: GenerationDefaults,
+    *,
+    prompt_len: int,
+    max_model_len: int,
+    vocab_size: int,
+    random_seed: int,
+    prompt_name: str = "prompt",
+) -> Decoding:
+    """Complete a request's parameters with the model's defaults and check them against its limits.
+
+    Args:
+        prompt_len: tokens before the answer; of an encoder-decoder model those of the decoder.
+        prompt_name: what a request calls them.
+
+    Raises:
+        InvalidRequestError: prompt and answer do not fit, an id is outside the vocabulary, or values
+            that came together contradict each other.
+    """
+    values = defaults.values
+
+    def pick(name: str, given: Any, otherwise: Any) -> Any:
+        return given if given is not None else values.get(name, otherwise)
+
+    max_tokens = _max_tokens(params, values, prompt_len, max_model_len, prompt_name)
+    num_beams = _num_beams(params, values)
+    min_tokens = min(int(values.get("min_new_tokens", 0)), max_tokens)
+    if params.min_tokens is not None:
+        min_tokens = params.min_tokens
+    # As in `transformers`, a least length of the output replaces one of prompt and output together.
+    by_output = params.min_tokens is not None or "min_new_tokens" in values
+    if min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens}).", param="min_tokens"
+        )
+    sampled = values.get("do_sample") is not False
+    for name, ids in (
+        ("logit_bias", params.logit_bias or ()),
+        ("stop_token_ids", params.stop_token_ids or ()),
+        ("suppress_tokens", params.suppress_tokens or ()),
+        ("begin_suppress_tokens", params.begin_suppress_tokens or ()),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words_ids", [i for word in params.bad_words_ids or () for i in word]),
+        ("forced_bos_token_id", (params.forced_bos_token_id,)),
+        ("forced_eos_token_id", (params.forced_eos_token_id,)),
+    ):
+        check_ids(name, [i for i in ids if i is not None], vocab_size)
+    numbers: dict[str, Any] = {
+        name: (float if column.kind is np.float32 else int)(pick(name, getattr(params, name), column.neutral))
+        for name, column in REQUESTED.items()
+    }
+    numbers["top_k"] = max(numbers["top_k"], 0)
+    # As in `transformers`, what ends an answer in this way is not banned.
+    endings = set() if params.ignore_eos else {(i,) for i in defaults.eos_ids}
+    words = (tuple(word) for word in pick("bad_words_ids", params.bad_words_ids, ()))
+    return Decoding(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        **(numbers | {"temperature": numbers["temperature"] if sampled or params.temperature else 0.0}),
+        seed=random_seed if params.seed is None else params.seed,
+        n=params.n,
+        logit_bias=tuple((int(t), float(v)) for t, v in (params.logit_bias or {}).items()),
+        stop_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else defaults.eos_ids),
+        eos_ids=defaults.eos_ids,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        num_beams=num_beams,
+        length_penalty=float(pick("length_penalty", params.length_penalty, 1.0)),
+        early_stopping=pick("early_stopping", params.early_stopping, False),
+        no_repeat_ngram_size=int(pick("no_repeat_ngram_size", params.no_repeat_ngram_size, 0)),
+        min_length=0 if params.ignore_eos or by_output else int(pick("min_length", params.min_length, 0)),
+        suppress_tokens=tuple(pick("suppress_tokens", params.suppress_tokens, ())),
+        begin_suppress_tokens=tuple(pick("begin_suppress_tokens", params.begin_suppress_tokens, ())),
+        bad_words=tuple(word for word in words if word not in endings),
+        encoder_repetition_penalty=float(pick("encoder_repetition_penalty", params.encoder_repetition_penalty, 1.0)),
+        encoder_no_repeat_ngram_size=int(pick("encoder_no_repeat_ngram_size", params.encoder_no_repeat_ngram_size, 0)),
+        renormalize=bool(pick("renormalize_logits", params.renormalize_logits, False)),
+        forced_bos_token_id=pick("forced_bos_token_id", params.forced_bos_token_id, None),
+        forced_eos_token_ids=tuple(sorted(_ids(pick("forced_eos_token_id", params.forced_eos_token_id, None)))),
+        stream_beams=params.stream_beams,
+        constraint=AllowedTokens(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None,
+    )
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids outside [0, vocab_size).
+
+    Raises:
+        InvalidRequestError: names the first one.
+    """
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"{name} holds {'' if name == 'token_type_ids' else 'token id '}{brief(token)}, but "
+                f"{'the model' if name == 'token_type_ids' else 'the vocabulary'} has ids 0 to {vocab_size - 1}.",
+                param=name,
+                code="invalid_value",
+            )
+
+
+def _max_tokens(
+    params: SamplingParams, values: Mapping[str, Any], prompt_len: int, max_model_len: int, prompt_name: str
+) -> int:
+    room = max_model_len - prompt_len
+    if room < 1:
+        raise InvalidRequestError(
+            # Clients know the error by these words where the code does not reach them.
+            f"the {prompt_name} is too long: it has {prompt_len} tokens, and this model's maximum context length is "
+            f"{max_model_len} tokens, answer included (max_model_len). Shorten the {prompt_name} or raise "
+            "--max-model-len.",
+            param=prompt_name,
+            code="context_length_exceeded",
+        )
+    if params.max_tokens is not None:
+        if params.max_tokens > room:
+            parts = f"the prompt has {prompt_len} tokens and max_tokens is {params.max_tokens}"
+            if prompt_name != "prompt":
+                parts = f"max_tokens is {params.max_tokens}, and the decoder's beginning takes {prompt_len}"
+            raise InvalidRequestError(
+                f"{parts}, together {prompt_len + params.max_tokens}, but this model's maximum context length is "
+                f"{max_model_len} tokens (max_model_len). Lower max_tokens, shorten the {prompt_name} or raise "
+                "--max-model-len.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return params.max_tokens
+    if "max_new_tokens" in values:
+        return min(int(values["max_new_tokens"]), room)
+    if int(values.get("max_length", 0)) > prompt_len:
+        return min(int(values["max_length"]) - prompt_len, room)
+    return min(max(DEFAULT_MAX_TOKENS, params.min_tokens or 0), room)
+
+
+def _num_beams(params: SamplingParams, values: Mapping[str, Any]) -> int:
+    if params.num_beams is not None:
+        return params.num_beams
+    # What only makes sense without beams, asked for by name, outweighs the model's default number of beams.
+    if params.temperature or params.top_k or params.top_p is not None or params.min_p or params.stop_strings:
+        return 1
+    beams = int(values.get("num_beams", 1))
+    return max(beams, params.n) if beams > 1 else 1

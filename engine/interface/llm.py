@@ -1,0 +1,157 @@
+"""The offline face: prompts in, answers out; texts in, vectors, scores, classes and masked tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import InvalidRequestError, RequestFailedError
+from engine.interface.inputs import decoder_start, decoder_tokens
+from engine.interface.llm_pooling import PROGRESS_FROM, PoolingMethods
+from engine.interface.outputs import EngineStats, RequestOutput
+from engine.interface.pooling import check_task
+from engine.interface.request import SamplingParams, Seq2SeqInput, TokenInput
+from engine.text.processor import OutputProcessor, load_tokenizer
+
+Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput
+
+
+class LLM(PoolingMethods):
+    """A model in this process: to generate with, to embed, compare or classify texts, or to fill in masked tokens.
+
+    Args:
+        model: local folder or hub id.
+        **settings: the other fields of `EngineConfig`. Steps may take as long as they like unless max_step_time is
+            given: no client waits for the end of one here, and a prompt is computed fastest in one piece.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
+    """
+
+    def __init__(self, model: str, **settings: Any):
+        config = EngineConfig(model=str(model), **({"max_step_time": 0.0} | settings))
+        engine, tokenizer = Engine(config), None
+        if not config.skip_tokenizer_init:
+            tokenizer = load_tokenizer(
+                config.tokenizer or engine.info.model_path,
+                revision=config.revision if config.tokenizer else None,
+                hf_token=config.hf_token,
+                lower_case=engine.info.lower_case,
+            )
+        super().__init__(engine, tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to all prompts, in their order; all run together.
+
+        Args:
+            prompts: text, token ids, or a list of either. Of an encoder-decoder model they are the encoder's inputs; a
+                `Seq2SeqInput` holds one, and the beginning of the decoder's answer.
+            params: for all prompts, or one per prompt; None takes the model's defaults.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters are impossible; nothing was generated.
+            RequestFailedError: the engine failed on a request.
+        """
+        check_task(self.engine.info, "generate")
+        inputs = [self._input(prompt) for prompt in self._listed(prompts)]
+        each = self._params(params, len(inputs))
+        ids = [f"offline-{next(self._numbers)}" for _ in inputs]
+        processors: dict[str, OutputProcessor] = {}
+        results: dict[str, RequestOutput] = {}
+        try:
+            for request_id, input, chosen in zip(ids, inputs, each, strict=True):
+                self.engine.add_request(request_id, input, chosen)
+                result = results[request_id] = self._unanswered(request_id, input, chosen)
+                processors[request_id] = OutputProcessor(self.tokenizer, result.prompt_token_ids, chosen)
+            show = len(inputs) >= PROGRESS_FROM if use_tqdm is None else use_tqdm
+            with tqdm(total=len(inputs), desc="generating", unit="prompt", disable=not show) as bar:
+                self._run(processors, results, bar)
+        finally:
+            for request_id in processors:
+                self.engine.abort_request(request_id)
+        return [results[request_id] for request_id in ids]
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the engine."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Free the model and its pages."""
+        self.engine.close()
+
+    def _run(self, processors: dict[str, OutputProcessor], results: dict[str, RequestOutput], bar: Any) -> None:
+        unfinished = set(processors)
+        while unfinished:
+            for delta in self.engine.step_deltas():
+                if delta.request_id not in unfinished:
+                    continue  # of a request that somebody added to the engine directly
+                if delta.error is not None:
+                    raise RequestFailedError(delta.error)
+                processor, result = processors[delta.request_id], results[delta.request_id]
+                for news in processor.process(delta):
+                    if news.stopped_by_text:
+                        self.engine.abort_request(delta.request_id, choice=news.index)
+                if processor.finished:
+                    self.engine.abort_request(delta.request_id)
+                    result.outputs, result.finished = processor.outputs, True
+                    result.prompt_logprobs = processor.prompt_logprobs
+                    result.num_cached_tokens = processor.num_cached_tokens
+                    unfinished.remove(delta.request_id)
+                    bar.update()
+
+    def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+        if isinstance(prompts, (str, TokenInput, Seq2SeqInput)):
+            return [prompts]
+        items = list(prompts)
+        if items and isinstance(items[0], int):
+            return [items]
+        return items
+
+    def _unanswered(self, request_id: str, input: TokenInput | Seq2SeqInput, params: SamplingParams) -> RequestOutput:
+        info = self.engine.info
+        whole = input if isinstance(input, TokenInput) else TokenInput(input.encoder_token_ids)
+        prompt, encoded = whole.token_ids, None
+        if info.max_encoder_len is not None:
+            begin = input.decoder_token_ids if isinstance(input, Seq2SeqInput) else None
+            prompt, encoded = decoder_tokens(begin or (), decoder_start(params, info)), list(whole.token_ids)
+        return RequestOutput(
+            request_id=request_id,
+            prompt=whole.text,
+            prompt_token_ids=list(prompt),
+            outputs=[],
+            finished=False,
+            encoder_token_ids=encoded,
+        )
+
+    def _input(self, prompt: Any) -> TokenInput | Seq2SeqInput:
+        if isinstance(prompt, (TokenInput, Seq2SeqInput)):
+            return prompt
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError(
+                    f"{self.engine.config.model} has no tokenizer, so prompts must be token ids. Set tokenizer to a "
+                    "folder that has one.",
+                    param="prompt",
+                )
+            return TokenInput(self.tokenizer.encode(prompt), prompt)
+        return TokenInput(prompt)
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            return [SamplingParams()] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequestError(f"{count} prompts came with {len(params)} SamplingParams.", param="params")
+        return list(params)

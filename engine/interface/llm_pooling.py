@@ -1,0 +1,293 @@
+"""What `LLM` makes of texts without writing any: vectors, scores, classes, masked tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.engine import Engine
+from engine.errors import InvalidRequestError, RequestFailedError
+from engine.interface.outputs import Pooled, PoolingMode
+from engine.interface.pooling import DEFAULT_TOP_K, check_task
+from engine.interface.request import PoolingParams
+from engine.pooled import (
+    Aggregation,
+    ClassificationOutput,
+    EmbeddingOutput,
+    FillMaskOutput,
+    ScoreOutput,
+    TokenClassificationOutput,
+    check_aggregation,
+    check_scores,
+    cosine,
+    find_prompt,
+    is_cross_encoder,
+    labels_of,
+    longest,
+    mask_positions,
+    masks_of,
+    prompt_tokens,
+    spans_of,
+    vector_of,
+)
+from engine.pooled.sources import Input, Reader, Reading, Source, need_tokenizer, read_sources
+from engine.text.processor import Tokenizer
+
+# Shorter lists are done before a bar would tell anything.
+PROGRESS_FROM = 32
+
+
+class PoolingMethods:
+    """The part of `LLM` that pools; which methods a model serves, its `EngineInfo.tasks` say."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._numbers = itertools.count()
+
+    def embed(
+        self,
+        inputs: Input | Sequence[Input],
+        pooling: PoolingMode | None = None,
+        normalize: bool | None = None,
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingOutput]:
+        """A vector for each input, in their order.
+
+        vLLM's method of this name takes `pooling`, `normalize` and `dimensions` as `pooling_params`.
+
+        Args:
+            inputs: text, token ids, a `TokenInput`, or a list of these.
+            pooling, normalize, dimensions: see `PoolingParams`; None: the model's own.
+            prompt_name: put that prompt of the model's sentence-transformers config in front of the texts (token ids
+                stay as they are); None: its default prompt, if it has one; "": none.
+            truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: the model gives no vectors, or an input or a parameter is impossible; nothing was
+                computed.
+            RequestFailedError: the engine failed on an input.
+        """
+        info = self.engine.info
+        check_task(info, "embed")
+        terms: dict[str, Any] = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
+        sources, limit = read_sources(inputs), longest(truncate_prompt_tokens, info)
+        readings, pooled = self._embedded(sources, find_prompt(info, prompt_name), limit, terms, use_tqdm)
+        return [
+            EmbeddingOutput(prompt_token_ids=reading.encoding.ids, embedding=vector_of(answer))
+            for reading, answer in zip(readings, pooled, strict=True)
+        ]
+
+    def score(
+        self,
+        text_1: Input | Sequence[Input],
+        text_2: Input | Sequence[Input],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[ScoreOutput]:
+        """How well texts go together: one with each of several, or each of several with its counterpart.
+
+        A model with one class reads both texts together (a cross-encoder), and its score is what its config's
+        activation makes of its number. Of a model that embeds, it is the cosine of the two vectors; each distinct
+        text is embedded once, with the model's default prompt, if it has one.
+
+        Args:
+            text_1, text_2: a text or a list of texts, of 1 and n or n and n; token ids for embeddings only.
+            truncate_prompt_tokens: cut inputs, pairs as one, to so many tokens, from the longer text first; -1: to the
+                model's limit; None: refuse longer ones.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: the model cannot compare texts, these lists do not go together, or a text is
+                impossible; nothing was computed.
+            RequestFailedError: the engine failed on an input.
+        """
+        info = self.engine.info
+        check_scores(info)
+        pairs = _paired(read_sources(text_1), read_sources(text_2))
+        limit = longest(truncate_prompt_tokens, info)
+        if is_cross_encoder(info):
+            reader = Reader(self.tokenizer, info, limit)
+            readings = [reader.read(_joint(first, second)) for first, second in pairs]
+            answers = self._pool(readings, [PoolingParams(task="classify")] * len(readings), "scoring", use_tqdm)
+            return [
+                ScoreOutput(score=vector_of(answer)[0], prompt_token_ids=reading.encoding.ids)
+                for reading, answer in zip(readings, answers, strict=True)
+            ]
+        distinct = list(dict.fromkeys(source for pair in pairs for source in pair))
+        readings, answers = self._embedded(distinct, find_prompt(info), limit, {}, use_tqdm)
+        found = dict(zip(distinct, zip(readings, answers, strict=True), strict=True))
+        return [
+            ScoreOutput(
+                score=cosine(found[first][1], found[second][1]),
+                prompt_token_ids=found[first][0].encoding.ids + found[second][0].encoding.ids,
+            )
+            for first, second in pairs
+        ]
+
+    def classify(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        use_activation: bool | None = None,
+        aggregation: Aggregation = "simple",
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[ClassificationOutput | TokenClassificationOutput]:
+        """The classes of each input, or of its tokens, whichever the model tells apart.
+
+        Args:
+            inputs: text, token ids, a `TokenInput`, or a list of these; of classifiers of whole inputs also pairs of
+                texts, as tuples or {"text": ..., "text_pair": ...}. A tuple of two texts is a pair.
+            use_activation: False gives the head's own numbers; None or True what the model's config makes of them,
+                probabilities as a rule. The scores of spans follow it.
+            aggregation: how tokens are joined to spans (see `spans_of`).
+            truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: the model knows no classes, or an input is impossible; nothing was computed.
+            RequestFailedError: the engine failed on an input.
+        """
+        info = self.engine.info
+        by_token = "token_classify" in info.tasks
+        if not by_token:
+            check_task(info, "classify")
+        check_aggregation(aggregation)
+        sources = read_sources(inputs, pairs=not by_token)
+        reader = Reader(self.tokenizer, info, longest(truncate_prompt_tokens, info))
+        readings = [reader.read(source) for source in sources]
+        params = PoolingParams(task="token_classify" if by_token else "classify", use_activation=use_activation)
+        results: list[ClassificationOutput | TokenClassificationOutput] = []
+        answers = self._pool(readings, [params] * len(readings), "classifying", use_tqdm)
+        for reading, answer in zip(readings, answers, strict=True):
+            ids = reading.encoding.ids
+            rows: list[list[float]] = answer.values().tolist()
+            if by_token:
+                spans = spans_of(answer, reading.encoding, reading.text, self.tokenizer, info, aggregation)
+                results.append(TokenClassificationOutput(spans=spans, probs=rows, prompt_token_ids=ids))
+            else:
+                results.append(
+                    ClassificationOutput(probs=rows[0], labels=labels_of(answer, info), prompt_token_ids=ids)
+                )
+        return results
+
+    def fill_mask(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[FillMaskOutput]:
+        """For each mask of each input, the most probable tokens in its place.
+
+        Several masks of an input are predicted independently, each beside the others.
+
+        Args:
+            inputs: text, token ids, a `TokenInput`, or a list of these, with the tokenizer's mask token in them.
+            top_k: how many tokens for each mask.
+            truncate_prompt_tokens: cut inputs to so many tokens, -1: to the model's limit; None: refuse longer ones.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: the model predicts no masked tokens, or an input is impossible or has no mask; nothing
+                was computed.
+            RequestFailedError: the engine failed on an input.
+        """
+        info = self.engine.info
+        check_task(info, "fill_mask")
+        tokenizer = need_tokenizer(self.tokenizer, info)
+        reader = Reader(tokenizer, info, longest(truncate_prompt_tokens, info))
+        readings = [reader.read(source) for source in read_sources(inputs)]
+        params = [
+            PoolingParams(task="fill_mask", positions=mask_positions(reading.encoding, tokenizer), top_k=top_k)
+            for reading in readings
+        ]
+        answers = self._pool(readings, params, "filling masks", use_tqdm)
+        return [
+            FillMaskOutput(
+                prompt_token_ids=reading.encoding.ids,
+                masks=masks_of(answer, reading.encoding, tokenizer),
+            )
+            for reading, answer in zip(readings, answers, strict=True)
+        ]
+
+    def _embedded(
+        self,
+        sources: Sequence[Source],
+        prompt: str,
+        limit: int | None,
+        terms: dict[str, Any],
+        use_tqdm: bool | None,
+    ) -> tuple[list[Reading], list[Pooled]]:
+        """Inputs as they are read behind a prompt, and their vectors."""
+        info, tokenizer = self.engine.info, self.tokenizer
+        reader = Reader(tokenizer, info, limit, prompt)
+        readings = [reader.read(source) for source in sources]
+        skip = 0 if tokenizer is None else prompt_tokens(tokenizer, info, prompt)
+        params = [PoolingParams(skip_tokens=0 if source.text is None else skip, **terms) for source in sources]
+        return readings, self._pool(readings, params, "embedding", use_tqdm)
+
+    def _pool(
+        self, readings: Sequence[Reading], params: Sequence[PoolingParams], what: str, use_tqdm: bool | None
+    ) -> list[Pooled]:
+        """The engine's answers, in the order of the inputs; whatever happens, none of them is left in the engine."""
+        ids = [f"offline-{next(self._numbers)}" for _ in readings]
+        unfinished: set[str] = set()
+        answers: dict[str, Pooled] = {}
+        try:
+            for request_id, reading, chosen in zip(ids, readings, params, strict=True):
+                self.engine.add_request(request_id, reading.input, chosen)
+                unfinished.add(request_id)
+            show = len(ids) >= PROGRESS_FROM if use_tqdm is None else use_tqdm
+            with tqdm(total=len(ids), desc=what, unit="input", disable=not show) as bar:
+                while unfinished:
+                    for delta in self.engine.step_deltas():
+                        if delta.request_id not in unfinished:
+                            continue  # of a request that somebody added to the engine directly
+                        if delta.error is not None:
+                            raise RequestFailedError(delta.error)
+                        if delta.pooled is not None:
+                            answers[delta.request_id] = delta.pooled
+                            unfinished.remove(delta.request_id)
+                            bar.update()
+        finally:
+            for request_id in unfinished:
+                self.engine.abort_request(request_id)
+        return [answers[request_id] for request_id in ids]
+
+
+def _paired(first: list[Source], second: list[Source]) -> list[tuple[Source, Source]]:
+    """1 with n, or n with n.
+
+    Raises:
+        InvalidRequestError: other numbers.
+    """
+    if not first or not second or len(first) not in (1, len(second)):
+        raise InvalidRequestError(
+            "text_1 and text_2 must be one text and one or several, or as many of one as of the other; got "
+            f"{len(first)} and {len(second)}.",
+            param="text_2" if first else "text_1",
+            code="invalid_value",
+        )
+    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def _joint(first: Source, second: Source) -> Source:
+    if first.text is None or second.text is None:
+        raise InvalidRequestError(
+            "a cross-encoder's texts must be texts, not token ids: its tokenizer joins them. Classify a TokenInput of "
+            "the joined ids instead.",
+            param="text_1" if first.text is None else "text_2",
+        )
+    return Source(text=first.text, pair=second.text)

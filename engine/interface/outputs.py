@@ -1,0 +1,327 @@
+"""What a caller gets back.
+
+The engine itself answers in deltas (`RequestDelta`): the tokens that became certain in one step. Texts
+and cumulative answers (`RequestOutput`) are made of them by `engine.text.processor` and `engine.interface.llm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float32]
+IntMatrix = NDArray[np.int32]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Task = Literal["generate", "embed", "classify", "token_classify", "fill_mask"]
+PoolingMode = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"]
+Activation = Literal["softmax", "sigmoid", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of a token under the model's own distribution, before penalties,
+    temperature and filters; `rank` is 1 for the most probable token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# token id -> Logprob: the chosen token first, then the most probable ones in falling order.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
+class ChoiceDelta:
+    """New, certain tokens of one answer; immutable by convention.
+
+    Attributes:
+        index: which of the n answers.
+        token_ids: tokens since the last delta (may be empty), EOS or stop id included.
+        logprobs: one entry per token, if asked for.
+        finish_reason: set in the answer's last delta.
+        stop_reason: the stop token id that ended it (None for the model's EOS), or why it was aborted.
+        cumulative_logprob: sum of the tokens' log-probabilities so far (for beams only in the last delta,
+            and of the processed scores that the search added up).
+        score: in a beam's last delta: cumulative_logprob / length ** length_penalty.
+    """
+
+    index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The answer to a request with `PoolingParams`: a matrix, in bytes that travel as they are.
+
+    Attributes:
+        shape: rows and columns. embed: (1, features); classify: (1, classes); token_classify: (tokens, classes);
+            fill_mask: (positions, top_k).
+        data: float32, row by row, in this machine's byte order. fill_mask: probabilities, falling.
+        ids: fill_mask: int32 of the same shape, the tokens.
+    """
+
+    shape: tuple[int, int]
+    data: bytes
+    ids: bytes | None = None
+
+    @classmethod
+    def of(cls, values: Matrix, ids: IntMatrix | None = None) -> Pooled:
+        """The answer that holds these arrays."""
+        rows, columns = values.shape
+        data = np.ascontiguousarray(values, dtype=np.float32).tobytes()
+        return cls((rows, columns), data, None if ids is None else np.ascontiguousarray(ids, dtype=np.int32).tobytes())
+
+    def values(self) -> Matrix:
+        """[rows, columns] float32; not to be written."""
+        return np.frombuffer(self.data, dtype=np.float32).reshape(self.shape)
+
+    def token_ids(self) -> IntMatrix:
+        """[rows, columns] int32; not to be written."""
+        return np.frombuffer(self.ids or b"", dtype=np.int32).reshape(self.shape)
+
+
+class BeamMove(NamedTuple):
+    """A beam goes on with a token, or ends with it.
+
+    Attributes:
+        parent: its place among the live beams of the step before.
+        token_id: the token.
+        score: its accumulated log-probability; of one that ends, what it is ranked by (see `ChoiceDelta.score`).
+    """
+
+    parent: int
+    token_id: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeamMoves:
+    """What a step of a beam search decided.
+
+    Attributes:
+        live: the beams that go on, best first; empty when the search is over.
+        ended: those that ended here and are good enough to be considered.
+    """
+
+    live: Sequence[BeamMove]
+    ended: Sequence[BeamMove]
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: making one for every row of a step would take three times as long
+class RequestDelta:
+    """What one step brought one request; immutable by convention.
+
+    Attributes:
+        request_id: the request.
+        choices: answers with something new.
+        finished: no further delta will come.
+        prompt_logprobs: one entry per prompt token (the first is None), once, when all are known.
+        num_cached_tokens: prompt tokens taken from the prefix cache when first admitted, and those of an encoder's
+            input that was encoded already.
+        error: why the request failed, if it did; of one with `PoolingParams`, "deadline" where that ended it.
+        pooled: the whole answer to `PoolingParams`, in the last delta.
+        beams: what the step decided, with `SamplingParams.stream_beams`.
+        scheduled_time: `time.monotonic()` seconds, which all processes of a machine share, at which a step
+            first had room for the request; in the delta of its first sample, and where it failed.
+        first_token_time: when that sample was known; for beams, before its token is certain.
+    """
+
+    request_id: str
+    choices: Sequence[ChoiceDelta]
+    finished: bool = False
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    pooled: Pooled | None = None
+    beams: BeamMoves | None = None
+    scheduled_time: float | None = field(default=None, compare=False)  # the same news at another time are the same
+    first_token_time: float | None = field(default=None, compare=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer, cumulative. `token_ids` includes the EOS or stop id that ended it; `text` does not
+    show special tokens unless asked to."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    score: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """A request's answers so far; `finished` when they are complete.
+
+    Of an encoder-decoder model, `prompt_token_ids` are the decoder's first tokens. Of a request with
+    `PoolingParams`, `pooled` is the answer, and `outputs` is empty; where it ended without an answer, `error` says
+    why (as in `RequestDelta`).
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    encoder_token_ids: list[int] | None = None
+    pooled: Pooled | None = None
+    error: str | None = None
+
+    def accumulate(self, delta: RequestDelta) -> None:
+        """Take in what a step brought."""
+        for news in delta.choices:
+            choice = self.outputs[news.index]
+            choice.token_ids.extend(news.token_ids)
+            if news.logprobs is not None:
+                choice.logprobs = [*(choice.logprobs or ()), *news.logprobs]
+            choice.finish_reason, choice.stop_reason = news.finish_reason, news.stop_reason
+            choice.cumulative_logprob, choice.score = news.cumulative_logprob, news.score
+        self.finished = delta.finished
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = list(delta.prompt_logprobs)
+        self.pooled, self.error = delta.pooled, delta.error
+
+    def copy(self) -> RequestOutput:
+        """The answers as they are now; later steps do not change it."""
+        choices = [
+            replace(
+                choice,
+                token_ids=list(choice.token_ids),
+                logprobs=None if choice.logprobs is None else list(choice.logprobs),
+            )
+            for choice in self.outputs
+        ]
+        return replace(self, outputs=choices)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """Counters since start and gauges of this moment. Pages: free + held + cached == total.
+
+    `prompt_tokens` and `prompt_tokens_cached` count encoder inputs, too.
+    `prefix_hits` counts what requests that were preempted found again, `prompt_tokens_cached` does not.
+    `num_encoder_hits` counts how often a request found its encoder input encoded already.
+    `num_steps_ahead` counts the steps that were planned before the answer of the one before them was known.
+    `lacks_room`: the first in line waits for rows or pages, not for its part of a step.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    lacks_room: bool = False
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_held: int = 0
+    pages_cached: int = 0
+    block_size: int = 0
+    num_steps: int = 0
+    num_steps_ahead: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    computed_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_preemptions: int = 0
+    num_oom_retries: int = 0
+    num_page_copies: int = 0
+    num_encoder_runs: int = 0
+    num_encoder_hits: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    peak_pages_held: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Facts about a loaded engine that do not change.
+
+    Attributes:
+        dtype, kv_cache_dtype: of weights and activations, and of the pages.
+        full_requests: how many requests of max_model_len tokens (and the longest encoder input) the pages hold at a
+            time.
+        max_num_batched_tokens: most tokens of a step.
+        max_encoder_len: most tokens of an encoder's input; None for all but encoder-decoder models.
+        encoder_vocab_size: its ids are below this; None for all but encoder-decoder models.
+        decoder_start_token_id: what its decoder begins with, None if the model does not say.
+        default_forced_bos_token_id: the first token of its answers by the model's own `generation_config.json`.
+        default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
+            be by the model's own `generation_config.json`, if it says so.
+        first_context_len: tokens that a sequence may reach with the rotary factors that the model was first trained
+            with, where its context was stretched by factors that depend on length.
+        tasks: what the model can serve.
+        whole_inputs: inputs are read whole and without pages (encoder-only models): then block_size, num_blocks and
+            full_requests are 0.
+        hidden_size: features of its hidden states.
+        embedding_size: features of its vectors, 0 where it gives none.
+        pooling_modes: the model's own; several have their vectors laid side by side.
+        normalize: its vectors have the norm 1, by its own settings.
+        has_projection: its vectors are mapped by matrices after pooling.
+        labels: names of the classes that its head tells apart.
+        activation: what makes probabilities of the head's numbers.
+        token_types: segments that its tokens may belong to.
+        lower_case: texts are to be lower-cased before they are tokenised.
+        prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
+            unless another is asked for.
+        include_prompt: the tokens of such a prompt count in the vector.
+        quantization: what matrices were made into, "int8" or "int4"; None: they have the dtype.
+    """
+
+    model: str
+    model_path: str
+    dtype: str
+    kv_cache_dtype: str
+    device: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    full_requests: float
+    max_num_seqs: int
+    max_num_beams: int
+    max_num_batched_tokens: int = 2048
+    max_encoder_len: int | None = None
+    encoder_vocab_size: int | None = None
+    decoder_start_token_id: int | None = None
+    default_forced_bos_token_id: int | None = None
+    default_max_new_tokens: int | None = None
+    default_max_length: int | None = None
+    first_context_len: int | None = None
+    tasks: tuple[Task, ...] = ("generate",)
+    whole_inputs: bool = False
+    hidden_size: int = 0
+    embedding_size: int = 0
+    pooling_modes: tuple[PoolingMode, ...] = ()
+    normalize: bool = True
+    has_projection: bool = False
+    labels: tuple[str, ...] = ()
+    activation: Activation = "none"
+    token_types: int = 0
+    lower_case: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    include_prompt: bool = True
+    quantization: str | None = None
+
+    @property
+    def format(self) -> str:
+        """Of weights and activations, such as "bfloat16" or "bfloat16, int8 weights"."""
+        return self.dtype if self.quantization is None else f"{self.dtype}, {self.quantization} weights"

@@ -1,0 +1,163 @@
+"""Requests that ask for what a model makes of a text, not for more text: vectors, classes, masked tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from engine.errors import InvalidRequestError
+from engine.interface.outputs import EngineInfo, PoolingMode, Task
+from engine.interface.values import NumberRange, brief, check_number, fail
+
+DEFAULT_TOP_K = 5
+MAX_TOP_K = 1000
+
+_POOLING_TASKS = tuple(task for task in get_args(Task) if task != "generate")
+_MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
+# What a model that cannot serve a task lacks.
+_LACKS = {
+    "generate": "it has no language-model head over a decoder",
+    "embed": "its head is made for other answers than vectors",
+    "classify": "it has no head that classifies texts",
+    "token_classify": "it has no head that classifies tokens",
+    "fill_mask": "it has no masked-language-model head",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """What to make of an input's hidden states.
+
+    Attributes:
+        task: "embed" one vector; "classify" scores of the whole input's classes; "token_classify" scores of each
+            token's; "fill_mask" the most probable tokens at some positions.
+        pooling: embed: the vector is the mean over all tokens, that of the first ("cls") or of the last, or one of
+            the rarer kinds of sentence-transformers: the largest value of each feature ("max"), the sum divided by
+            the root of the length, the mean weighted by position. None: the model's own.
+        normalize: embed: divide the vector by its Euclidean norm. None: the model's own.
+        dimensions: embed: keep the first so many features (before the norm; arXiv:2205.13147).
+        use_activation: classify, token_classify: probabilities (or what the model's config asks for), not the head's
+            own numbers. None: true.
+        positions: fill_mask: which tokens of the input are to be predicted.
+        top_k: fill_mask: how many of the most probable tokens to report (5).
+        skip_tokens: embed: leave the first so many tokens, an instruction for example, out of the vector. Nothing is
+            left out of a single token's.
+    """
+
+    task: Task = "embed"
+    pooling: PoolingMode | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    positions: Sequence[int] | None = None
+    top_k: int | None = None
+    skip_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.task not in _POOLING_TASKS:
+            fail("task", f"task must be one of {', '.join(_POOLING_TASKS)}, got {brief(self.task)}.")
+        if self.pooling is not None and self.pooling not in _MODES:
+            fail("pooling", f"pooling must be one of {', '.join(_MODES)}, got {brief(self.pooling)}.")
+        for name in ("normalize", "use_activation"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                fail(name, f"{name} must be true or false, got {brief(value)}.")
+        check_number("dimensions", self.dimensions, NumberRange(low=1, integer=True))
+        check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_TOP_K, integer=True))
+        check_number("skip_tokens", self.skip_tokens, NumberRange(low=0, integer=True, optional=False))
+        if self.positions is not None:
+            _check_positions(self.positions)
+        if self.task == "fill_mask" and not self.positions:
+            fail("positions", "fill_mask needs the positions of the tokens to predict.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """`PoolingParams` with every default filled in (see `resolve_pooling`).
+
+    `modes` are the poolings whose vectors are laid side by side.
+    """
+
+    task: Task
+    modes: tuple[PoolingMode, ...] = ()
+    normalize: bool = False
+    dimensions: int | None = None
+    use_activation: bool = True
+    positions: tuple[int, ...] = ()
+    top_k: int = DEFAULT_TOP_K
+    skip_tokens: int = 0
+
+    @property
+    def needs_all(self) -> bool:
+        """Hidden states of all tokens are needed, so that none may come from the prefix cache."""
+        return self.task != "embed" or self.modes != ("last",)
+
+
+def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int) -> Pooling:
+    """What a request for an input of so many tokens asks of this model.
+
+    Raises:
+        InvalidRequestError: the model cannot do it, or a parameter is impossible for it.
+    """
+    check_task(info, params.task)
+    modes = info.pooling_modes if params.pooling is None else (params.pooling,)
+    size = info.embedding_size
+    if modes != info.pooling_modes:
+        if info.has_projection and len(modes) != len(info.pooling_modes):
+            raise InvalidRequestError(
+                f"pooling is {params.pooling!r}, but this model makes its embedding of the vectors of "
+                f"{' and '.join(info.pooling_modes)} pooling together. Leave pooling out.",
+                param="pooling",
+                code="invalid_value",
+            )
+        size = info.embedding_size if info.has_projection else info.hidden_size
+    if params.dimensions is not None and params.dimensions > size:
+        raise InvalidRequestError(
+            f"dimensions is {params.dimensions}, but this model's embeddings have {size}. Ask for no more.",
+            param="dimensions",
+            code="invalid_value",
+        )
+    positions = tuple(params.positions or ())
+    if any(position >= prompt_len for position in positions):
+        raise InvalidRequestError(
+            f"positions must be below the {prompt_len} tokens of the input, got {max(positions)}.", param="positions"
+        )
+    if len(positions) > prompt_len:
+        raise InvalidRequestError(
+            f"positions must be no more than the {prompt_len} tokens of the input, got {len(positions)}.",
+            param="positions",
+        )
+    return Pooling(
+        task=params.task,
+        modes=modes if params.task == "embed" else (),
+        normalize=info.normalize if params.normalize is None else params.normalize,
+        dimensions=params.dimensions,
+        use_activation=params.use_activation is not False,
+        positions=positions,
+        top_k=min(params.top_k or DEFAULT_TOP_K, info.vocab_size),
+        skip_tokens=min(params.skip_tokens, prompt_len - 1),
+    )
+
+
+def _check_positions(positions: Any) -> None:
+    if not isinstance(positions, Sequence) or isinstance(positions, (str, bytes)):
+        fail("positions", f"positions must be a list of integers, got {brief(positions)}.")
+    for position in positions:
+        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+            fail("positions", f"positions must hold integers of at least 0, got {brief(position)}.")
+
+
+def check_task(info: EngineInfo, task: Task) -> None:
+    """Refuse a task that the model cannot serve.
+
+    Raises:
+        InvalidRequestError: says why, and which tasks it can serve.
+    """
+    if task not in info.tasks:
+        lacks = _LACKS[task] if info.max_encoder_len is None else "it is an encoder-decoder model, made to generate"
+        raise InvalidRequestError(
+            f"{info.model} cannot serve {task}: {lacks}. It serves {', '.join(info.tasks)}.",
+            param="task",
+            code="unsupported_task",
+        )

@@ -1,0 +1,330 @@
+"""What a caller hands in: inputs and parameters, frozen and validated at the border.
+
+Fields of `SamplingParams` that are None take the model's own default (`generation_config.json`), and
+where the model has none, the value given in the field's description. Names are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.interface.constraints import Constraint
+from engine.interface.pooling import Pooling, PoolingParams
+from engine.interface.sampling_table import FILTERS, REQUESTED
+from engine.interface.values import (
+    IDS,
+    MAX_INT,
+    MAX_LISTED_IDS,
+    NumberRange,
+    brief,
+    check_ids,
+    check_number,
+    check_words,
+    fail,
+)
+
+__all__ = [
+    "BIAS_RANGE", "NUMBER_RANGES", "Decoding", "EarlyStopping", "EngineInput", "PixelInput", "PoolingParams", "Request",
+    "SamplingParams", "Seq2SeqInput", "TokenInput",
+]  # fmt: skip
+
+EarlyStopping = bool | Literal["never"]
+
+MAX_SEED = 2**64 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_LOGPROBS = 20
+
+# The numbers among the fields of `SamplingParams`; those of the sampling table as that declares them.
+NUMBER_RANGES: Mapping[str, NumberRange] = {
+    "max_tokens": NumberRange(low=1, integer=True),
+    "min_tokens": NumberRange(low=0, integer=True),
+    **{column.name: column.allowed for column in FILTERS if column.allowed is not None},
+    "seed": NumberRange(low=-(2**63), high=MAX_SEED, integer=True),
+    "n": NumberRange(low=1, integer=True, optional=False),
+    **{name: column.allowed for name, column in REQUESTED.items() if column.use == "penalty" and column.allowed},
+    "logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
+    "prompt_logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
+    "num_beams": NumberRange(low=1, integer=True),
+    "length_penalty": NumberRange(),
+    "no_repeat_ngram_size": NumberRange(low=0, integer=True),
+    "encoder_repetition_penalty": NumberRange(low=0.0, open_low=True),
+    "encoder_no_repeat_ngram_size": NumberRange(low=0, integer=True),
+    "min_length": NumberRange(low=0, integer=True),
+    "decoder_start_token_id": NumberRange(low=0, integer=True),
+    "forced_bos_token_id": NumberRange(low=0, integer=True),
+    "forced_eos_token_id": NumberRange(low=0, integer=True),
+}
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stream_beams", "renormalize_logits")
+BIAS_RANGE = NumberRange(low=-100.0, high=100.0, optional=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInput:
+    """A prompt as token ids.
+
+    Attributes:
+        token_ids: the ids, each in [0, vocabulary size).
+        text: the text they came from, only carried along.
+        token_type_ids: the segment of each token, for encoders that tell segments apart; None: all are of the first.
+    """
+
+    token_ids: Sequence[int]
+    text: str | None = None
+    token_type_ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2SeqInput:
+    """An encoder's input, and optionally the start of the decoder's answer (encoder-decoder models)."""
+
+    encoder_token_ids: Sequence[int]
+    decoder_token_ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PixelInput:
+    """An image as pixel values of shape [channels, height, width] (vision encoders)."""
+
+    pixel_values: Any
+
+
+EngineInput = TokenInput | Seq2SeqInput | PixelInput | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to decode one request.
+
+    Attributes:
+        max_tokens: most tokens to generate (16 where neither caller nor model says otherwise).
+        min_tokens: EOS and stop ids are banned until this many tokens were generated (0).
+        temperature: softmax temperature, 0 for greedy (1.0; 0 where the model's own
+            `generation_config.json` says `do_sample: false`).
+        top_k: keep the k most probable tokens; 0 or -1 for all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p (1.0).
+        min_p: drop tokens less probable than min_p times the most probable one (0.0).
+        seed: makes sampling reproducible, whatever else is in the batch; drawn at random where there is none.
+        n: number of answers.
+        repetition_penalty: as in CTRL (arXiv:1909.05858), over prompt and output (1.0).
+        presence_penalty, frequency_penalty: OpenAI's, over the output only, in [-2, 2].
+        logit_bias: token id -> value added to its logit, from -100 to 100.
+        stop: strings that end the answer, at most 16; not with beams.
+        stop_token_ids: ids that end the answer, besides the model's EOS.
+        ignore_eos: let the model's EOS be an ordinary token.
+        include_stop_str_in_output: keep the stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        logprobs: report the chosen token's log-probability and this many of the most probable.
+        prompt_logprobs: the same for each token of the prompt.
+        num_beams: beam search with that many beams if above 1; temperature and the filters are
+            then not applied. A model's own default is left aside for a temperature above 0, top_k, top_p, min_p
+            or stop in the request, and stays at an explicit temperature of 0.
+        length_penalty: a finished beam's score is its log-probability / length ** length_penalty (1.0).
+        early_stopping: True, False or "never", as in `transformers` (False).
+        no_repeat_ngram_size: no n-gram of that size occurs twice in prompt and output (0: off).
+        min_length: EOS is banned until prompt and output together have that many tokens (0); min_tokens,
+            where given, replaces it, as in `transformers`.
+        suppress_tokens: ids that are never generated.
+        begin_suppress_tokens: ids that are not generated as the first token.
+        allowed_token_ids: the only ids that are generated, at least one; the answer ends early only with an EOS or
+            stop id among them, or with a stop string. Forced tokens come all the same.
+        bad_words_ids: sequences of ids that never occur in the answer; one of a single EOS id counts for nothing.
+        encoder_repetition_penalty: above 1 favours the tokens of the encoder's input, or of a decoder-only
+            model's prompt; below 1 disfavours them (1.0).
+        encoder_no_repeat_ngram_size: no n-gram of that size of the encoder's input, or of a decoder-only
+            model's prompt, is generated (0: off).
+        renormalize_logits: with beams, scores are log-probabilities again after penalties and bans (False).
+        decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
+        forced_bos_token_id: the second token of a sequence whose prompt is a single token.
+        forced_eos_token_id: the last token when max_tokens is reached.
+        stream_beams: tell after each step which beams go on and which end; in a stream, and of a beam search only.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int = 1
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
+    no_repeat_ngram_size: int | None = None
+    min_length: int | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    encoder_repetition_penalty: float | None = None
+    encoder_no_repeat_ngram_size: int | None = None
+    renormalize_logits: bool | None = None
+    decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    stream_beams: bool = False
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def __post_init__(self) -> None:
+        for name, allowed in NUMBER_RANGES.items():
+            check_number(name, getattr(self, name), allowed)
+        check_ids("stop_token_ids", self.stop_token_ids)
+        check_ids("suppress_tokens", self.suppress_tokens)
+        check_ids("begin_suppress_tokens", self.begin_suppress_tokens)
+        check_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            fail("allowed_token_ids", "allowed_token_ids must hold at least one token id; leave it out to allow all.")
+        check_words("bad_words_ids", self.bad_words_ids)
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "renormalize_logits" and value is None):
+                fail(name, f"{name} must be true or false, got {brief(value)}.")
+        early: Any = self.early_stopping
+        if not (early is None or isinstance(early, bool) or early == "never"):
+            fail("early_stopping", f'early_stopping must be true, false or "never", got {brief(early)}.')
+        self._check_stop()
+        self._check_bias()
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            fail("min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
+        if self.num_beams is not None and self.num_beams > 1:
+            self._check_beams(self.num_beams)
+
+    def _check_stop(self) -> None:
+        if self.stop is None:
+            return
+        stop: Any = self.stop
+        if not isinstance(stop, (str, Sequence)):
+            fail("stop", f"stop must be a string or a list of strings, got {brief(self.stop)}.")
+        strings = self.stop_strings
+        if len(strings) > MAX_STOP_STRINGS:
+            fail("stop", f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}.")
+        for text in strings:
+            if not isinstance(text, str) or not text:
+                fail("stop", f"stop must hold non-empty strings, got {brief(text)}.")
+            if len(text) > MAX_STOP_LENGTH:
+                fail("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters, got one of {len(text)}.")
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        bias: Any = self.logit_bias
+        if not isinstance(bias, Mapping):
+            fail("logit_bias", f"logit_bias must map token ids to numbers, got {brief(self.logit_bias)}.")
+        if len(bias) > MAX_LISTED_IDS:
+            fail("logit_bias", f"logit_bias may hold at most {MAX_LISTED_IDS} token ids, got {len(bias)}.")
+        for token, value in self.logit_bias.items():
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_INT:
+                fail("logit_bias", f"logit_bias keys must be token ids ({IDS}), got {brief(token)}.")
+            check_number("logit_bias", value, BIAS_RANGE)
+
+    def _check_beams(self, num_beams: int) -> None:
+        if self.n > num_beams:
+            fail("n", f"n ({self.n}) must not exceed num_beams ({num_beams}) in beam search.")
+        if self.stop is not None and self.stop_strings:
+            fail(
+                "stop",
+                f"stop strings cannot be used with beam search (num_beams is {num_beams}); use stop_token_ids instead.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """`SamplingParams` with every default filled in for one prompt (see `engine.interface.generation.resolve`).
+
+    `stop_ids` holds every id that ends a sequence: the model's EOS (unless ignored) and stop_token_ids;
+    `eos_ids` is the model's EOS alone, which `min_length` bans. `constraint` is in its first state, and
+    sequences have forks of it.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    eos_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    no_repeat_ngram_size: int = 0
+    min_length: int = 0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    encoder_repetition_penalty: float = 1.0
+    encoder_no_repeat_ngram_size: int = 0
+    renormalize: bool = False
+    forced_bos_token_id: int | None = None
+    forced_eos_token_ids: tuple[int, ...] = ()
+    stream_beams: bool = False
+    constraint: Constraint | None = None
+
+    @property
+    def width(self) -> int:
+        """Most rows this request can occupy in one step."""
+        return max(self.n, self.num_beams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One accepted request; immutable by convention.
+
+    Attributes:
+        request_id: the caller's name for it, unique among unfinished requests.
+        prompt_token_ids: the prompt; of an encoder-decoder model the beginning of the decoder's tokens.
+        encoder_token_ids: the encoder's input, for an encoder-decoder model.
+        decoding: how to decode, all defaults filled in.
+        pooling: what is wanted of the prompt's hidden states, instead of an answer; None: an answer.
+        token_type_ids: the segment of each token of the prompt; () where all are of the first.
+        priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it counts for nothing.
+        cache_salt: requests share cached pages only with requests of the same salt.
+        deadline: `time.monotonic()` seconds after which the request is aborted, or None.
+        tenant: on whose behalf it is; tenants that wait are served in turn. None is one, too.
+        arrival_time: `time.monotonic()` seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    decoding: Decoding
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline: float | None = None
+    tenant: str | None = None
+    arrival_time: float = field(default=0.0)
+    encoder_token_ids: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+    token_type_ids: tuple[int, ...] = ()
+
+    @property
+    def reach(self) -> int:
+        """Most tokens of one sequence that are computed: the prompt's, and those of the longest answer but its last."""
+        return len(self.prompt_token_ids) + (0 if self.pooling is not None else self.decoding.max_tokens - 1)

@@ -1,0 +1,164 @@
+"""The sampling table: the numbers by which a step's rows are sampled, declared once.
+
+A step samples S rows. Three things say how: a table [S] with a named column for each number (`TABLE`), a sparse list of
+edits of single logits (`EDIT`), and dense masks of the tokens that may come at all. What a request may give, how it is
+checked and completed with the model's defaults, what HTTP bodies take, and where kernels find a number follow from
+`COLUMNS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.interface.values import NumberRange
+
+# Records of `TABLE`, of `EDIT`.
+Table = NDArray[np.void]
+EditList = NDArray[np.void]
+Masks = NDArray[np.uint32]
+MaskRow = NDArray[np.uint32]
+
+Use = Literal["filter", "penalty", "search", "draw"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A number for each sampled row.
+
+    Attributes:
+        name: the column's, and that of the field of a request.
+        kind: how the table stores it.
+        neutral: the value at which it does nothing; what counts where neither request nor model says anything.
+        use: filter: which tokens are drawn from, of rows that sample; penalty: of tokens that occurred; search, draw:
+            what is wanted of a row, and with which random numbers, which no request gives as they are.
+        allowed: what a request may give; None where it gives none.
+        nothing: of a filter, what a request for beams, which do not sample, may give all the same.
+    """
+
+    name: str
+    kind: type[np.generic]
+    neutral: float
+    use: Use
+    allowed: NumberRange | None = None
+    nothing: tuple[float, ...] = ()
+
+
+COLUMNS = (
+    # The seed's 64 bits; the number of the answer that the first draw is for, and the place of the token in that.
+    Column(name="seed", kind=np.int64, neutral=0, use="draw"),
+    Column(name="choice", kind=np.int32, neutral=0, use="draw"),
+    Column(name="position", kind=np.int32, neutral=0, use="draw"),
+    # Tokens to draw: n at a request's first sample, else 1; 0 for beams; less for rows that are not used.
+    Column(name="num_draws", kind=np.int32, neutral=1, use="draw"),
+    # Candidates of a beam, 0 for rows that sample; whether a beam's scores are log-probabilities again after all edits.
+    Column(name="beam_width", kind=np.int32, neutral=0, use="search"),
+    Column(name="renormalize", kind=np.int32, neutral=0, use="search"),
+    # Most probable tokens to report, -1 for none.
+    Column(name="num_logprobs", kind=np.int32, neutral=-1, use="search"),
+    # 0 is greedy.
+    Column(name="temperature", kind=np.float32, neutral=1.0, use="filter", allowed=NumberRange(low=0.0), nothing=(0,)),
+    # 0 keeps all.
+    Column(
+        name="top_k",
+        kind=np.int32,
+        neutral=0,
+        use="filter",
+        allowed=NumberRange(low=-1, integer=True),
+        nothing=(0, -1),
+    ),
+    Column(
+        name="top_p",
+        kind=np.float32,
+        neutral=1.0,
+        use="filter",
+        allowed=NumberRange(low=0.0, open_low=True, high=1.0),
+        nothing=(1,),
+    ),
+    Column(
+        name="min_p", kind=np.float32, neutral=0.0, use="filter", allowed=NumberRange(low=0.0, high=1.0), nothing=(0,)
+    ),
+    Column(
+        name="repetition_penalty",
+        kind=np.float32,
+        neutral=1.0,
+        use="penalty",
+        allowed=NumberRange(low=0.0, open_low=True),
+    ),
+    Column(
+        name="presence_penalty",
+        kind=np.float32,
+        neutral=0.0,
+        use="penalty",
+        allowed=NumberRange(low=-2.0, high=2.0, optional=False),
+    ),
+    Column(
+        name="frequency_penalty",
+        kind=np.float32,
+        neutral=0.0,
+        use="penalty",
+        allowed=NumberRange(low=-2.0, high=2.0, optional=False),
+    ),
+)
+# Those that requests give.
+REQUESTED: dict[str, Column] = {column.name: column for column in COLUMNS if column.allowed is not None}
+FILTERS = tuple(column for column in COLUMNS if column.use == "filter")
+
+# A whole number of 4-byte words a row, of which the seed has two.
+TABLE = np.dtype([(column.name, column.kind) for column in COLUMNS], align=True)
+WORDS = TABLE.itemsize // 4
+
+
+class Kind(IntEnum):
+    """What an edit does to a token's logit (of a beam: log-probability), in the order in which edits are made.
+
+    Attributes:
+        BIAS: `value` is added.
+        SOURCE: the token becomes more probable by the factor `value`, the reciprocal of a penalty; once in a row.
+        HISTORY: the token occurred: the row's penalties count, as often as it did, 1 as `value` where in the output.
+        BAN: impossible.
+        FORCE: only these tokens of the row are possible, and equally so, whatever a mask says.
+    """
+
+    BIAS = 0
+    SOURCE = 1
+    HISTORY = 2
+    BAN = 3
+    FORCE = 4
+
+
+# In the order of the rows. Tokens outside of the vocabulary, which an encoder with its own may have, count for nothing.
+EDIT = np.dtype([("row", np.int32), ("token", np.int32), ("kind", np.int32), ("value", np.float32)])
+NO_EDITS: EditList = np.zeros(0, dtype=EDIT)
+NO_MASKS: Masks = np.zeros((0, 0), dtype=np.uint32)
+
+new_version: Callable[[], int] = itertools.count(1).__next__
+"""A number that no table, list of edits or plan of this process had before."""
+
+
+def word(name: str) -> int:
+    """In which word of its row a column begins."""
+    fields: Any = TABLE.fields
+    place: int = fields[name][1] // 4
+    return place
+
+
+def neutral_rows(count: int, **columns: Any) -> Table:
+    """A table of that many rows: columns as given, by one value or one for each row; the others are neutral."""
+    table = np.zeros(count, dtype=TABLE)
+    for column in COLUMNS:
+        table[column.name] = columns.pop(column.name, column.neutral)
+    if columns:
+        raise ValueError(f"the sampling table has no column {', '.join(columns)}")
+    return table
+
+
+def mask_words(vocabulary: int) -> int:
+    """Words of a mask's row: a bit for each token, token t the bit t % 32 of word t // 32."""
+    return -(-vocabulary // 32)

@@ -1,0 +1,141 @@
+"""What the server needs of an engine, whatever the engine runs in."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import OctavoError
+from engine.interface.cache_map import CacheMap
+from engine.interface.outputs import EngineInfo, EngineStats, RequestDelta
+from engine.interface.request import EngineInput, PoolingParams, SamplingParams
+
+# Takes a request's deltas, or the error that ended it.
+Deliver = Callable[[RequestDelta | OctavoError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Whether the engine has work, and for how many seconds it has shown no progress on it.
+
+    An engine that is not idle and whose `seconds` grow beyond any step's duration is stuck.
+    """
+
+    idle: bool
+    seconds: float
+
+
+class EngineClient(ABC):
+    """Submit requests, receive deltas.
+
+    Use from one event loop only. All methods are safe to call after the engine died: they raise
+    `EngineDeadError`.
+    """
+
+    info: EngineInfo
+    num_restarts: int = 0
+    # Told of each piece of news before the requests are: of every step, and of every batch of commands.
+    on_news: Callable[[Sequence[RequestDelta], EngineStats], None] | None = None
+
+    @abstractmethod
+    def submit(
+        self,
+        request_id: str,
+        input: EngineInput,
+        params: SamplingParams | PoolingParams,
+        deliver: Deliver,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        """Submit a request. `deliver` is called on the event loop with each of its deltas as it comes: the
+        first, without choices, says that it was accepted, the last one has `finished` set. Or it is
+        called with what ended the request: `InvalidRequestError` if it is impossible, `EngineDeadError` if
+        the engine died. It must not raise.
+
+        Raises:
+            InvalidRequestError: the id is in use, or the request cannot be said in a message.
+            EngineDeadError: the engine is dead.
+        """
+
+    @abstractmethod
+    def abandon(self, request_id: str) -> None:
+        """Deliver nothing more of a request, and end it soon; unknown or finished ids are ignored. It never
+        raises."""
+
+    async def generate(
+        self, request_id: str, input: EngineInput, params: SamplingParams | PoolingParams, **terms: Any
+    ) -> AsyncGenerator[RequestDelta, None]:
+        """`submit` as an iterator over the deltas; `terms` are those of `submit`.
+
+        The request is aborted, and its pages freed, when the iterator is closed early or its task is
+        cancelled. Unread deltas are handed out one by one, none is lost.
+
+        Raises:
+            InvalidRequestError: from the first `__anext__`, if the request is impossible.
+            EngineDeadError: the engine died before the request finished.
+        """
+        news: asyncio.Queue[RequestDelta | OctavoError] = asyncio.Queue()
+        self.submit(request_id, input, params, news.put_nowait, **terms)
+        finished = False
+        try:
+            while not finished:
+                item = await news.get()
+                if isinstance(item, OctavoError):
+                    finished = True
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            if not finished:
+                self.abandon(request_id)
+
+    @abstractmethod
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one of its choices, soon; unknown or finished ids are ignored."""
+
+    @abstractmethod
+    async def settled(self) -> None:
+        """Wait until the engine has carried out all that was asked of it so far, so that `stats` show it; or
+        until it is dead."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """The latest counters and gauges."""
+
+    @abstractmethod
+    async def cache_map(self) -> CacheMap:
+        """What the pages hold, and for whom, at a moment between steps after the call.
+
+        Raises:
+            EngineDeadError: the engine is dead, or died before it answered.
+            RequestFailedError: by a fault of ours it cannot be told.
+        """
+
+    @property
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """The engine can serve."""
+
+    @property
+    @abstractmethod
+    def progress(self) -> Progress:
+        """Whether work gets done; an engine that is dead (see `is_alive`) counts as idle."""
+
+    async def wait_failed(self) -> str:
+        """Wait until the engine has died and will not be started again; why."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    @abstractmethod
+    def give_up(self, cause: str) -> None:
+        """Treat an engine that is stuck as one that has died."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop the engine and free what it holds; idempotent."""

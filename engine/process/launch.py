@@ -1,0 +1,214 @@
+"""Starting the engine's process, and the lifeline that ties it to this one.
+
+A lifeline is a socket pair: one end is the child's standard input, the other stays here. Each side reads
+the end of the other, however that came about, as the closing of the lifeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDeadError
+from engine.host.cpus import engine_environment
+from engine.host.folders import check_private
+from engine.host.logs import LogFormat
+from engine.process.messages import GOODBYE, Failed, Ready, Start, receive_reply, send_framed
+
+logger = logging.getLogger("octavo.client")
+
+_LONGEST_FOLDER = 80  # bytes; a Unix socket's whole path has at most 103 (macOS) or 107 (Linux)
+# Threads that wait for each other in a step spin for milliseconds by default (libgomp), which takes the core from those
+# that they wait for wherever something else runs too, such as the API process. A moment is enough.
+_SPINS = "20000"
+_GRACE = 2.0  # seconds that an engine gets to end by itself
+# Of this service's own variables, those that the engine reads itself.
+_READ = frozenset({"OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"})
+_SECRET = re.compile(r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+_HUB = ("HF_", "HUGGING_FACE_")  # how the hub's library names its variables
+CLIENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the engine ignores them: they are for its client
+
+
+def make_folder() -> Path:
+    """A new folder that only this user can enter, with a short path.
+
+    Raises:
+        ConfigError: there is no place for one.
+    """
+    problem: object = "its path is too long for a socket's"
+    for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
+        try:
+            folder = tempfile.mkdtemp(prefix="octavo-ipc-", dir=parent)  # mode 0700
+        except OSError as error:
+            problem = error.strerror or error
+            continue
+        if len(os.fsencode(folder)) <= _LONGEST_FOLDER:
+            return Path(folder)
+        os.rmdir(folder)
+    raise ConfigError(
+        f"cannot make a folder for the engine's socket in {tempfile.gettempdir()} or /tmp: {problem}. "
+        "Set TMPDIR to a writable folder with a short path."
+    )
+
+
+def kept_folder(folder: Path) -> Path:
+    """The folder, if it is there and only this user can put anything into it; else a new one. A cleaner of temporary
+    files may have removed it, and then another user may have made one of that name.
+
+    Raises:
+        ConfigError: there is no place for a new one.
+    """
+    try:
+        check_private(folder)
+    except OSError as error:
+        new = make_folder()
+        logger.warning("The folder of the engine's socket cannot be used any more (%s); another is %s.", error, new)
+        return new
+    return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove it with what is in it; one that is gone already is fine."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class EngineProcess:
+    """One engine's process, from its start to its end. It is loading when this returns.
+
+    Args:
+        config: the engine's settings.
+        folder: from `make_folder`.
+        number: distinguishes this process's socket from its predecessors'.
+        log_format: of the process's log lines; None: it sets no logging up.
+
+    Attributes:
+        address: ZeroMQ address that the engine binds before it is ready.
+        line: this side of the lifeline.
+
+    Raises:
+        EngineDeadError: the process cannot be started.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, number: int, log_format: LogFormat | None = None):
+        self._path = folder / f"engine-{number}"
+        self.address = f"ipc://{self._path}"
+        if not _downloads(config):
+            config = replace(config, hf_token=None)
+        command = [sys.executable, "-P", "-m", "engine.process.main"]
+        try:
+            self.line, theirs = socket.socketpair()
+            try:
+                with theirs, _signals_held():
+                    self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment(config))
+            except OSError:
+                self.line.close()
+                raise
+        except OSError as error:
+            raise EngineDeadError(f"cannot start the engine's process ({sys.executable}): {error}.") from error
+        with contextlib.suppress(OSError):  # it has ended already: `wait_ready` will tell
+            send_framed(
+                self.line,
+                Start(
+                    config=config,
+                    address=self.address,
+                    folder=str(folder),
+                    log_level=logging.getLogger().getEffectiveLevel(),
+                    log_format=log_format,
+                ),
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._popen.pid
+
+    def wait_ready(self) -> Ready:
+        """Block until the engine can serve.
+
+        Raises:
+            OctavoError: what kept it from that, of the type raised there; EngineDeadError if the process
+                ended without a word.
+        """
+        reply = receive_reply(self.line)
+        if isinstance(reply, Ready):
+            return reply
+        self.stop()
+        raise EngineDeadError(f"{self.epitaph()} while it loaded the model.") if reply is None else reply.error()
+
+    def last_words(self) -> str | None:
+        """Why it ended, read once the lifeline is readable; None if the process is gone without a word."""
+        reply = receive_reply(self.line)
+        return str(reply.error()) if isinstance(reply, Failed) else None
+
+    def epitaph(self, patience: float = 0.3) -> str:
+        """How the process ended, waiting a moment for its exit status."""
+        try:
+            status = self._popen.wait(patience)
+        except subprocess.TimeoutExpired:
+            return "the engine's process closed its lifeline"
+        if status >= 0:
+            return f"the engine's process ended with status {status}"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = f"signal {-status}"
+        memory = " (out of memory, perhaps)" if -status == signal.SIGKILL else ""
+        return f"the engine's process was killed by {name}{memory}"
+
+    def stop(self) -> None:
+        """End the process if it has not ended, and wait for that; blocks for at most some seconds."""
+        with contextlib.suppress(OSError):
+            self.line.send(GOODBYE, socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):
+            self.line.shutdown(socket.SHUT_RDWR)  # also wakes a thread that reads it
+        try:
+            self._popen.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        self.line.close()
+        self._path.unlink(missing_ok=True)  # a crash leaves it
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    # A child inherits the mask, so that none of these ends it before it has learned to ignore them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, CLIENTS_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _downloads(config: EngineConfig) -> bool:
+    """The checkpoint may have to come from the hub: it is no folder."""
+    return not Path(config.model).expanduser().is_dir()
+
+
+def _environment(config: EngineConfig) -> dict[str, str]:
+    """This process's environment, without secrets that the engine has no use for: its settings come by the lifeline,
+    and of tokens it needs the hub's alone, where it downloads."""
+    downloads = _downloads(config)
+    environment = {
+        name: value
+        for name, value in engine_environment(config.threads).items()
+        if (name in _READ or not name.startswith("OCTAVO_"))
+        and (not _SECRET.search(name) or (downloads and name.startswith(_HUB)))
+    }
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", _SPINS)
+    # The same modules as here, however they were found; the working directory only if it counts here, too.
+    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return environment

@@ -1,0 +1,268 @@
+"""What the engine's process and its client say to each other: MessagePack, typed, checked on arrival.
+
+The dataclasses of `engine.interface.request` and `engine.interface.outputs` travel as they are; the structs here only
+wrap them. Nothing is ever unpickled.
+
+Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` to the engine,
+and back one `Ready` or `Failed`, later a `Failed` if the engine ends; its closing says that the other side
+is gone. The ZeroMQ socket carries `Add`, `Abort` and `Look` to the engine, and back one `News` per step.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from engine import errors
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
+from engine.host.logs import LogFormat
+from engine.interface.cache_map import CacheMap
+from engine.interface.outputs import EngineInfo, EngineStats, RequestDelta
+from engine.interface.request import EngineInput, PixelInput, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
+
+T = TypeVar("T")
+
+GOODBYE = b"\0"  # the client's last word on the lifeline, if it gets to say one
+_HEADER = 4  # bytes of a lifeline message's length
+_LARGEST = 2**24  # bytes; more on the lifeline is no message of ours
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first words to a new engine process.
+
+    Attributes:
+        config: the engine's settings.
+        address: the ZeroMQ address to bind.
+        folder: holds the socket; the engine removes it if its client is gone.
+        log_level: the root logger's.
+        log_format: of log lines on stderr (see `engine.host.logs`); None leaves logging alone.
+    """
+
+    config: EngineConfig
+    address: str
+    folder: str
+    log_level: int
+    log_format: LogFormat | None
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine is loaded and has bound its socket."""
+
+    info: EngineInfo
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag=True):
+    """An error on its way: of a request, or what ends the engine. `kind` is a class of `engine.errors`."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: OctavoError) -> Failed:
+        """The message for an error."""
+        return cls(type(error).__name__, str(error), getattr(error, "param", None), getattr(error, "code", None))
+
+    def error(self) -> OctavoError:
+        """The error again, of the same type."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, OctavoError)):
+            return EngineDeadError(f"{self.kind}: {self.message}")
+        if issubclass(kind, InvalidRequestError):
+            return kind(self.message, param=self.param, code=self.code)
+        return kind(self.message)
+
+
+class Pixels(msgspec.Struct):
+    """A `PixelInput`: float32 values in C order."""
+
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+    """`Engine.add_request`. Exactly one input and one kind of parameters is set: a union of dataclasses
+    could not be told apart on arrival. `tokens` comes without its text, which the engine does not need."""
+
+    request_id: str
+    tokens: TokenInput | None = None
+    seq2seq: Seq2SeqInput | None = None
+    pixels: Pixels | None = None
+    sampling: SamplingParams | None = None
+    pooling: PoolingParams | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline: float | None = None
+    tenant: str | None = None
+
+    @property
+    def input(self) -> EngineInput:
+        """What `add_request` takes as its input."""
+        if self.pixels is not None:
+            return PixelInput(np.frombuffer(self.pixels.data, np.float32).reshape(self.pixels.shape))
+        given = self.tokens or self.seq2seq
+        assert given is not None  # `encode_add` sets one
+        return given
+
+    @property
+    def params(self) -> SamplingParams | PoolingParams:
+        """What `add_request` takes as its parameters."""
+        given = self.sampling or self.pooling
+        assert given is not None
+        return given
+
+
+class Abort(msgspec.Struct, tag=True):
+    """`Engine.abort_request`."""
+
+    request_id: str
+    choice: int | None = None
+
+
+class Look(msgspec.Struct, tag=True):
+    """Ask for a map of the cache, once."""
+
+
+class News(msgspec.Struct, omit_defaults=True):
+    """What a step, or a batch of commands, brought.
+
+    Attributes:
+        deltas: of all requests with news; one without choices says that its request was accepted.
+        failed: requests that were refused or could not be added.
+        stats: the counters after it.
+        num_commands: how many commands the engine has carried out so far.
+        cache_map: of this moment, where a `Look` was among the commands.
+    """
+
+    deltas: list[RequestDelta]
+    failed: dict[str, Failed]
+    stats: EngineStats
+    num_commands: int
+    cache_map: CacheMap | None = None
+
+
+def _plain(value: Any) -> Any:
+    """What MessagePack knows for sequences and mappings of other types."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence | set | frozenset):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent to the engine")
+
+
+# Fields of inputs, as the engine calls them.
+_PARAMS = {"token_ids": "prompt", "encoder_token_ids": "prompt", "decoder_token_ids": "decoder_prompt"}
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_commands: msgspec.msgpack.Decoder[Add | Abort | Look] = msgspec.msgpack.Decoder(Add | Abort | Look)
+_any = msgspec.msgpack.Decoder()
+_news = msgspec.msgpack.Decoder(News)
+_replies: msgspec.msgpack.Decoder[Ready | Failed] = msgspec.msgpack.Decoder(Ready | Failed)
+_start = msgspec.msgpack.Decoder(Start)
+
+
+def encode(message: Abort | Look | News) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def encode_add(request_id: str, input: EngineInput, params: SamplingParams | PoolingParams, **terms: Any) -> bytes:
+    """The bytes of an `Add`.
+
+    Raises:
+        InvalidRequestError: something in it cannot be sent, such as a text that is no valid Unicode.
+    """
+    message = Add(request_id=request_id, **terms)
+    if isinstance(params, SamplingParams):
+        message.sampling = params
+    elif isinstance(params, PoolingParams):
+        message.pooling = params
+    else:
+        raise InvalidRequestError(f"params must be SamplingParams or PoolingParams, got {params!r}.", param="params")
+    try:
+        if isinstance(input, Seq2SeqInput):
+            message.seq2seq = input
+        elif isinstance(input, PixelInput):
+            values = np.ascontiguousarray(input.pixel_values, dtype=np.float32)
+            message.pixels = Pixels(values.shape, values.tobytes())
+        else:
+            given = input if isinstance(input, TokenInput) else TokenInput(input)
+            message.tokens = replace(given, text=None)
+        return _encoder.encode(message)
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise InvalidRequestError(
+            f"the request cannot be sent to the engine: {error}.", code="invalid_value"
+        ) from error
+
+
+def decode_command(data: bytes) -> Add | Abort | Look | tuple[str, InvalidRequestError]:
+    """A command, or the id of a request whose `Add` is malformed, with what is wrong."""
+    try:
+        return _commands.decode(data)
+    except msgspec.ValidationError as error:
+        raw = _any.decode(data)
+        reason, _, path = str(error).partition(" - at ")
+        param = path.strip("`").removeprefix("$.").partition("[")[0].rpartition(".")[2] or None
+        param = _PARAMS.get(param or "", param)
+        if param == "prompt" and raw.get("pooling") is not None:
+            param = "input"
+        problem = InvalidRequestError(f"{param or 'the request'}: {reason}.", param=param, code="invalid_value")
+        return str(raw.get("request_id")), problem
+
+
+def decode_news(data: bytes) -> News:
+    """The engine's news.
+
+    Raises:
+        msgspec.DecodeError: no news of ours.
+    """
+    return _news.decode(data)
+
+
+# ---------------------------------------------------------------- the lifeline
+
+
+def send_framed(line: socket.socket, message: Start | Ready | Failed) -> None:
+    """Write a message to the lifeline; OSError if the other side has ended."""
+    data = _encoder.encode(message)
+    line.sendall(len(data).to_bytes(_HEADER, "big") + data)
+
+
+def receive_start(line: socket.socket) -> Start | None:
+    """The first words, or None if the client is gone."""
+    data = _receive_framed(line)
+    return None if data is None else _start.decode(data)
+
+
+def receive_reply(line: socket.socket) -> Ready | Failed | None:
+    """What the engine's process says, or None if it is gone."""
+    data = _receive_framed(line)
+    return None if data is None else _replies.decode(data)
+
+
+def _receive_framed(line: socket.socket) -> bytes | None:
+    header = _receive(line, _HEADER)
+    if header is None:
+        return None
+    length = int.from_bytes(header, "big")
+    return _receive(line, length) if length <= _LARGEST else None
+
+
+def _receive(line: socket.socket, count: int) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        try:
+            part = line.recv(count - len(data))
+        except OSError:  # reset, or shut down under us
+            return None
+        if not part:
+            return None
+        data += part
+    return data

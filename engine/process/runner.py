@@ -1,0 +1,304 @@
+"""A runner in a process of its own, which is sent the plans: `python -m engine.process.runner`.
+
+The executor writes each message to all runners and reads answers from the first; there is one as long as a model is not
+divided. A runner answers every message once, in their order, but begins with what it is sent before it waits for an
+answer, so that steps can be launched ahead. Messages are MessagePack, typed and checked on arrival; arrays travel as
+their type, shape and bytes. Nothing is ever unpickled. The connection is the process's standard input, and its closing,
+however it comes about, the end of the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import Any, get_origin
+
+import msgspec
+import numpy as np
+
+from engine import errors
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, OctavoError
+from engine.execution.executor import ModelFacts
+from engine.execution.memory import is_out_of_memory
+from engine.execution.pending import PendingStep
+from engine.host.cpus import engine_environment
+from engine.interface.sampling_table import EDIT, TABLE
+from engine.scheduling.plan import Int32, StepPlan, StepResult
+
+logger = logging.getLogger("octavo.process")
+
+_RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that have names of ours
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal's, for example, go to all; they are the engine's
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first message: what to load, and how to log."""
+
+    config: EngineConfig
+    log_level: int
+
+
+class Launch(msgspec.Struct, tag=True):
+    """`Executor.launch`."""
+
+    plan: StepPlan
+
+
+class Copy(msgspec.Struct, tag=True):
+    """`Executor.copy_pages`."""
+
+    copies: Int32
+
+
+class Trial(msgspec.Struct, tag=True):
+    """`Executor.trial`."""
+
+
+class Release(msgspec.Struct, tag=True):
+    """`Executor.release`."""
+
+
+class Failure(msgspec.Struct, tag=True):
+    """What a message raised."""
+
+    kind: str
+    message: str
+    out_of_memory: bool
+
+    def error(self) -> Exception:
+        """The exception, of the same type where that is the engine's own or says that memory was missing."""
+        own = getattr(errors, self.kind, None)
+        if isinstance(own, type) and issubclass(own, OctavoError):
+            return own(self.message)
+        if self.out_of_memory:
+            return MemoryError(f"{self.kind}: {self.message}")
+        return RunnerError(f"{self.kind}: {self.message}")
+
+
+class Answer(msgspec.Struct, tag=True, omit_defaults=True):
+    """What a message gave: facts of a start, the result of a step, or nothing."""
+
+    facts: ModelFacts | None = None
+    result: StepResult | None = None
+
+
+class RunnerError(RuntimeError):
+    """An exception in the runner's process, by its name and words."""
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        kind = next((name for name, record in _RECORDS.items() if record == value.dtype), value.dtype.str)
+        return kind, value.shape, np.ascontiguousarray(value).tobytes()
+    raise TypeError(f"{type(value).__name__} cannot be sent to a runner")
+
+
+def _unpack(kind: Any, value: Any) -> Any:
+    if (get_origin(kind) or kind) is not np.ndarray:
+        raise TypeError(f"{kind} cannot be received")
+    name, shape, data = value
+    # Of its own, and so writable.
+    return np.frombuffer(bytearray(data), _RECORDS.get(name, name)).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_orders: msgspec.msgpack.Decoder[Start | Launch | Copy | Trial | Release] = msgspec.msgpack.Decoder(
+    Start | Launch | Copy | Trial | Release, dec_hook=_unpack
+)
+_replies: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure, dec_hook=_unpack)
+
+
+class _Late:
+    """The answer to a message, which may not have come yet."""
+
+    def __init__(self, executor: ProcessExecutor):
+        self._executor = executor
+        self.reply: Answer | Failure | None = None
+
+    @property
+    def ready(self) -> bool:
+        """`result` does not wait."""
+        return self._executor.await_reply(self, wait=False)
+
+    def answer(self) -> Answer:
+        """What the message gave; waits for it. Raises what it raised."""
+        self._executor.await_reply(self, wait=True)
+        assert self.reply is not None
+        if isinstance(self.reply, Failure):
+            raise self.reply.error()
+        return self.reply
+
+    def result(self) -> StepResult:
+        """The step's result; waits for it."""
+        result = self.answer().result
+        assert result is not None
+        return result
+
+
+class ProcessExecutor:
+    """The engine's side.
+
+    Args:
+        config: of the engine.
+
+    Raises:
+        OctavoError: what kept the model from being loaded, of the type raised there; EngineDeadError: the process
+            ended without a word.
+    """
+
+    def __init__(self, config: EngineConfig):
+        ours, theirs = socket.socketpair()
+        # The same modules as here, however they were found.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = engine_environment(config.threads) | {"PYTHONPATH": path}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited, until the process ignores them
+        try:
+            command = [sys.executable, "-P", "-m", "engine.process.runner"]
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self._runners = [Connection(ours.detach())]
+        self._expected: deque[_Late] = deque()
+        try:
+            facts = self._send(Start(config, logging.getLogger().getEffectiveLevel())).answer().facts
+        except BaseException:
+            self.close()
+            raise
+        assert facts is not None
+        self.facts: ModelFacts = facts
+
+    @property
+    def pid(self) -> int:
+        """The id of the runner's process."""
+        return self._process.pid
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return PendingStep(candidates=self._send(Launch(plan)))
+
+    def copy_pages(self, copies: Int32) -> None:
+        self._send(Copy(copies)).answer()
+
+    def trial(self) -> None:
+        self._send(Trial()).answer()
+
+    def release(self) -> None:
+        self._send(Release()).answer()
+
+    def close(self) -> None:
+        for runner in self._runners:
+            runner.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def await_reply(self, late: _Late, *, wait: bool) -> bool:
+        """Read replies until this one has come, or none is there; whether it has come.
+
+        Raises:
+            EngineDeadError: the process has ended.
+        """
+        while late.reply is None:
+            try:
+                if not (wait or self._runners[0].poll(0)):
+                    return False
+                reply = _replies.decode(self._runners[0].recv_bytes())
+            except (EOFError, OSError) as error:
+                raise self._ended() from error
+            self._expected.popleft().reply = reply
+        return True
+
+    def _send(self, message: msgspec.Struct) -> _Late:
+        data, late = _encoder.encode(message), _Late(self)
+        try:
+            for runner in self._runners:
+                runner.send_bytes(data)
+        except OSError as error:
+            raise self._ended() from error
+        self._expected.append(late)
+        return late
+
+    def _ended(self) -> EngineDeadError:
+        try:
+            status = f"with status {self._process.wait(0.3)}"
+        except subprocess.TimeoutExpired:
+            status = "its connection"
+        return EngineDeadError(f"the runner's process {self.pid} has ended ({status}); start the engine again.")
+
+
+def main() -> None:
+    """Load what the first message says, and carry out the others until the connection closes."""
+    for signum in _SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    line = Connection(os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # no child may hold the connection open
+    os.close(nothing)
+    try:
+        _serve(line)
+    except (EOFError, OSError):
+        return  # the engine is gone
+
+
+def _serve(line: Connection) -> None:
+    start = _orders.decode(line.recv_bytes())
+    assert isinstance(start, Start)
+    logging.basicConfig(level=start.log_level)
+    from engine.execution import starting  # heavy
+
+    try:
+        executor = starting.start(start.config)
+    except Exception as error:
+        line.send_bytes(_encoder.encode(_failure(error)))
+        return
+    line.send_bytes(_encoder.encode(Answer(facts=executor.facts)))
+    due: deque[PendingStep | Answer | Failure] = deque()
+    while True:
+        if due and not line.poll(0):
+            line.send_bytes(_encoder.encode(_reply(due.popleft())))
+            continue
+        order = _orders.decode(line.recv_bytes())
+        try:
+            if isinstance(order, Launch):
+                due.append(executor.launch(order.plan))
+                continue
+            if isinstance(order, Copy):
+                executor.copy_pages(order.copies)
+            elif isinstance(order, Trial):
+                executor.trial()
+            else:
+                executor.release()
+            due.append(Answer())
+        except Exception as error:
+            due.append(_failure(error))
+
+
+def _reply(due: PendingStep | Answer | Failure) -> Answer | Failure:
+    if not isinstance(due, PendingStep):
+        return due
+    try:
+        return Answer(result=due.result())
+    except Exception as error:
+        return _failure(error)
+
+
+def _failure(error: Exception) -> Failure:
+    if not isinstance(error, OctavoError) and not is_out_of_memory(error):
+        logger.error("the runner failed", exc_info=error)
+    return Failure(type(error).__name__, str(error), is_out_of_memory(error))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stderr.flush()
+    os._exit(0)  # threads of libraries are not waited for

@@ -1,0 +1,1 @@
+"""Text before and after the engine: tokenizers, stop strings, incremental detokenisation."""

@@ -1,0 +1,263 @@
+"""Text on both sides of the engine, which itself knows ids only: the tokenizer, and the processor that
+turns a request's deltas into text, used by the offline face and by the server alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequestError
+from engine.interface.outputs import ChoiceDelta, CompletionOutput, FinishReason, RequestDelta, TokenLogprobs
+from engine.interface.request import SamplingParams
+from engine.text.encoding import Encoding
+from engine.text.stop_strings import StopMatcher, StopStrings
+from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_loading import load_tokenizer
+
+__all__ = ["ChoiceText", "Encoding", "OutputProcessor", "Tokenizer", "load_tokenizer"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceText:
+    """News of one choice.
+
+    Attributes:
+        index: which of the n answers.
+        text: new text only; what may yet change or become a stop string is not in it.
+        token_ids: new ids only.
+        logprobs: one entry per new id, `decoded_token` filled in, if asked for.
+        finish_reason: set in the choice's last item.
+        stop_reason: the stop string or stop token id that ended it, or why it was aborted.
+        cumulative_logprob: sum over the choice's tokens so far (beams: in the last item).
+        score: in a beam's last item.
+        stopped_by_text: a stop string ended the choice here, which the engine cannot know: abort the
+            choice there. Later deltas of it are ignored.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
+    stopped_by_text: bool = False
+
+    def extend(self, later: ChoiceText) -> None:
+        """Take later news of the same choice in."""
+        self.text += later.text
+        self.token_ids.extend(later.token_ids)
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            self.logprobs.extend(later.logprobs)
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        if later.cumulative_logprob is not None:
+            self.cumulative_logprob = later.cumulative_logprob
+        self.score = later.score
+        self.stopped_by_text = later.stopped_by_text
+
+
+class OutputProcessor:
+    """Turns one request's deltas into text, and keeps the answers so far.
+
+    Text is streamed as soon as it is certain and adds up to the same however the tokens arrive. Without
+    a tokenizer it is always "". The id that ended a choice is part of its token_ids; its text is shown
+    only with include_stop_str_in_output, an EOS also with skip_special_tokens=False.
+    The text of the first min_tokens tokens cannot complete a stop string.
+
+    Args:
+        tokenizer: the model's, or None.
+        prompt_token_ids: the prompt that the answer continues (the decoder's, for encoder-decoder models).
+        params: the request's.
+        keep_logprobs: `outputs` hold log-probabilities, too; a stream, which hands them on, needs none kept.
+
+    Raises:
+        InvalidRequestError: stop strings are asked for, but there is no tokenizer.
+
+    Attributes:
+        prompt_logprobs: as in `RequestDelta`, `decoded_token` filled in, once they are known.
+        num_cached_tokens: as in `RequestDelta`.
+        error: why the request failed, if it did.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        keep_logprobs: bool = True,
+    ) -> None:
+        if tokenizer is None and params.stop_strings:
+            raise InvalidRequestError(
+                f"stop strings ({list(params.stop_strings)!r}) need text, but the model has no tokenizer; "
+                "use stop_token_ids.",
+                param="stop",
+                code="no_tokenizer",
+            )
+        stops = StopStrings(params.stop_strings) if params.stop_strings else None
+        self._tokenizer = tokenizer
+        self._choices = [
+            _Choice(index, tokenizer, prompt_token_ids, params, stops, keep_logprobs) for index in range(params.n)
+        ]
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.num_cached_tokens = 0
+        self.error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """All choices are finished."""
+        return all(choice.finished for choice in self._choices)
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The n answers so far, in the order of their index."""
+        return [choice.cumulative() for choice in self._choices]
+
+    def process(self, delta: RequestDelta) -> list[ChoiceText]:
+        """Take a delta; returns one item per choice that has news.
+
+        A choice that the request's last delta leaves unfinished ends there, as "error" or "abort".
+        """
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = [None if entry is None else self._describe(entry) for entry in delta.prompt_logprobs]
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.error = delta.error or self.error
+        news = [
+            self._choices[item.index].process(item)
+            for item in delta.choices
+            if not self._choices[item.index].finished and (item.token_ids or item.finish_reason is not None)
+        ]
+        if delta.finished:
+            reason: FinishReason = "abort" if delta.error is None else "error"
+            news += [
+                choice.process(ChoiceDelta(index=choice.index, token_ids=(), finish_reason=reason))
+                for choice in self._choices
+                if not choice.finished
+            ]
+        return news
+
+    def _describe(self, entry: TokenLogprobs) -> TokenLogprobs:
+        return entry if self._tokenizer is None else self._tokenizer.describe(entry)
+
+
+class _Choice:
+    """One answer: ids -> text -> text without stop strings."""
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        stops: StopStrings | None,
+        keep_logprobs: bool,
+    ) -> None:
+        self.index = index
+        self._keeps_logprobs = keep_logprobs
+        self._logprob = 0.0  # of the tokens so far, where a stop string may end them
+        self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else tokenizer.detokenizer(prompt_token_ids)
+        self._matcher = None if stops is None else StopMatcher(stops)
+        self._skip_special = params.skip_special_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens or 0
+        self._output = CompletionOutput(index=index)
+        self._pieces: list[str] = []
+
+    @property
+    def finished(self) -> bool:
+        return self._output.finish_reason is not None
+
+    def cumulative(self) -> CompletionOutput:
+        if self._pieces:
+            self._output.text += "".join(self._pieces)
+            self._pieces.clear()
+        return self._output
+
+    def process(self, delta: ChoiceDelta) -> ChoiceText:
+        text, count, stop = self._advance(delta)
+        logprobs = None if delta.logprobs is None else [self._describe(entry) for entry in delta.logprobs[:count]]
+        news = ChoiceText(
+            index=self.index,
+            text=text,
+            token_ids=list(delta.token_ids[:count]),
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            cumulative_logprob=delta.cumulative_logprob,
+            score=delta.score,
+        )
+        if stop is not None:
+            news.finish_reason, news.stop_reason, news.stopped_by_text = "stop", stop, True
+            if count < len(delta.token_ids) or delta.cumulative_logprob is None:
+                news.cumulative_logprob = self._sum_logprobs(news)
+                news.score = None
+        self._keep(news)
+        return news
+
+    def _advance(self, delta: ChoiceDelta) -> tuple[str, int, str | None]:
+        """New text, number of tokens used, and the stop string found."""
+        ids = delta.token_ids
+        if self._tokenizer is None or self._detokenizer is None:
+            return "", len(ids), None
+        shown = ids[:-1] if self._hides_last(delta) else ids
+        if self._matcher is None:
+            text = self._detokenizer.append(self._tokenizer.visible(shown, self._skip_special))
+            return (text + self._detokenizer.finish() if delta.finish_reason else text), len(ids), None
+        before = len(self._output.token_ids)
+        pieces = []
+        for count, token in enumerate(shown, 1):
+            piece = self._detokenizer.append(self._tokenizer.visible((token,), self._skip_special))
+            accept = before + count > self._min_tokens
+            piece, stop = self._matcher.feed(piece, accept=accept, include=self._include_stop)
+            pieces.append(piece)
+            if stop is not None:
+                return "".join(pieces), count, stop
+        if delta.finish_reason is not None:
+            accept = before + len(ids) > self._min_tokens
+            rest = self._detokenizer.finish()
+            piece, stop = self._matcher.feed(rest, accept=accept, include=self._include_stop)
+            pieces.append(piece)
+            if stop is not None:
+                return "".join(pieces), len(ids), stop
+            pieces.append(self._matcher.release())
+        return "".join(pieces), len(ids), None
+
+    def _hides_last(self, delta: ChoiceDelta) -> bool:
+        """The last id is the EOS or stop id that ended the choice, and is not to be shown."""
+        if delta.finish_reason != "stop" or self._include_stop:
+            return False
+        return self._skip_special or delta.stop_reason is not None
+
+    def _describe(self, entry: TokenLogprobs) -> TokenLogprobs:
+        return entry if self._tokenizer is None else self._tokenizer.describe(entry)
+
+    def _sum_logprobs(self, news: ChoiceText) -> float | None:
+        return None if news.logprobs is None else self._logprob + _sum_of(news)
+
+    def _keep(self, news: ChoiceText) -> None:
+        output = self._output
+        if news.text:
+            self._pieces.append(news.text)
+        output.token_ids.extend(news.token_ids)
+        if news.logprobs is not None:
+            if self._matcher is not None:
+                self._logprob += _sum_of(news)
+            if self._keeps_logprobs:
+                if output.logprobs is None:
+                    output.logprobs = []
+                output.logprobs.extend(news.logprobs)
+        if news.finish_reason is not None:
+            output.finish_reason = news.finish_reason
+            output.stop_reason = news.stop_reason
+            output.cumulative_logprob = news.cumulative_logprob
+            output.score = news.score
+
+
+def _sum_of(news: ChoiceText) -> float:
+    """The log-probability of the news' tokens."""
+    return sum(entry[token].logprob for token, entry in zip(news.token_ids, news.logprobs or (), strict=True))

@@ -1,0 +1,334 @@
+"""A model's tokenizer: ids to text and back, chat messages to a prompt."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import InvalidRequestError
+from engine.interface.outputs import Logprob, TokenLogprobs
+from engine.text.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer
+from engine.text.encoding import Encoding, Side, encode_fast, encode_slow
+from engine.text.languages import Languages
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones stand for themselves, the others start at U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
+
+
+class Tokenizer:
+    """A `transformers` tokenizer, reduced to what serving needs; safe to use from several threads.
+
+    Args:
+        hf: the tokenizer object, fast (Rust) or slow (Python).
+        lower_case: texts are lower-cased before all else.
+
+    Attributes:
+        eos_token_id: the tokenizer's own end-of-sequence id, or None.
+        bos_token_id: the tokenizer's own beginning-of-sequence id, or None.
+        mask_token_id, mask_token: the token that stands for one to be predicted, and how texts write it, or None.
+        unk_token_id: the token for what the vocabulary has no token for, or None.
+        pad_token_id: the token that other programs fill up short inputs with, or None.
+        frame_ids: the tokens that begin, separate, end or fill up inputs.
+        truncation_side: where tokens are left out of what is too long.
+        subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
+        vocab_size: number of ids, added tokens included.
+        languages: those that it knows by tokens of their own.
+    """
+
+    def __init__(self, hf: Any, *, lower_case: bool = False) -> None:
+        self._hf = hf
+        self._lower_case = lower_case
+        self._fast: Any = getattr(hf, "_tokenizer", None) if getattr(hf, "is_fast", False) else None
+        if self._fast is not None:
+            # A tokenizer.json may come with training's truncation and padding. They are switched off
+            # once: `transformers` sets them anew for every call, which is not safe between threads.
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            if lower_case:  # within the tokenizer, so that places in the text stay known
+                from tokenizers import normalizers
+
+                before = [] if self._fast.normalizer is None else [self._fast.normalizer]
+                self._fast.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
+            added = self._fast.get_added_tokens_decoder()
+            self._special = frozenset(token for token, what in added.items() if what.special)
+        else:
+            self._special = frozenset(hf.all_special_ids)
+        self.eos_token_id: int | None = hf.eos_token_id
+        self.bos_token_id: int | None = hf.bos_token_id
+        self.unk_token_id: int | None = getattr(hf, "unk_token_id", None)
+        mask = getattr(hf, "mask_token_id", None)
+        if mask == self.unk_token_id:  # one that is named, but not in the vocabulary
+            mask = None
+        self.mask_token_id: int | None = mask
+        self.mask_token: str | None = None if mask is None else hf.mask_token
+        self.pad_token_id: int | None = getattr(hf, "pad_token_id", None)
+        frame = (getattr(hf, f"{name}_token_id", None) for name in ("bos", "eos", "cls", "sep", "pad"))
+        self.frame_ids: frozenset[int] = frozenset(token for token in frame if token is not None)
+        self.truncation_side: Side = "left" if getattr(hf, "truncation_side", "right") == "left" else "right"
+        model = None if self._fast is None else self._fast.model
+        self.subword_prefix: str | None = getattr(model, "continuing_subword_prefix", None) or None
+        self._segments = "token_type_ids" in getattr(hf, "model_input_names", ())
+        # Marian's two sides may have a vocabulary each.
+        self.vocab_size: int = max(len(hf), len(getattr(hf, "target_encoder", ())))
+        special = {text: hf.convert_tokens_to_ids(text) for text in hf.all_special_tokens}
+        self.languages = Languages.among(special, self.encode(""))
+        self._answers: Any = None  # what encodes the beginning of an answer, where that is another tokenizer
+        self._known: dict[int, bool] = {}
+        self._texts: dict[int, str] = {}
+        self._anchor: tuple[int, str] | None = None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own chat template (Jinja), or None."""
+        template = getattr(self._hf, "chat_template", None)
+        if isinstance(template, Mapping):
+            template = template.get("default")
+        return template if isinstance(template, str) else None
+
+    @property
+    def template_variables(self) -> dict[str, str | list[str]]:
+        """The special tokens by the names under which a chat template knows them, such as bos_token."""
+        given: Mapping[str, Any] = self._hf.special_tokens_map
+        return {
+            name: [str(item) for item in value] if isinstance(value, list | tuple) else str(value)
+            for name, value in given.items()
+        }
+
+    def need_chat_template(self) -> str:
+        """The model's own chat template (Jinja).
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "The model's tokenizer has no chat template, so chat messages cannot be turned into a prompt. "
+                "Use the completions endpoint, or pass a chat template.",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self.chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True, src_lang: str | None = None) -> list[int]:
+        """Text to ids.
+
+        Args:
+            src_lang: the text's language, for tokenizers that mark it by a special token; None takes their default.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode (unpaired surrogates), or the language has no token.
+        """
+        source = None if src_lang is None or not add_special_tokens else self.languages.id(src_lang, "src_lang")
+        text = self._given(text)
+        if self._fast is not None:
+            # Not `encode`: that holds Python's lock meanwhile, and with it whatever else the process does.
+            ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        else:
+            ids = list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        return ids if source is None else self.languages.marked(ids, source)
+
+    def encode_input(
+        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, max_length: int | None = None
+    ) -> Encoding:
+        """A text, or a pair of texts, to what an encoder reads.
+
+        Args:
+            max_length: leave out what is more than so many tokens, on the tokenizer's side; of a pair from the longer
+                text first (transformers' `truncation=True`). Special tokens stay.
+
+        Raises:
+            InvalidRequestError: a text is not valid Unicode, there is no room for the special tokens, or the tokenizer
+                takes no pairs.
+        """
+        texts = tuple(self._given(part, "input") for part in (text, pair) if part is not None)
+        encode, by = (encode_slow, self._hf) if self._fast is None else (encode_fast, self._fast)
+        side = self.truncation_side
+        return encode(by, texts, special=add_special_tokens, segments=self._segments, max_length=max_length, side=side)
+
+    def encode_answer(self, text: str) -> list[int]:
+        """The beginning of an encoder-decoder model's answer to ids, without special tokens.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode.
+        """
+        if self._fast is not None:
+            return self.encode(text, add_special_tokens=False)
+        text = self._given(text)
+        if self._answers is None:
+            # A copy stays in that mode: the switch would reach other threads.
+            answers = copy.copy(self._hf)
+            answers._switch_to_target_mode()
+            self._answers = answers
+        return list(self._answers.encode(text, add_special_tokens=False, verbose=False))
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written so in the vocabulary; None if there is none."""
+        if self._fast is not None:
+            found: int | None = self._fast.token_to_id(text)
+            return found
+        token: int = self._hf.convert_tokens_to_ids(text)
+        return token if self._hf.convert_ids_to_tokens(token) == text else None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Ids to text, all at once; ids that the tokenizer does not know have no text."""
+        return self._decode(self.visible(ids, skip_special_tokens))
+
+    def decode_tidy(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """`decode`, spaces tidied up as the model's own tokenizer has it: for what is read, not streamed."""
+        return str(self._hf.decode(self.visible(ids, skip_special_tokens), skip_special_tokens=False))
+
+    def written(self, token: int) -> str:
+        """How the vocabulary writes a token, its marks included."""
+        return str(self._hf.convert_ids_to_tokens(token))
+
+    def visible(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
+        """The ids that have text: known to the tokenizer and, if asked, not special."""
+        hidden = self._special if skip_special_tokens else frozenset()
+        return [token for token in ids if token not in hidden and self._is_known(token)]
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """A detokenizer for one answer to that prompt; it is to be given visible ids only."""
+        tail: list[int] = []
+        for token in reversed(prompt_token_ids):
+            if token not in self._special and self._is_known(token):
+                tail.append(token)
+                if len(tail) == MAX_CONTEXT + CHARACTER:
+                    break
+        return Detokenizer(self._decode, tail[::-1])
+
+    def token_text(self, token: int) -> str:
+        """The text of one token as it stands within a text, a leading space included; U+FFFD for a token
+        that is only part of a character; "" for an id that the tokenizer does not know."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._text_within(token)
+        return text
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The UTF-8 bytes of one token's text, also where it is only part of a character; None where they
+        cannot be known."""
+        text = self.token_text(token)
+        if REPLACEMENT not in text:
+            return text.encode()
+        raw = None if self._fast is None else self._fast.id_to_token(token)
+        if raw is None:
+            return None
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", raw):  # SentencePiece's byte fallback
+            return bytes([int(raw[3:5], 16)])
+        if all(char in _BYTE_OF for char in raw):  # byte-level BPE; no other kind decodes to the same text
+            found = bytes(_BYTE_OF[char] for char in raw)
+            return found if found.decode(errors="replace") == text else None
+        return None
+
+    def describe(self, entry: TokenLogprobs) -> TokenLogprobs:
+        """The same log-probabilities with every `decoded_token` filled in."""
+        return {token: Logprob(item.logprob, item.rank, self.token_text(token)) for token, item in entry.items()}
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Messages to the text of a prompt, by the model's chat template in `transformers`' sandbox.
+
+        The template writes the special tokens itself: encode the result with `add_special_tokens=False`.
+
+        Args:
+            messages: {"role": ..., "content": ...} each.
+            chat_template: used instead of the model's own.
+            add_generation_prompt: end with what opens the assistant's answer.
+            variables: further names that the template may use (tools, enable_thinking ...).
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses these messages.
+        """
+        if chat_template is None:
+            self.need_chat_template()
+        try:
+            text = self._hf.apply_chat_template(
+                list(messages),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **variables,
+            )
+        except ImportError:
+            raise  # jinja2 is missing: not the caller's fault
+        except Exception as error:  # a template may fail in any way on messages that it was not made for
+            raise InvalidRequestError(
+                f"The model's chat template does not accept these messages: {error or type(error).__name__}",
+                param="messages",
+                code="invalid_messages",
+            ) from error
+        return str(text)
+
+    def _given(self, text: str, param: str = "prompt") -> str:
+        """A caller's text as the tokenizer takes it."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"The text is not valid Unicode: character {error.start} is the unpaired surrogate "
+                f"{text[error.start]!a}. Send it as UTF-8.",
+                param=param,
+                code="invalid_value",
+            ) from error
+        return text.lower() if self._lower_case and self._fast is None else text
+
+    def _decode(self, ids: list[int]) -> str:
+        """Ids to text, hiding none. The Rust tokenizer is asked directly: microseconds a call, and
+        without `transformers`' clean-up of spaces, which cannot be undone once streamed."""
+        if self._fast is not None:
+            text: str = self._fast.decode(ids, skip_special_tokens=False)
+            return text
+        return str(self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _is_known(self, token: int) -> bool:
+        known = self._known.get(token)
+        if known is None:
+            if token < 0:
+                known = False
+            elif self._fast is not None:
+                known = self._fast.id_to_token(token) is not None
+            else:
+                known = token < self.vocab_size
+            self._known[token] = known
+        return known
+
+    def _text_within(self, token: int) -> str:
+        if not self._is_known(token):
+            return ""
+        alone = self._decode([token])
+        if token in self._special:
+            return alone
+        if self._anchor is None:
+            self._anchor = self._find_anchor()
+        before, before_text = self._anchor
+        text = self._decode([before, token])
+        return text[len(before_text) :] if before_text and text.startswith(before_text) else alone
+
+    def _find_anchor(self) -> tuple[int, str]:
+        """An ordinary token that stands for "some text before": printable and unchanged by what follows.
+        ("", if there is none among the first thousand.)"""
+        for token in range(min(self.vocab_size, 1000)):
+            if token in self._special or not self._is_known(token):
+                continue
+            # A token such as <0x41> would join the bytes of the token after it.
+            if self._fast is not None and self._fast.id_to_token(token).startswith("<"):
+                continue
+            text = self._decode([token])
+            if text.strip() == text != "" and REPLACEMENT not in text:
+                return token, text
+        return 0, ""

@@ -1,0 +1,94 @@
+"""Tokenizers from folders and the hub, without running any code that comes with them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelLoadError
+from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo.tokenizer")
+
+# What a folder that has a tokenizer holds at least one of.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model*",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "merges.txt",
+    "*.spm",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tekken.json",
+)
+# Files that say which tokenizer class to use and complete it.
+COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
+
+
+def load_tokenizer(
+    path_or_id: str | Path, revision: str | None = None, hf_token: str | None = None, *, lower_case: bool = False
+) -> Tokenizer | None:
+    """Load a model's tokenizer, without running any code that comes with it.
+
+    Args:
+        path_or_id: a folder, or a model's id on the hub (offline mode is honoured).
+        revision: branch, tag or commit on the hub.
+        hf_token: access token for the hub.
+        lower_case: texts are lower-cased before they are tokenised (`EngineInfo.lower_case`).
+
+    Returns:
+        The tokenizer, or None where there are no tokenizer files at all.
+
+    Raises:
+        ModelLoadError: the tokenizer cannot be fetched, or its files cannot be read.
+    """
+    folder = Path(path_or_id)
+    if not folder.is_dir():
+        folder = _download(str(path_or_id), revision, hf_token)
+    if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
+        return None
+    try:
+        return Tokenizer(_load(folder), lower_case=lower_case)
+    except Exception as error:  # tokenizers fail with bare exceptions of many kinds
+        raise ModelLoadError(
+            f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "
+            "complete tokenizer.json is enough; SentencePiece's files (*.model, *.spm) need the package sentencepiece "
+            "(pip install sentencepiece), or tiktoken. To use the model with token ids only, remove the tokenizer's "
+            "files."
+        ) from error
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+
+    settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), **settings)
+    except Exception:
+        # Marian's class reads no tokenizer.json, and others want packages or files that one makes needless.
+        if not (folder / "tokenizer.json").is_file():
+            raise
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
+        except Exception as second:
+            logger.debug("tokenizer.json alone does not make a tokenizer either: %s", second)
+        raise
+
+
+def _download(model: str, revision: str | None, hf_token: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import
+
+    patterns = [*TOKENIZER_FILES, *COMPANION_FILES]
+    try:
+        return Path(snapshot_download(model, revision=revision, token=hf_token, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"{model!r} is no local folder, and its tokenizer cannot be fetched from the hub"
+            f"{'' if revision is None else f' at revision {revision!r}'} ({type(error).__name__}: {error}). Check the "
+            "name and the revision, set HF_TOKEN for a gated model, or give a folder."
+        ) from error
