@@ -440,10 +440,10 @@ class Simulator:
         in_flight = {row.group for step in self.scheduler.in_flight for row in step.live()}
         groups = list(self.scheduler.groups())
         for group in groups:
-            if group.memory is not None and group.memory.pages:
-                known = self.pool.match(group.memory.hashes) == group.memory.pages
+            if group.encoder_input is not None and group.encoder_input.pages:
+                known = self.pool.match(group.encoder_input.hashes) == group.encoder_input.pages
                 self.events["encoder_pages_found_again"] += known and group in came_before
-                self.inputs_found.setdefault(group.request.request_id, len(group.memory.tokens) if known else 0)
+                self.inputs_found.setdefault(group.request.request_id, len(group.encoder_input.tokens) if known else 0)
                 assert known or group in in_flight, "encoded for nobody in the step"
         if groups and not ahead:
             assert plan is not None, "a step in which nothing runs"
@@ -496,7 +496,11 @@ class Simulator:
             # A row with one token left, also one that forks after it, is none of the prompts.
             last = [row.sampled or row.start + row.count == row.group.fork_point for row in rows]
             chunks = {row.group for row, done in zip(rows, last, strict=True) if row.count > 1 or not done}
-            owners = [group for group in groups if group.memory and group.memory.pages[0] * self.size == batch.slots[0]]
+            owners = [
+                group
+                for group in groups
+                if group.encoder_input and group.encoder_input.pages[0] * self.size == batch.slots[0]
+            ]
             assert chunks <= set(owners)
             assert len(owners) == 1
         for first, last in itertools.pairwise(batch.starts.tolist()):
@@ -505,11 +509,14 @@ class Simulator:
             in_order = [page * self.size + place for page in pages for place in range(self.size)]
             assert slots.tolist() == in_order[: last - first]
             assert not any(is_published(self.pool, page) for page in pages), "a published page is written"
-            holders = [group for group in groups if group.memory and group.memory.pages == list(pages)]
+            holders = [group for group in groups if group.encoder_input and group.encoder_input.pages == list(pages)]
             assert {group.request.encoder_token_ids for group in holders} == {tuple(tokens)}
             assert len({group.request.cache_salt for group in holders}) == 1
             assert [self.pool.references(page) for page in pages] == [
-                sum(g.memory is not None and g.memory.pages == list(pages) for g in self.scheduler._running)
+                sum(
+                    g.encoder_input is not None and g.encoder_input.pages == list(pages)
+                    for g in self.scheduler._running
+                )
             ] * len(pages)
             self.events["encoded"] += 1
             self.events["encoded_for_several"] += len(holders) > 1
@@ -708,7 +715,7 @@ class Simulator:
 
     def _check_encoder_pages(self, group: SequenceGroup, owners: dict[int, object]) -> None:
         """A running request holds its input's pages, all findable; none is used for something else."""
-        memory, request = group.memory, group.request
+        memory, request = group.encoder_input, group.request
         assert (memory is None) == (not request.encoder_token_ids)
         if memory is None:
             return

@@ -49,7 +49,7 @@ def cells_of(drawn: CacheMap) -> list[Cell]:
 
 
 def tables_of(group: SequenceGroup) -> list[list[int]]:
-    memory = [] if group.memory is None else [group.memory.pages]
+    memory = [] if group.encoder_input is None else [group.encoder_input.pages]
     return [*(list(sequence.table) for sequence in group.sequences), *memory]
 
 
@@ -64,8 +64,8 @@ def naive_cells(pool: BlockPool, groups: Iterable[SequenceGroup], size: int) -> 
         found = set()
         for group in running:
             found |= {*list(group.sequences[0].table)[: group.num_found]}
-            if group.memory is not None and group.memory.num_cached:
-                found |= {*group.memory.pages}
+            if group.encoder_input is not None and group.encoder_input.num_cached:
+                found |= {*group.encoder_input.pages}
         cells.append(
             (
                 sum(count > 0 for count in counts.values()),

@@ -571,12 +571,15 @@ def test_layers_share_what_a_step_prepares_and_do_not_confuse_it() -> None:
 def test_the_library_is_chosen_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="octavo.attention"):
         assert isinstance(select("cpu", [Part()]), NativeAttention)
-        assert isinstance(select("cpu", [Part(), Part(kv_heads=4, content_bias=True)]), TorchReference)
+        with_bias = [Part(), Part(kv_heads=4, content_bias=True)]
+        assert isinstance(select("cpu", with_bias), NativeAttention)
+        assert isinstance(select("cpu", with_bias, torch.int8), TorchReference)
         with native.use(None):
             assert isinstance(select("cpu", [Part()], torch.int8), TorchReference)
     assert [record.getMessage() for record in caplog.records] == [
         "attention on cpu: native backend",
-        "attention on cpu: torch backend; passed over: native (native attention has no content bias)",
+        "attention on cpu: native backend",
+        "attention on cpu: torch backend; passed over: native (native attention has no content bias over int8 pages)",
         "attention on cpu: torch backend; passed over: native (there is no native library)",
     ]
     cuda = torch.device("cuda")

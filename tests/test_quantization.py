@@ -79,7 +79,7 @@ def recorded() -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
 
     with (
         mock.patch.object(Linear, "forward", forward),
-        mock.patch.object(Linear, "in_float32", lambda self, x: forward(self, x).float()),
+        mock.patch.object(Linear, "in_float32", lambda self, x, form=None: forward(self, x).float()),
     ):
         yield seen
 

@@ -10,7 +10,7 @@ from paged_simulator import VOCAB, Simulator, make_request
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import RequestDelta
 from engine.scheduling.budget import UNLIMITED, Costs, StepLimit, StepWork
-from engine.scheduling.encoding import Memory
+from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import SequenceGroup, worst_case_pages
@@ -76,8 +76,8 @@ def group_of(sim: Simulator, name: str) -> SequenceGroup:
     return next(group for group in sim.scheduler.groups() if group.request.request_id == name)
 
 
-def memory_of(sim: Simulator, name: str) -> Memory:
-    memory = group_of(sim, name).memory
+def memory_of(sim: Simulator, name: str) -> EncoderInput:
+    memory = group_of(sim, name).encoder_input
     assert memory is not None
     return memory
 
@@ -282,11 +282,11 @@ class TestGone:
             step, scheduler = Step(32), sim.scheduler
             step.begin_prompts()
             scheduler._admit(step)
-            (encoding,) = step.encodings.values()
+            (run,) = step.encoder_runs.values()
             for name in ("a", "b"):
-                assert encoding.memory.pages == memory_of(sim, "b").pages
+                assert run.encoder_input.pages == memory_of(sim, "b").pages
                 scheduler._preempt(step, group_of(sim, name))
-            assert step.encodings == {}
+            assert step.encoder_runs == {}
             assert sim.pool.num_free == sim.pool.total
             sim.drain()
             sim.compare()

@@ -13,7 +13,7 @@ import numpy as np
 from engine.interface.constraints import allow
 from engine.interface.request import Decoding
 from engine.interface.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, mask_words, new_version
-from engine.scheduling.encoding import Memory
+from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import (
     CrossRows,
@@ -86,11 +86,11 @@ def build_plan(
     rows: Seq[Row],
     copies: Seq[tuple[int, int]],
     block_size: int,
-    memories: Seq[Memory] = (),
+    inputs: Seq[EncoderInput] = (),
     last: LastStep | None = None,
     pending: Mapping[Sequence, int] | None = None,
 ) -> StepPlan:
-    """The step plan of these rows, in their order; the encoder runs over `memories` first. All rows have pages, or
+    """The step plan of these rows, in their order; the encoder runs over `inputs` first. All rows have pages, or
     none has. `last` is read and brought up to date. `pending` has the sequences that are sampled by the step in flight,
     and which of its sampled tokens is theirs."""
     groups = [row.group for row in rows]
@@ -134,7 +134,7 @@ def build_plan(
         copies=np.array(copies, dtype=np.int32).reshape(-1, 2),
         sampling=sampling,
         prompt_logprobs=None if decoding else _prompt_logprobs(rows, query_start),
-        encoder=_encoder(memories, block_size) if memories else None,
+        encoder=_encoder(inputs, block_size) if inputs else None,
         cross=_cross(groups) if known is None else known.cross,
         pooling=() if decoding else _pooling(rows),
         whole=whole,
@@ -184,28 +184,32 @@ def _token_types(rows: Seq[Row]) -> Int32 | None:
     )
 
 
-def _encoder(memories: Seq[Memory], block_size: int) -> EncoderBatch:
+def _encoder(inputs: Seq[EncoderInput], block_size: int) -> EncoderBatch:
     slots = []
-    for memory in memories:
-        places = np.arange(len(memory.tokens), dtype=np.int32)
-        slots.append(_int32(memory.pages)[places // block_size] * block_size + places % block_size)
-    starts = np.zeros(len(memories) + 1, dtype=np.int32)
-    np.cumsum([len(memory.tokens) for memory in memories], out=starts[1:])
+    for encoder_input in inputs:
+        places = np.arange(len(encoder_input.tokens), dtype=np.int32)
+        slots.append(_int32(encoder_input.pages)[places // block_size] * block_size + places % block_size)
+    starts = np.zeros(len(inputs) + 1, dtype=np.int32)
+    np.cumsum([len(encoder_input.tokens) for encoder_input in inputs], out=starts[1:])
     return EncoderBatch(
-        token_ids=np.concatenate([memory.tokens for memory in memories]), starts=starts, slots=np.concatenate(slots)
+        token_ids=np.concatenate([encoder_input.tokens for encoder_input in inputs]),
+        starts=starts,
+        slots=np.concatenate(slots),
     )
 
 
 def _cross(groups: Seq[SequenceGroup]) -> CrossRows | None:
-    if not any(group.memory for group in groups):
+    if not any(group.encoder_input for group in groups):
         return None
     owners = np.cumsum([0, *(a is not b for a, b in pairwise(groups))], dtype=np.int32)
-    memories = [group.memory for group in dict.fromkeys(groups)]
-    tables = np.zeros((len(memories), max(len(memory.pages) for memory in memories if memory)), dtype=np.int32)
-    for i, memory in enumerate(memories):
-        if memory is not None:
-            tables[i, : len(memory.pages)] = memory.pages
-    lengths = _int32([len(memory.tokens) if memory else 0 for memory in memories])
+    inputs = [group.encoder_input for group in dict.fromkeys(groups)]
+    tables = np.zeros(
+        (len(inputs), max(len(encoder_input.pages) for encoder_input in inputs if encoder_input)), dtype=np.int32
+    )
+    for i, encoder_input in enumerate(inputs):
+        if encoder_input is not None:
+            tables[i, : len(encoder_input.pages)] = encoder_input.pages
+    lengths = _int32([len(encoder_input.tokens) if encoder_input else 0 for encoder_input in inputs])
     return CrossRows(tables=tables[owners], lens=lengths[owners], owners=owners)
 
 

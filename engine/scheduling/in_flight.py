@@ -16,10 +16,10 @@ from typing import Protocol
 
 from engine.scheduling.batch import Row, build_plan
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.encoding import Memory
+from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import Sequence, SequenceGroup
-from engine.scheduling.step import Encoding
+from engine.scheduling.step import EncoderRun
 
 
 class PendingAnswer(Protocol):
@@ -40,7 +40,7 @@ class InFlightStep:
     Attributes:
         rows: as they were planned; some may be void by now.
         copies: pages copied for each request.
-        encodings: runs of the encoder.
+        encoder_runs: runs of the encoder.
         plan: what is computed; None where that is to be planned again, from the rows that are not void by then.
         answer: what was launched, or why it could not be; None before the launch.
         is_part: it is a part of a step that could not be computed as a whole.
@@ -50,7 +50,7 @@ class InFlightStep:
 
     rows: list[Row]
     copies: dict[SequenceGroup, list[tuple[int, int]]]
-    encodings: list[Encoding]
+    encoder_runs: list[EncoderRun]
     plan: StepPlan | None = None
     answer: PendingAnswer | Exception | None = None
     is_part: bool = False
@@ -61,12 +61,12 @@ class InFlightStep:
         """Rows that are not void."""
         return [row for row in self.rows if not row.is_void]
 
-    def memories(self, groups: set[SequenceGroup]) -> list[Memory]:
+    def inputs(self, groups: set[SequenceGroup]) -> list[EncoderInput]:
         """Encoder inputs of these requests that are to be read; those of none of them are left out."""
-        for encoding in self.encodings:
-            encoding.groups = [group for group in encoding.groups if group in groups]
-        self.encodings = [encoding for encoding in self.encodings if encoding.groups]
-        return [encoding.memory for encoding in self.encodings if not encoding.done]
+        for run in self.encoder_runs:
+            run.groups = [group for group in run.groups if group in groups]
+        self.encoder_runs = [run for run in self.encoder_runs if run.groups]
+        return [run.encoder_input for run in self.encoder_runs if not run.done]
 
 
 class InFlightSteps:
@@ -121,10 +121,10 @@ class InFlightSteps:
         sampled = [row for row in self.newest.rows if row.sampled]
         return {row.sequence: number for number, row in enumerate(sampled) if not row.is_void}
 
-    def encodes(self, memory: Memory | None) -> bool:
+    def encodes(self, encoder_input: EncoderInput | None) -> bool:
         """A step in flight runs the encoder over an equal input."""
-        return memory is not None and any(
-            memory.key == encoding.memory.key for step in self._queue for encoding in step.encodings
+        return encoder_input is not None and any(
+            encoder_input.key == run.encoder_input.key for step in self._queue for run in step.encoder_runs
         )
 
     @property
@@ -143,8 +143,8 @@ class InFlightSteps:
         """The oldest step's plan once more, with all that is known by now; some of its rows are not void."""
         step.rows = step.live()
         copies = [pair for pairs in step.copies.values() for pair in pairs]
-        memories = step.memories({row.group for row in step.rows})
-        step.plan = build_plan(step.rows, copies, self._size, memories)
+        inputs = step.inputs({row.group for row in step.rows})
+        step.plan = build_plan(step.rows, copies, self._size, inputs)
         return step.plan
 
     def plan_rows(self, rows: list[Row]) -> StepPlan:
@@ -158,9 +158,9 @@ class InFlightSteps:
 
     def encoded(self, done: InFlightStep) -> None:
         """A step has run the encoder: parts that were to run it over the same inputs need not."""
-        keys = {encoding.memory.key for encoding in done.encodings}
-        for encoding in (encoding for step in self._queue for encoding in step.encodings):
-            encoding.done |= encoding.memory.key in keys
+        keys = {run.encoder_input.key for run in done.encoder_runs}
+        for run in (run for step in self._queue for run in step.encoder_runs):
+            run.done |= run.encoder_input.key in keys
 
     def split(self) -> bool:
         """Make two steps of the oldest one, both to be launched in turn; False if there is nothing to divide. Requests
@@ -174,11 +174,11 @@ class InFlightSteps:
         sizes: dict[SequenceGroup, int] = {}
         for row in rows:
             sizes[row.group] = sizes.get(row.group, 0) + row.count
-        for encoding in step.encodings:
-            for group in encoding.groups:
-                sizes[group] = sizes.get(group, 0) + len(encoding.memory.tokens)
+        for run in step.encoder_runs:
+            for group in run.groups:
+                sizes[group] = sizes.get(group, 0) + len(run.encoder_input.tokens)
         groups = list(dict.fromkeys(row.group for row in rows))
-        later: list[Encoding] = []
+        later: list[EncoderRun] = []
         if len(groups) > 1:
             chosen, half = {groups[0]}, sum(sizes[group] for group in groups) / 2
             taken = sizes[groups[0]]
@@ -190,18 +190,19 @@ class InFlightSteps:
             first = [row for row in rows if row.group in chosen]
             second = [row for row in rows if row.group not in chosen]
             later = [
-                Encoding([group for group in one.groups if group not in chosen], one.done) for one in step.encodings
+                EncoderRun([group for group in one.groups if group not in chosen], one.done)
+                for one in step.encoder_runs
             ]
-            for encoding in step.encodings:
-                encoding.groups = [group for group in encoding.groups if group in chosen]
+            for run in step.encoder_runs:
+                run.groups = [group for group in run.groups if group in chosen]
         elif any(row.count > 1 for row in rows) and not groups[0].whole:
             first = [replace(row, count=row.count // 2, sampled=False) for row in rows if row.count > 1]
             second = [replace(row, start=row.start + row.count // 2, count=-(-row.count // 2)) for row in rows]
         else:
             return False
-        encodings = [encoding for encoding in step.encodings if encoding.groups]
-        self._queue[0] = InFlightStep(first, {}, encodings, is_part=True)
-        later = [encoding for encoding in later if encoding.groups]
+        encoder_runs = [run for run in step.encoder_runs if run.groups]
+        self._queue[0] = InFlightStep(first, {}, encoder_runs, is_part=True)
+        later = [run for run in later if run.groups]
         self._queue.insert(1, InFlightStep(second, {}, later, is_part=True))
         return True
 

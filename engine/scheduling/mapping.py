@@ -61,14 +61,14 @@ def _order(group: SequenceGroup) -> tuple[int, int]:
 def _tables(group: SequenceGroup) -> Tables:
     """All that refers to pages."""
     tables = [sequence.table.view() for sequence in group.sequences]
-    return tables if group.memory is None else [*tables, np.array(group.memory.pages, dtype=np.int32)]
+    return tables if group.encoder_input is None else [*tables, np.array(group.encoder_input.pages, dtype=np.int32)]
 
 
 def _found(group: SequenceGroup) -> Tables:
     """What of it was found in the cache."""
     found = [group.sequences[0].table.view(0, group.num_found)] if group.num_found else []
-    if group.memory is not None and group.memory.num_cached:
-        found.append(np.array(group.memory.pages, dtype=np.int32))
+    if group.encoder_input is not None and group.encoder_input.num_cached:
+        found.append(np.array(group.encoder_input.pages, dtype=np.int32))
     return found
 
 
@@ -136,8 +136,8 @@ def _group(holders: NDArray[np.bool_], facts: Seq[Ints]) -> tuple[list[int], Cel
 
 
 def _describe(group: SequenceGroup, num_pages: int = 0, found: Tables | None = None) -> LiveRequest:
-    encoded = 0 if group.memory is None else len(group.memory.tokens)
-    is_encoded = group.memory is not None and bool(group.memory.pages)
+    encoded = 0 if group.encoder_input is None else len(group.encoder_input.tokens)
+    is_encoded = group.encoder_input is not None and bool(group.encoder_input.pages)
     sequences = group.sequences
     return LiveRequest(
         request_id=group.request.request_id,

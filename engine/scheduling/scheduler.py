@@ -18,9 +18,9 @@ from engine.scheduling.apply import Answer, Outcome, apply_candidates, apply_poo
 from engine.scheduling.batch import LastStep, Row, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
+from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
-from engine.scheduling.memories import Memories
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.queues import Deadlines, WaitingQueue
 from engine.scheduling.sequence import Sequence, SequenceGroup, Status
@@ -50,7 +50,7 @@ class Scheduler:
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
         self._tables = Tables(pool, self._hasher, config)
-        self._memories = Memories(pool, self._hasher, config, self.stats)
+        self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
 
     # ---------------------------------------------------------------- requests in and out
 
@@ -69,10 +69,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that `check_fits` accepts."""
         self.check_fits(request)
-        memory = self._memories.of(request, self._arrivals)
+        encoder_input = self._encoder_cache.of(request, self._arrivals)
         shift = self.config.rotary_shift(request.reach)
-        root = self._tables.root(request, memory, shift)
-        group = SequenceGroup(request, self._arrivals, root, memory, whole=self.config.whole_inputs, shift=shift)
+        root = self._tables.root(request, encoder_input, shift)
+        group = SequenceGroup(request, self._arrivals, root, encoder_input, whole=self.config.whole_inputs, shift=shift)
         self._arrivals += 1
         self._groups[request.request_id] = group
         self._deadlines.add(group)
@@ -153,12 +153,12 @@ class Scheduler:
         rows = [row for group in self._running for row in step.rows.get(group, ())]
         if not rows:
             return None
-        planned = InFlightStep(rows, step.copies, list(step.encodings.values()))
+        planned = InFlightStep(rows, step.copies, list(step.encoder_runs.values()))
         copies = [pair for pairs in step.copies.values() for pair in pairs]
         self.stats.num_page_copies += len(copies)
         pending = self.in_flight.pending() if ahead else None
-        memories = [encoding.memory for encoding in planned.encodings]
-        planned.plan = build_plan(rows, copies, self.config.block_size, memories, self._last, pending)
+        inputs = [run.encoder_input for run in planned.encoder_runs]
+        planned.plan = build_plan(rows, copies, self.config.block_size, inputs, self._last, pending)
         self.in_flight.begin(planned)
         return planned.plan
 
@@ -171,7 +171,7 @@ class Scheduler:
         rows = step.live()
         self.stats.num_steps += 1
         self.stats.computed_tokens += step.plan.num_tokens
-        self._memories.publish(step)
+        self._encoder_cache.publish(step)
         self.in_flight.encoded(step)
         self._tables.advance(rows)
         with_prompt_logprobs = take_prompt_logprobs(step.rows, result)
@@ -290,9 +290,9 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Take waiting groups in, in turn, as long as rows, budget and pages last."""
         while step.is_open and (group := self._waiting.first()) is not None:
-            if not self._memories.may_start(step, group) or (group.whole and not step.can_read(group)):
+            if not self._encoder_cache.may_start(step, group) or (group.whole and not step.can_read(group)):
                 return
-            if self.in_flight.encodes(group.memory):
+            if self.in_flight.encodes(group.encoder_input):
                 return  # after that it is found
             while not self._can_admit(step, group):
                 lowest = self._running[-1] if self._running else None
@@ -303,7 +303,7 @@ class Scheduler:
                     return
                 self._preempt(step, lowest)
             self._start(group)
-            self._memories.take(step, group)
+            self._encoder_cache.take(step, group)
             self._plan_group(step, group, group.work())
 
     def _can_admit(self, step: Step, group: SequenceGroup) -> bool:
@@ -311,7 +311,7 @@ class Scheduler:
             return len(self._running) < self.config.max_num_seqs
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
             return False
-        needed = self._tables.pages_needed(group) + self._memories.pages_needed(step, group)
+        needed = self._tables.pages_needed(group) + self._encoder_cache.pages_needed(step, group)
         return needed <= self.pool.num_available
 
     def _start(self, group: SequenceGroup) -> None:
@@ -338,7 +338,7 @@ class Scheduler:
         self._give_up(group)
         for source, _ in step.drop(group):
             self.pool.unpin(source)
-        self._memories.release(group)
+        self._encoder_cache.release(group)
         group.pooled = None
         group.fork_point = group.common_prefix() if len(group.sequences) > 1 else None
         self._waiting.push_back(group)
@@ -370,7 +370,7 @@ class Scheduler:
             self._give_up(group)
         elif group.status is Status.WAITING:
             self._waiting.leave(group)
-        self._memories.finish(group)
+        self._encoder_cache.finish(group)
         group.status = Status.FINISHED
         group.sequences = []
         del self._groups[group.request.request_id]
@@ -398,5 +398,5 @@ class Scheduler:
         """
         self._tables.check(self._groups.values())
         tables = [list(s.table) for g in self._groups.values() for s in g.sequences]
-        tables += [g.memory.pages for g in self._groups.values() if g.memory is not None]
+        tables += [g.encoder_input.pages for g in self._groups.values() if g.encoder_input is not None]
         self.pool.check_integrity(tables, self.in_flight.pinned())

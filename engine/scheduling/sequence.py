@@ -15,7 +15,7 @@ from engine.interface.outputs import TokenLogprobs
 from engine.interface.request import Request
 from engine.interface.sampling_table import REQUESTED, neutral_rows
 from engine.scheduling.block_pool import PageHash, PageHasher
-from engine.scheduling.encoding import Memory
+from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.plan import Float32, Float64, Int32
 from engine.scheduling.search import BeamSearch, Hypothesis
 
@@ -195,7 +195,7 @@ class SequenceGroup:
         request: what was asked for.
         arrival: number that orders requests of equal priority.
         root: hash before the first page: whatever changes K and V besides the tokens.
-        memory: the encoder's input and its pages, for an encoder-decoder model.
+        encoder_input: the encoder's input and its pages, for an encoder-decoder model.
         source: the encoder's input, or the prompt of a decoder-only model, where its n-grams are not to be repeated.
         favoured: its distinct tokens, where these are favoured or disfavoured.
         biased: tokens with a bias, and their biases; None where there are none.
@@ -230,7 +230,7 @@ class SequenceGroup:
         request: Request,
         arrival: int,
         root: PageHash,
-        memory: Memory | None = None,
+        encoder_input: EncoderInput | None = None,
         *,
         whole: bool = False,
         shift: int = 0,
@@ -239,7 +239,7 @@ class SequenceGroup:
         self.request = request
         self.arrival = arrival
         self.root = root
-        self.memory = memory
+        self.encoder_input = encoder_input
         self.whole = whole
         self.shift = shift
         self.pooled: Float64 | None = None

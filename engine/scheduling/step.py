@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import PageHash
 from engine.scheduling.budget import UNLIMITED, StepLimit
-from engine.scheduling.encoding import Memory
+from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.sequence import SequenceGroup
 
 
 @dataclass(slots=True)
-class Encoding:
+class EncoderRun:
     """A run of the encoder in a step.
 
     Attributes:
@@ -25,11 +25,11 @@ class Encoding:
     done: bool = False
 
     @property
-    def memory(self) -> Memory:
+    def encoder_input(self) -> EncoderInput:
         """The input, and where its K and V go."""
-        memory = self.groups[0].memory
-        assert memory is not None
-        return memory
+        encoder_input = self.groups[0].encoder_input
+        assert encoder_input is not None
+        return encoder_input
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Step:
         limit: how long the step may take.
         left: work (see `StepLimit`) that may still be planned; counted since prompts have their turn.
         num_prompts: groups planned since prompts have their turn; None before.
-        encodings: runs of the encoder, by the key of their input.
+        encoder_runs: runs of the encoder, by the key of their input.
         ahead: another step is in flight: nothing is preempted for this one.
     """
 
@@ -51,7 +51,7 @@ class Step:
     num_prompts: int | None = None
     rows: dict[SequenceGroup, list[Row]] = field(default_factory=dict)
     copies: dict[SequenceGroup, list[tuple[int, int]]] = field(default_factory=dict)
-    encodings: dict[PageHash, Encoding] = field(default_factory=dict)
+    encoder_runs: dict[PageHash, EncoderRun] = field(default_factory=dict)
     preempted: bool = False
     ahead: bool = False
 
@@ -86,35 +86,35 @@ class Step:
             self.num_prompts += 1
             self.left -= self._work(group, rows)
 
-    def can_encode(self, memory: Memory, group: SequenceGroup) -> bool:
+    def can_encode(self, encoder_input: EncoderInput, group: SequenceGroup) -> bool:
         """The group's encoder input, which cannot be cut, may run now, and the group have a row in the same step:
         both fit, or it is the first prompt of this step."""
         if not self.num_prompts:
             return True
-        known = memory.key in self.encodings
-        count = 0 if known else len(memory.tokens)
+        known = encoder_input.key in self.encoder_runs
+        count = 0 if known else len(encoder_input.tokens)
         left = self.left if known else self.left - self.limit.costs.encoding(count)
         return count + len(group.sequences) <= self.budget and left >= 1.0
 
-    def encode(self, memory: Memory, group: SequenceGroup) -> None:
+    def encode(self, encoder_input: EncoderInput, group: SequenceGroup) -> None:
         """Run the encoder over this input; another group's run over an equal one serves both."""
-        found = self.encodings.get(memory.key)
+        found = self.encoder_runs.get(encoder_input.key)
         if found is None:
-            found = self.encodings[memory.key] = Encoding()
+            found = self.encoder_runs[encoder_input.key] = EncoderRun()
             # However long it is, the group has a row: a failed step ends only those that have one.
             counts = [count for _, count in group.work()]
             least = len(counts) if max(counts) == 1 else 1
-            self.budget = max(self.budget - len(memory.tokens), least)
-            self.left -= self.limit.costs.encoding(len(memory.tokens))
+            self.budget = max(self.budget - len(encoder_input.tokens), least)
+            self.left -= self.limit.costs.encoding(len(encoder_input.tokens))
         found.groups.append(group)
 
     def drop(self, group: SequenceGroup) -> list[tuple[int, int]]:
         """Take a group out again; the copies that are not needed any more."""
         rows = self.rows.pop(group, [])
-        for key, encoding in list(self.encodings.items()):
-            encoding.groups = [other for other in encoding.groups if other is not group]
-            if not encoding.groups:
-                del self.encodings[key]
+        for key, run in list(self.encoder_runs.items()):
+            run.groups = [other for other in run.groups if other is not group]
+            if not run.groups:
+                del self.encoder_runs[key]
         self.budget += sum(row.count for row in rows)
         self.left += self._work(group, rows)
         return self.copies.pop(group, [])
@@ -135,4 +135,4 @@ def _scores(group: SequenceGroup) -> bool:
 
 
 def _beside(group: SequenceGroup) -> int:
-    return 0 if group.memory is None else len(group.memory.tokens)
+    return 0 if group.encoder_input is None else len(group.encoder_input.tokens)

@@ -12,7 +12,7 @@ import numpy as np
 from engine.interface.request import Request
 from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
-from engine.scheduling.encoding import Memory
+from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, pages_needed
 
@@ -25,9 +25,9 @@ class Tables:
         self._hasher = hasher
         self._config = config
 
-    def root(self, request: Request, memory: Memory | None, shift: int) -> PageHash:
+    def root(self, request: Request, encoder_input: EncoderInput | None, shift: int) -> PageHash:
         """Hash before the first page of a request's sequences: what changes K and V besides their tokens."""
-        root = self._hasher.root(request.cache_salt) if memory is None else memory.key
+        root = self._hasher.root(request.cache_salt) if encoder_input is None else encoder_input.key
         # No token is negative: this is no page's hash.
         return self._hasher.extend(root, np.array([-2, shift], dtype=np.int32)) if shift else root
 

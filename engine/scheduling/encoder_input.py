@@ -15,7 +15,7 @@ from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.plan import Int32
 
 
-class Memory:
+class EncoderInput:
     """A request's encoder input.
 
     Attributes:
