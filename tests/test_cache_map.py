@@ -250,6 +250,6 @@ def test_a_map_that_could_not_be_drawn_is_an_error(client: EngineClient) -> None
 
 def test_an_encoder_without_pages_has_an_empty_map(tmp_path: Path) -> None:
     engine = make_engine(make_encoder_checkpoint(ENCODER_SHAPES["bert"], tmp_path / "bert").path)
-    drawn = engine.interface.cache_map()
+    drawn = engine.cache_map()
     assert (drawn.runs, drawn.running, drawn.waiting) == ([], [], [])
     engine.close()
