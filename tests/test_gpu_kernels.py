@@ -29,7 +29,7 @@ def test_a_cpu_is_served_within_interpreted_only() -> None:
 
 
 def test_without_the_variable_there_is_no_interpreter() -> None:
-    code = "from engine import gpu\nwith gpu.interpreted(): pass"
+    code = "from engine.backends import triton as gpu\nwith gpu.interpreted(): pass"
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert "start the process with TRITON_INTERPRET=1" in done.stderr

@@ -21,7 +21,7 @@ from engine.backends.attention.base import Paged
 from engine.backends.attention.formats import FP8, LARGEST, SCALE
 from engine.backends.triton import norms, pages
 from engine.backends.triton.pages import slots_of
-from engine.backends.triton.rotary import Angles, HeadNorms, turn_, turn_and_store
+from engine.backends.triton.rotary import Angles, HeadNorms, rotate_, rotate_and_store
 from engine.model.positions import Rotary
 from engine.model.rotary import RotaryTable, rotate
 
@@ -165,7 +165,7 @@ def test_queries_are_turned_and_keys_and_values_stored(
         wanted_pages.write(slots, wanted[:stored, heads:], wanted_values[:stored])
         keys, kept = turning[:, heads:].clone(), values.clone()
         found_pages = replace(found_pages, block_tables=tables)
-        turn_and_store(
+        rotate_and_store(
             turning, values, found_pages, angles=angles, positions=positions.int() if given_slots else positions,
             slots=slots if given_slots else None, norms=how, clip=clip,
         )  # fmt: skip
@@ -186,11 +186,11 @@ def test_heads_are_turned_where_they_lie(dtype: torch.dtype) -> None:
             positions = torch.tensor([3, 39, 0], device=device)
             table = RotaryTable(part, head_dim, LENGTH, device)
             cos, sin = table(positions, dtype)
-            turn_(x[:, :5], Angles(cos, sin, part.interleaved, False))
+            rotate_(x[:, :5], Angles(cos, sin, part.interleaved, False))
             assert_same(x[:, :5], rotate(before[:, :5], part, cos, sin), False)
             assert torch.equal(x[:, 5:], before[:, 5:])
             again = before.clone()
-            turn_(again[:, :5], Angles(table.cos, table.sin, part.interleaved, False), positions)
+            rotate_(again[:, :5], Angles(table.cos, table.sin, part.interleaved, False), positions)
             assert torch.equal(again, x), "the whole table, or the tokens' rows of it"
 
 
@@ -203,7 +203,7 @@ def test_positions_without_angles_give_nan_and_no_slot() -> None:
             block_tables=torch.tensor([[1], [2], [3]], dtype=torch.int32, device=device),
         )
         positions = torch.tensor([LENGTH, -1, 2], device=device)
-        turn_and_store(
+        rotate_and_store(
             x, x[:, 1:].clone(), pages, angles=Angles(table.cos, table.sin, False, False), positions=positions
         )
         assert x[:2, 0].isnan().all()
@@ -217,9 +217,9 @@ def test_block_0_and_what_lies_outside_the_pages_stay_as_they_were() -> None:
         x = numbers(1, 5, 2, 8).to(device)
         pages = make_pages(1, 8, torch.int8, False, device)
         slots = torch.tensor([0, BLOCK - 1, -1, BLOCKS * BLOCK, 2**40], device=device)
-        turn_and_store(x, x[:, 1:].clone(), pages, slots=slots)
+        rotate_and_store(x, x[:, 1:].clone(), pages, slots=slots)
         rows = replace(pages, block_tables=torch.zeros(5, 3, dtype=torch.int32, device=device))
-        turn_and_store(x, x[:, 1:].clone(), rows, positions=torch.zeros(5, dtype=torch.int64, device=device))
+        rotate_and_store(x, x[:, 1:].clone(), rows, positions=torch.zeros(5, dtype=torch.int64, device=device))
         assert_pages(pages, make_pages(1, 8, torch.int8, False, device), True, True)
 
 
@@ -232,7 +232,7 @@ def test_slots_beyond_32_bits() -> None:
         found = slots_of(table, torch.tensor([0, 1], dtype=torch.int32, device=device), positions, 2**14)
         assert found.tolist() == [2**35 + 5]
         pages = make_pages(1, 64, torch.float32, False, device)
-        turn_and_store(x, x[:, 1:].clone(), pages, slots=torch.tensor([2**40 + BLOCK], device=device))
+        rotate_and_store(x, x[:, 1:].clone(), pages, slots=torch.tensor([2**40 + BLOCK], device=device))
         assert pages.keys.isnan().all(), "a slot is not cut to 32 bits"
 
 
@@ -268,7 +268,7 @@ def test_every_step_of_fp8() -> None:
         found, wanted = (make_pages(1, 126, FP8, False, device) for _ in range(2))
         slots = torch.arange(len(x), device=device) + BLOCK
         wanted.write(slots, x, x)
-        turn_and_store(torch.cat((x, x), dim=1), x, found, slots=slots)
+        rotate_and_store(torch.cat((x, x), dim=1), x, found, slots=slots)
         assert wanted.value_scales is not None
         assert wanted.value_scales.view(-1)[slots].eq(1).all()
         assert_pages(found, wanted, True, True)
@@ -280,19 +280,19 @@ def test_what_does_not_fit_is_refused() -> None:
         x, values = torch.ones(3, 5, 8, device=device), torch.ones(3, 2, 8, device=device)
         slots, cos, sin = torch.arange(3), torch.ones(9, 8), torch.ones(9, 4)
         for call in (
-            lambda: turn_and_store(x, values[:2], pages, slots=slots),
-            lambda: turn_and_store(x, values[:, :1], pages, slots=slots),
-            lambda: turn_and_store(x, values.half(), pages, slots=slots),
-            lambda: turn_and_store(x, values, pages, slots=torch.arange(4)),
-            lambda: turn_and_store(x, values, pages),
-            lambda: turn_and_store(x, values, replace(pages, keys=pages.keys.transpose(0, 1)), slots=slots),
-            lambda: turn_and_store(x, values, replace(pages, key_scales=slots, value_scales=slots), slots=slots),
-            lambda: turn_and_store(x, values, pages, slots=slots, positions=slots[:2]),
-            lambda: turn_(x, Angles(cos[:2], sin, False, False)),
-            lambda: turn_(x, Angles(cos[:, :7], sin, False, False)),
-            lambda: turn_(x, Angles(cos, sin.t(), False, False)),
-            lambda: turn_(x.transpose(1, 2), Angles(cos, sin, False, False)),
-            lambda: turn_(torch.ones(1, 1, 1025), Angles(torch.ones(9, 1025), sin, False, False)),
+            lambda: rotate_and_store(x, values[:2], pages, slots=slots),
+            lambda: rotate_and_store(x, values[:, :1], pages, slots=slots),
+            lambda: rotate_and_store(x, values.half(), pages, slots=slots),
+            lambda: rotate_and_store(x, values, pages, slots=torch.arange(4)),
+            lambda: rotate_and_store(x, values, pages),
+            lambda: rotate_and_store(x, values, replace(pages, keys=pages.keys.transpose(0, 1)), slots=slots),
+            lambda: rotate_and_store(x, values, replace(pages, key_scales=slots, value_scales=slots), slots=slots),
+            lambda: rotate_and_store(x, values, pages, slots=slots, positions=slots[:2]),
+            lambda: rotate_(x, Angles(cos[:2], sin, False, False)),
+            lambda: rotate_(x, Angles(cos[:, :7], sin, False, False)),
+            lambda: rotate_(x, Angles(cos, sin.t(), False, False)),
+            lambda: rotate_(x.transpose(1, 2), Angles(cos, sin, False, False)),
+            lambda: rotate_(torch.ones(1, 1, 1025), Angles(torch.ones(9, 1025), sin, False, False)),
         ):
             with pytest.raises(ValueError):
                 call()

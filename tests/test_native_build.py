@@ -32,7 +32,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ co
 TELL = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
-from engine import native
+from engine.backends import native
 found = native.current()
 print(found and found.isa)
 """
@@ -136,7 +136,7 @@ def test_kernels_without_a_library_say_so() -> None:
 MAPPED = """
 from pathlib import Path
 import torch
-from engine import native
+from engine.backends import native
 def mapped():
     return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
 before = mapped()

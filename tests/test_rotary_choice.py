@@ -230,7 +230,7 @@ def test_plans_say_nothing_where_nothing_differs(checkpoint: Callable[[str], Any
     with watching(engine) as plans:
         run(engine, [Job(random_prompt(60, 1, 9), SamplingParams(max_tokens=3, temperature=0.0))])
     assert plans
-    assert all(plan.shifts is None and plan.turns is None for plan in plans)
+    assert all(plan.shifts is None and plan.rotary_positions is None for plan in plans)
     engine.close()
 
 
@@ -240,9 +240,9 @@ def test_turns_of_a_plan(model: FamilyCheckpoint) -> None:
         add(engine, str(number), job)
     plan = engine.scheduler.schedule()
     assert plan is not None
-    assert plan.turns is not None
-    assert plan.turns.tolist() == [LENGTH, LENGTH + 1, LENGTH + 2, *range(80)]
-    assert plan.turns.dtype == np.int32
+    assert plan.rotary_positions is not None
+    assert plan.rotary_positions.tolist() == [LENGTH, LENGTH + 1, LENGTH + 2, *range(80)]
+    assert plan.rotary_positions.dtype == np.int32
     engine.scheduler.fail("enough")
     engine.close()
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from engine.backends.attention.base import Paged
 from engine.backends.attention.formats import LARGEST, format_named, movable
 from engine.backends.triton import activations, norms
-from engine.backends.triton.rotary import Angles, HeadNorms, turn_and_store
+from engine.backends.triton.rotary import Angles, HeadNorms, rotate_and_store
 from engine.execution.kv_cache import KVCache
 from gpu_parts.check import Check, Outcome, Setting
 
@@ -109,7 +109,7 @@ def _rotary(pages: str | None, normed: bool) -> Callable[[Setting], Iterator[Out
         )
         slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(device) * page + page + 1
         before = turning.double()
-        turn_and_store(turning, values, cache, angles=table, positions=positions, slots=slots, norms=how)
+        rotate_and_store(turning, values, cache, angles=table, positions=positions, slots=slots, norms=how)
         queries, keys = before.split((heads, kv_heads), 1)
         if normed:
             queries, keys = (

@@ -57,7 +57,7 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
             caches=cache.paged(torch.arange(1, _ROWS + 1, dtype=torch.int32, device=device).unsqueeze(1)),
             slots=torch.arange(count, (_ROWS + 1) * count, device=device),
             cross=None if model.encoder is None else CrossPages.empty([count] * _ROWS, device),
-            turns=torch.arange(_ROWS * count, device=device),
+            rotary_positions=torch.arange(_ROWS * count, device=device),
         )
     )
     means = [keys[1:].float().mean((0, 1)) for keys, *_ in cache.layers]

@@ -153,10 +153,10 @@ class DecodeGraphs:
         def step(form: RowForm) -> None:
             known = self._sampled[inputs.sources.clamp_min(0)]
             tokens = torch.where(inputs.sources >= 0, known, inputs.tokens)
-            turns = inputs.positions + inputs.shifts if self._model.rotary_shifts else None
+            rotary_positions = inputs.positions + inputs.shifts if self._model.rotary_shifts else None
             # Slots are worked out on the device, from tables and positions.
             hidden = self._model(
-                tokens, inputs.positions, caches, None, metadata, self._min_rows, cross, turns, form=form
+                tokens, inputs.positions, caches, None, metadata, self._min_rows, cross, rotary_positions, form=form
             )
             self.hidden[:size].copy_(hidden)
             inputs.advance()

@@ -80,7 +80,7 @@ class ModelRunner:
         self._tables = Buffer(1024, torch.int32, device)
         self._cross_tables = Buffer(1024, torch.int32, device)
         self._types = Buffer(size, torch.int64, device)
-        self._turns = Buffer(size, torch.int64, device)
+        self._rotary = Buffer(size, torch.int64, device)
         self._sources = Buffer(size, torch.int64, device)
         # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.
         self._sampled = Buffer(-(-size // 8) * 8, torch.int32, device)
@@ -200,7 +200,7 @@ class ModelRunner:
             tokens=plan.num_tokens,
             min_rows=self.min_rows,
             types=None if plan.token_types is None else self._types.fill(plan.token_types, padded),
-            turns=self._turned(plan, padded),
+            rotary_positions=self._rotary_rows(plan, padded),
         )
 
     def _encode(self, batch: EncoderBatch) -> None:
@@ -256,14 +256,14 @@ class ModelRunner:
             metadata,
             self.min_rows,
             self._cross(plan, metadata.query_lens),
-            self._turned(plan, padded),
+            self._rotary_rows(plan, padded),
         )
         return hidden
 
-    def _turned(self, plan: StepPlan, padded: int) -> Tensor | None:
+    def _rotary_rows(self, plan: StepPlan, padded: int) -> Tensor | None:
         """[padded] rows of rotary tables; None where they are the positions."""
-        turns = plan.turns
-        return None if turns is None else self._turns.fill(turns, padded)
+        rotary_positions = plan.rotary_positions
+        return None if rotary_positions is None else self._rotary.fill(rotary_positions, padded)
 
 
 def _placed(plan: StepPlan, unplaced: int) -> Int32:

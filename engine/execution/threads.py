@@ -16,7 +16,7 @@ logger = logging.getLogger("octavo.engine")
 def use_threads(config: EngineConfig) -> int:
     """Let torch, and with it our kernels, compute in as many threads as the settings say; returns how many.
 
-    Without a setting there will be no more than there are: someone may have chosen fewer for this process.
+    Without a setting there will be no more than there are: fewer may have been chosen for this process.
     """
     chosen = choose_threads(config.threads, os.environ)
     count = chosen.count if config.threads is not None else min(chosen.count, torch.get_num_threads())

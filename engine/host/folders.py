@@ -22,7 +22,7 @@ def make_private(folder: Path) -> None:
     """Make the folder for this user alone if it is not there.
 
     Raises:
-        OSError: it cannot be made, it belongs to someone else than this user or root, or others can write to it.
+        OSError: it cannot be made, it belongs to another user than this one or root, or others can write to it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(folder)
@@ -53,7 +53,7 @@ def check_private(folder: Path) -> None:
     """Refuse a folder that others may have put something into.
 
     Raises:
-        OSError: it is not there, it belongs to someone else than this user or root, or others can write to it.
+        OSError: it is not there, it belongs to another user than this one or root, or others can write to it.
     """
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0):

@@ -254,7 +254,7 @@ class PoolingMethods:
                 while unfinished:
                     for delta in self.engine.step_deltas():
                         if delta.request_id not in unfinished:
-                            continue  # of a request that somebody added to the engine directly
+                            continue  # of a request that was added to the engine directly
                         if delta.error is not None:
                             raise RequestFailedError(delta.error)
                         if delta.pooled is not None:

@@ -171,7 +171,7 @@ def _on_gpu(
     if part is not None and angles is not None:
         how = on_gpu.Angles(*angles, part.interleaved, part.in_float32)
     if cache is not None and slots is not None:
-        on_gpu.turn_and_store(turning, values, cache, angles=how, slots=slots)
+        on_gpu.rotate_and_store(turning, values, cache, angles=how, slots=slots)
     elif how is not None:
-        on_gpu.turn_(turning, how)
+        on_gpu.rotate_(turning, how)
     return True

@@ -56,7 +56,7 @@ class Inputs:
         slots: [T] int64, where the new tokens' K and V go in the flattened pages; None: executors work them out.
         cross: where each row finds the encoder's K and V, for decoders that attend to one.
         types: [Tp] the segment of each token; None: all are of the first.
-        turns: [Tp] the rows of rotary tables; None: positions are.
+        rotary_positions: [Tp] the rows of rotary tables; None: positions are.
         adapters: None where no row has one.
         form: how a token alone is computed on a GPU.
         given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
@@ -71,7 +71,7 @@ class Inputs:
     slots: Tensor | None = None
     cross: CrossPages | None = None
     types: Tensor | None = None
-    turns: Tensor | None = None
+    rotary_positions: Tensor | None = None
     adapters: Adapters | None = None
     form: RowForm = LIBRARY
     given: Tensor | None = None
@@ -86,7 +86,7 @@ class Inputs:
     @property
     def rotary_rows(self) -> Tensor:
         """[Tp] the rows of rotary tables."""
-        return self.positions if self.turns is None else self.turns
+        return self.positions if self.rotary_positions is None else self.rotary_positions
 
 
 # ---------------------------------------------------------------- operations

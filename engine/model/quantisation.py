@@ -65,7 +65,7 @@ def product(
     weight: Tensor | Quantised, bias: Tensor | None, kind: Quantization
 ) -> tuple[Callable[[Tensor], Tensor], gemm.Packed | None]:
     """x [..., inputs] to x @ weight.T + bias with a quantised weight, in x's format; and the weight as our own kernels
-    read it, if it is they who compute that.
+    read it, if those compute that.
 
     Args:
         weight: quantised here if it is plain; it is not needed any more.

@@ -202,7 +202,7 @@ class Transformer(nn.Module):
         tokens: int,
         min_rows: int = 1,
         types: Tensor | None = None,
-        turns: Tensor | None = None,
+        rotary_positions: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [Tp, hidden] of whole inputs, of a model without a decoder.
 
@@ -210,7 +210,7 @@ class Transformer(nn.Module):
             token_ids, positions: [Tp], those past T = tokens being padding.
             metadata: the inputs that the T tokens form, as contexts of their own length.
             types: [Tp] the segment of each token; None: all are of the first.
-            turns: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.
+            rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.
         """
         assert self.encoder is not None
         inputs = Inputs(
@@ -220,7 +220,7 @@ class Transformer(nn.Module):
             tokens=tokens,
             min_rows=min_rows,
             types=types,
-            turns=turns,
+            rotary_positions=rotary_positions,
         )
         return self.encoder(inputs)  # type: ignore[no-any-return]
 
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
         metadata: AttentionMetadata,
         min_rows: int = 1,
         cross: CrossPages | None = None,
-        turns: Tensor | None = None,
+        rotary_positions: Tensor | None = None,
         adapters: Adapters | None = None,
         form: RowForm = LIBRARY,
     ) -> Tensor:
@@ -250,7 +250,7 @@ class Transformer(nn.Module):
             metadata: the R rows that the T tokens form.
             min_rows: fewest rows of a matrix product; Tp is no less.
             cross: where each row finds what `encode` stored of its encoder input.
-            turns: [Tp] the rows of rotary tables (`rotary_shifts`), where they are not the positions.
+            rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`), where they are not the positions.
             adapters: what is added to products.
             form: how one row is computed on a GPU.
         """
@@ -264,7 +264,7 @@ class Transformer(nn.Module):
             caches=caches,
             slots=slots,
             cross=cross,
-            turns=turns,
+            rotary_positions=rotary_positions,
             adapters=adapters,
             form=form,
         )

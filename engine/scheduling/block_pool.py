@@ -118,7 +118,7 @@ class BlockPool:
                 self._release_if_unused(page)
 
     def is_shared(self, page: int) -> bool:
-        """Somebody else holds the page too, so that it must not be written."""
+        """Another sequence holds the page, too, so that it must not be written."""
         return self._refs[page] > 1
 
     def references(self, page: int) -> int:

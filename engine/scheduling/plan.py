@@ -162,7 +162,7 @@ class StepPlan:
     version: int = field(default_factory=new_version)
 
     @property
-    def turns(self) -> Int32 | None:
+    def rotary_positions(self) -> Int32 | None:
         """[T] the rows of rotary tables; None where they are the positions."""
         if self.shifts is None:
             return None

@@ -90,7 +90,7 @@ class ServerSettings(BaseModel):
         max_n: most answers per prompt that a request may ask for.
         enable_playground: serve a page to try the model with at /; it needs no key, what it asks for does.
         enable_cache_map: tell clients that may read /metrics what each page of the KV cache holds, a few times a second
-            while somebody looks (/playground/live), without contents and ids of requests.
+            while a page is open (/playground/live), without contents and ids of requests.
     """
 
     # A message must not show the input: it may be a secret.

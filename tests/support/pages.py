@@ -101,13 +101,13 @@ class Pages:
 
     def step(self, chunks: list[list[int]], padding: int = 0, slots_known: bool = True) -> list[Tensor]:
         """Hidden states of each row's next tokens; the model is told their slots, or works them out."""
-        ids, positions, slots, turns = [], [], [], []
+        ids, positions, slots, rotary_positions = [], [], [], []
         for row, chunk in enumerate(chunks):
             for token in chunk:
                 position = self.lengths[row]
                 ids.append(token)
                 positions.append(position)
-                turns.append(position + self.shifts[row])
+                rotary_positions.append(position + self.shifts[row])
                 slots.append(int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK)
                 self.lengths[row] += 1
         queries = [len(c) for c in chunks]
@@ -124,7 +124,9 @@ class Pages:
                 metadata,
                 cross=cross,
                 form=self.form,
-                turns=torch.tensor(turns + [0] * padding, device=self.device) if any(self.shifts) else None,
+                rotary_positions=torch.tensor(rotary_positions + [0] * padding, device=self.device)
+                if any(self.shifts)
+                else None,
             )
         assert hidden.shape[0] == len(ids) + padding
         return list(hidden[: len(ids)].split(queries))

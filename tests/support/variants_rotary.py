@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.backends.triton.pages import slots_kernel
-from engine.backends.triton.rotary import turn_kernel
+from engine.backends.triton.rotary import rotate_kernel
 from support.gpu import Variant
 
 _POINTERS = {
@@ -26,7 +26,7 @@ def _turn(name: str, absent: tuple[str, ...], pages: str = "*bf16", **flags: Any
     how = {"INTERLEAVED": False, "ROUNDED": True, "NORM": 0, "CLIP": None, "WHERE": 2, "PAGE": 16, "STEPS": 0}
     return Variant(
         name=name,
-        kernel=turn_kernel,
+        kernel=rotate_kernel,
         signature={p: kind for p, kind in pointers.items() if p not in absent}
         | {**dict.fromkeys(integers, "i32"), "eps": "fp32"},
         constants={**dict.fromkeys(absent, None), **size, **how, "HEADS": 8, **flags},

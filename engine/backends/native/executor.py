@@ -232,7 +232,7 @@ class NativeExecutor:
             case PrepareHeads():
                 self._prepare_heads(operation)
             case StoreEncoded(part, kv, layer):
-                self.native.turn(
+                self.native.rotate(
                     kv, self._pages_of(layer, False), query_heads=0, kv_heads=part.kv_heads, head_dim=part.head_dim,
                     angles=None,
                 )  # fmt: skip
@@ -258,7 +258,7 @@ class NativeExecutor:
         rotary = part.position if isinstance(part.position, Rotary) else None
         if rotary is None and operation.layer is None:
             return
-        self.native.turn(
+        self.native.rotate(
             operation.heads,
             None if operation.layer is None else self._pages_of(operation.layer, True),
             query_heads=part.heads,
@@ -272,7 +272,7 @@ class NativeExecutor:
         assert norms.queries is not None
         assert norms.keys is not None
         pieces = (1, 1) if norms.whole else (part.heads, part.kv_heads)
-        self._norm(norms.queries, operation.queries, operation.queries, pieces=pieces[0], meet=False)
+        self._norm(norms.queries, operation.queries, operation.queries, pieces=pieces[0], barrier=False)
         self._norm(norms.keys, operation.keys, operation.keys, pieces=pieces[1])
 
     def _attend(self, operation: Attend) -> None:
@@ -350,7 +350,7 @@ class NativeExecutor:
         *,
         residual: Rows | None = None,
         pieces: int = 1,
-        meet: bool = True,
+        barrier: bool = True,
     ) -> None:
         how: dict[str, Any]
         match module:
@@ -360,7 +360,7 @@ class NativeExecutor:
                 how = {"bias": module.bias, "centred": True}
             case _:
                 raise TypeError(f"{type(module).__name__} has no kernel")
-        how |= {"residual": residual, "pieces": pieces, "meet": meet}
+        how |= {"residual": residual, "pieces": pieces, "barrier": barrier}
         self.native.norm(x, out, weight=module.weight, eps=module.eps, **how)
 
 

@@ -23,7 +23,7 @@ from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.native.structures import structure
 
 _RUN = kernels("program", "ppi")
-_NORM, _PRODUCT, _TURN, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER = range(9)
+_NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER = range(9)
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
@@ -36,7 +36,7 @@ _OUTSIDE = (
 
 
 _Place = structure("Place", "int buffer offset stride")
-_Operation = structure("Operation", "int kind | pointer what | int meet")
+_Operation = structure("Operation", "int kind | pointer what | int barrier")
 _Step = structure(
     "Step",
     "pointer buffers | int tokens stored | pointer positions slots calls starts | int rows | pointer workspace |"
@@ -48,7 +48,7 @@ _Norm = structure(
 _Product = structure("ProductWhat", "Place x y | pointer weight bias | int kind tile_rows outputs inputs")
 _Pages = structure("Pages", "pointer keys values key_scales value_scales centre | int format slots")
 _Turn = structure(
-    "TurnWhat",
+    "RotateWhat",
     "Place heads | pointer cosines sines | int length query_heads kv_heads head_dim dim interleaved in_float32 |"
     "pointer pages",
 )
@@ -197,14 +197,14 @@ class Program:
         in_float32: bool = False,
         residual: Rows | None = None,
         pieces: int = 1,
-        meet: bool = True,
+        barrier: bool = True,
     ) -> None:
         """out = norm of x, or of x + residual, which then becomes x.
 
         Args:
             centred: LayerNorm, else RMSNorm; other arguments as in `engine.backends.native.norms`.
             pieces: a row is so many pieces, each normed for itself.
-            meet: what comes next reads what this writes.
+            barrier: what comes next reads what this writes.
         """
         size = x.width // pieces
         self._add(
@@ -215,10 +215,10 @@ class Program:
                 centred=centred, rounding=_OFFSET if unit_offset else _EXACT if in_float32 else _ROUNDED,
                 inner=pieces, size=size,
             ),
-            weight, bias, meet=meet,
+            weight, bias, barrier=barrier,
         )  # fmt: skip
 
-    def product(self, packed: Packed, x: Rows, y: Rows, *, meet: bool = True) -> None:
+    def product(self, packed: Packed, x: Rows, y: Rows, *, barrier: bool = True) -> None:
         """y = x @ weight.T + bias."""
         if (x.width, y.width) != (packed.inputs, packed.outputs):
             raise ValueError(f"rows of {x.width} and {y.width} do not go with {packed.inputs} to {packed.outputs}")
@@ -230,10 +230,10 @@ class Program:
                 bias=None if packed.bias is None else packed.bias.data_ptr(), kind=_KINDS[packed.kind],
                 tile_rows=packed.tile_rows, outputs=packed.outputs, inputs=packed.inputs,
             ),
-            packed, meet=meet,
+            packed, barrier=barrier,
         )  # fmt: skip
 
-    def turn(
+    def rotate(
         self,
         heads: Rows,
         pages: Pages | None,
@@ -261,7 +261,7 @@ class Program:
             assert cosines.dtype == sines.dtype
             assert cosines.dtype in (torch.float32, self.dtype)
         self._add(
-            _TURN,
+            _ROTATE,
             _Turn(
                 heads=_place(heads), cosines=None if cosines is None else cosines.data_ptr(),
                 sines=None if sines is None else sines.data_ptr(), length=0 if cosines is None else len(cosines),
@@ -363,8 +363,8 @@ class Program:
         """Limit x to [-limit, limit]."""
         self._add(_CLIP, _Clip(x=_place(x), width=x.width, limit=limit))
 
-    def _add(self, kind: int, what: ctypes.Structure, *kept: object, meet: bool = True) -> None:
-        self._operations.append((kind, what, meet))
+    def _add(self, kind: int, what: ctypes.Structure, *kept: object, barrier: bool = True) -> None:
+        self._operations.append((kind, what, barrier))
         self._kept.extend(kept)
         self._list = None
 
@@ -458,7 +458,7 @@ class Program:
         """Makes the list, and room for so many tokens."""
         if self._list is None:
             self._list = (_Operation * len(self._operations))(
-                *(_Operation(kind, ctypes.addressof(what), meet) for kind, what, meet in self._operations)
+                *(_Operation(kind, ctypes.addressof(what), barrier) for kind, what, barrier in self._operations)
             )
             self._pointers = (ctypes.c_void_p * len(self._widths))()
             self._step.buffers = ctypes.addressof(self._pointers)

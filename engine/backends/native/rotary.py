@@ -11,10 +11,10 @@ from engine.backends.attention.base import Paged
 from engine.backends.native.loading import Kernel
 
 _SIGNATURE = "pppp p pp pp p iiiiii ii i ii"
-_TURN = {
-    (torch.float32, torch.float32): Kernel("turn_f32", _SIGNATURE),
-    (torch.bfloat16, torch.bfloat16): Kernel("turn_bf16", _SIGNATURE),
-    (torch.bfloat16, torch.float32): Kernel("turn_bf16_exact", _SIGNATURE),
+_ROTATE = {
+    (torch.float32, torch.float32): Kernel("rotate_f32", _SIGNATURE),
+    (torch.bfloat16, torch.bfloat16): Kernel("rotate_bf16", _SIGNATURE),
+    (torch.bfloat16, torch.float32): Kernel("rotate_bf16_exact", _SIGNATURE),
 }
 # The numbers are those of src/pages.h.
 PAGES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -104,7 +104,7 @@ def _call(
         if angles.shape != (tokens, 1, head_dim) or sines.shape[0] != tokens or dim > head_dim or sines.dtype != kind:
             raise ValueError(f"{_said(angles)} and {_said(sines)} do not turn {_said(turning)}")
         cos, sin = _whole(angles), _whole(sines)
-    kernel = _TURN.get((turning.dtype, kind))
+    kernel = _ROTATE.get((turning.dtype, kind))
     if kernel is None:
         raise ValueError(f"heads of {turning.dtype} are not turned in {kind}")
     kernel.call(

@@ -90,7 +90,7 @@ class TritonExecutor:
         """Kernels work the slots out: each row has one token, whose position is also its row of rotary tables."""
         lens = inputs.metadata.query_lens
         one_each = len(lens) == inputs.tokens and max(lens, default=1) == 1
-        return self._finds_slots and one_each and inputs.turns is None
+        return self._finds_slots and one_each and inputs.rotary_positions is None
 
 
 class _Fusing:

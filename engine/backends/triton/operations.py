@@ -8,7 +8,7 @@ from engine.backends.native.program import Rows
 from engine.backends.torch.executor import Handler, Pass
 from engine.backends.triton import norms
 from engine.backends.triton.norms import Norm
-from engine.backends.triton.rotary import Angles, HeadNorms, turn_and_store
+from engine.backends.triton.rotary import Angles, HeadNorms, rotate_and_store
 from engine.model.program import HasRows, Operation, PrepareHeads
 
 
@@ -83,7 +83,7 @@ def _store_heads(operation: StoreHeads, state: Pass) -> None:
         norms.norm(keys, operation.whole.keys, keys)
     heads = heads.view(len(heads), part.heads + 2 * part.kv_heads, part.head_dim)
     turning, values = heads.tensor_split((part.heads + part.kv_heads,), dim=1)
-    turn_and_store(
+    rotate_and_store(
         turning,
         values,
         state.pages(prepared.layer),

@@ -70,7 +70,7 @@ def _limited(x, CLIP: tl.constexpr):
     do_not_specialize=["length", "stored", "all_slots", "table_stride", "table_width"],
     do_not_specialize_on_alignment=["positions", "slots", "tables"],
 )
-def turn_kernel(
+def rotate_kernel(
     turning, values, cos, sin, positions, query_weight, query_bias, key_weight, key_bias, slots, tables,
     key_pages, value_pages, key_scales, value_scales, centre,
     turning_stride, values_stride, length, stored, all_slots, table_stride, table_width, eps,
@@ -199,7 +199,7 @@ def turn_kernel(
             )  # fmt: skip
 
 
-def turn_(heads: Tensor, angles: Angles, positions: Tensor | None = None) -> None:
+def rotate_(heads: Tensor, angles: Angles, positions: Tensor | None = None) -> None:
     """Turn heads [T, n, head_dim] where they lie.
 
     Args:
@@ -211,7 +211,7 @@ def turn_(heads: Tensor, angles: Angles, positions: Tensor | None = None) -> Non
     _launch(heads, None, angles, positions, None, None, None, None)
 
 
-def turn_and_store(
+def rotate_and_store(
     turning: Tensor,
     values: Tensor,
     cache: Paged,
@@ -296,7 +296,7 @@ def _launch(
     together = max(1, min(1024 // widest, triton.next_power_of_2(max(query_heads, kv_heads))))
     chunks = triton.cdiv(query_heads, together) + 2 * triton.cdiv(kv_heads, together)
     how = None if norms is None else norms.queries
-    turn_kernel[(tokens, chunks)](
+    rotate_kernel[(tokens, chunks)](
         turning,
         values,
         None if angles is None else angles.cos,

@@ -221,7 +221,7 @@ struct Worker {
   }
 };
 
-// The share of one thread. Who finishes the last chunk of a shared item merges all.
+// The share of one thread. The thread that finishes the last chunk of a shared item merges all.
 template <class Form, class T>
 void attend_share(Attention& a, int64_t thread, int64_t threads) {
   const Worker<Form, T> worker(a, a.workspace + thread * a.workspace_bytes);

@@ -15,7 +15,7 @@ namespace {
 template <class T>
 struct Runner {
   Step& step;
-  Meeting& meeting;
+  Barrier& others;
   int thread, threads;
 
   T* at(const Place& place) const {
@@ -69,7 +69,7 @@ struct Runner {
       if (!rows) continue;
       multiply(o.kind, tile_rows, x + first * inputs, inputs, y + first * outputs, outputs, weights[e], nullptr, rows,
                outputs, inputs);
-      meeting.wait(threads);  // the next product's tiles lie where this one's do
+      others.wait(threads);  // the next product's tiles lie where this one's do
     }
   }
 
@@ -93,26 +93,26 @@ struct Runner {
                        o.out.stride,
                        o.normalize};
     route_part(a, thread, threads);
-    meeting.wait(threads);
+    others.wait(threads);
     if (thread == 0) group(a);
-    meeting.wait(threads);
+    others.wait(threads);
     gather_part(a, thread, threads);
-    meeting.wait(threads);
+    others.wait(threads);
     const int64_t wide = o.gated ? 2 * o.width : o.width;
     multiply_each(o, o.up_tile_rows, at(o.rows), o.size, at(o.wide), wide, o.up);
     const ActivationRows<T> hidden{at(o.wide), nullptr, at(o.hidden), pairs, o.width, wide, o.gated};
     activate_part(hidden, o.function, thread, threads);
-    meeting.wait(threads);
+    others.wait(threads);
     multiply_each(o, o.down_tile_rows, at(o.hidden), o.width, at(o.rows), o.size, o.down);
     combine_part(a, thread, threads);
   }
 
   template <class R>
-  void turn_as(const TurnWhat& o) const {
+  void rotate_as(const RotateWhat& o) const {
     const Pages pages = o.pages ? *o.pages : Pages{};
     T* heads = at(o.heads);
     const bool same = pages.format == (sizeof(T) == 4 ? PAGE_F32 : PAGE_BF16);
-    const Turn<T, R> a{heads,
+    const Rotate<T, R> a{heads,
                        heads + (o.query_heads + o.kv_heads) * o.head_dim,
                        static_cast<const R*>(o.cosines),
                        static_cast<const R*>(o.sines),
@@ -134,12 +134,12 @@ struct Runner {
                        o.interleaved,
                        pages.format,
                        same};
-    turn_part(a, thread, threads);
+    rotate_part(a, thread, threads);
   }
 
-  void run(const TurnWhat& o) const {
-    if (o.in_float32) return turn_as<float>(o);
-    turn_as<T>(o);
+  void run(const RotateWhat& o) const {
+    if (o.in_float32) return rotate_as<float>(o);
+    rotate_as<T>(o);
   }
 
   void run(const AttendWhat& o) const {
@@ -217,7 +217,7 @@ struct Runner {
     switch (o.kind) {
       case NORM: return run(*static_cast<const NormWhat*>(o.what));
       case PRODUCT: return run(*static_cast<const ProductWhat*>(o.what));
-      case TURN: return run(*static_cast<const TurnWhat*>(o.what));
+      case ROTATE: return run(*static_cast<const RotateWhat*>(o.what));
       case ATTEND: return run(*static_cast<const AttendWhat*>(o.what));
       case ACTIVATE: return run(*static_cast<const ActivateWhat*>(o.what));
       case ADD: return run(*static_cast<const AddWhat*>(o.what));
@@ -238,8 +238,8 @@ int64_t now() {
 int64_t find_outside(const Step& step, const Operation* operations, int64_t count) {
   uint64_t positions = UINT64_MAX, slots = UINT64_MAX;
   for (int64_t i = 0; i < count; ++i) {
-    if (operations[i].kind != TURN) continue;
-    const TurnWhat& o = *static_cast<const TurnWhat*>(operations[i].what);
+    if (operations[i].kind != ROTATE) continue;
+    const RotateWhat& o = *static_cast<const RotateWhat*>(operations[i].what);
     if (o.dim) positions = smaller(positions, static_cast<uint64_t>(o.length));
     if (o.pages) slots = smaller(slots, static_cast<uint64_t>(o.pages->slots));
   }
@@ -254,15 +254,15 @@ int64_t find_outside(const Step& step, const Operation* operations, int64_t coun
 template <class T>
 void run_program(Step& step, const Operation* operations, int64_t count) {
   if ((step.outside = find_outside(step, operations, count))) return;
-  Meeting meeting;
+  Barrier others;
   parallel(true, [&](int thread, int threads) {
-    const Runner<T> runner{step, meeting, thread, threads};
+    const Runner<T> runner{step, others, thread, threads};
     const bool timed = step.times && thread == 0;
     int64_t begun = timed ? now() : 0;
     for (int64_t i = 0; i < count; ++i) {
       runner.run(operations[i]);
       const int64_t done = timed ? now() : 0;
-      if (operations[i].meet) meeting.wait(threads);
+      if (operations[i].barrier) others.wait(threads);
       if (!timed) continue;
       step.times[2 * i] = done - begun;
       begun = now();

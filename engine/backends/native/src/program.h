@@ -14,12 +14,12 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, TURN = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8 };
 
 struct Operation {
   int64_t kind;
   const void* what;  // one of the structures below
-  int64_t meet;      // the next operation begins when all threads have done this one
+  int64_t barrier;   // the next operation begins when all threads have done this one
 };
 
 // What lies outside: of a row a page, of a token its slot or its position, for which there are no angles.
@@ -63,7 +63,7 @@ struct Pages {
   int64_t format, slots;  // slots: of all pages together
 };
 
-struct TurnWhat {
+struct RotateWhat {
   Place heads;  // queries, keys, values
   const void *cosines, *sines;  // of `length` positions
   int64_t length, query_heads, kv_heads, head_dim, dim, interleaved, in_float32;

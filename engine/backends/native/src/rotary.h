@@ -11,7 +11,7 @@ constexpr int64_t LONGEST_HEAD = 1024;  // features
 
 // T: heads; R: the format that rotation happens in, that of cosines and sines.
 template <class T, class R>
-struct Turn {
+struct Rotate {
   T* turning;       // of each token `heads` queries, then `kv_heads` keys
   const T* values;  // of each token `kv_heads` values
   const R* cosines;  // of each token, or of each position
@@ -32,7 +32,7 @@ struct Turn {
 
 // A pair of vectors, rounded where torch rounds: after the first product, and after the sum.
 template <class R>
-OCTAVO_INLINE void turn_pair(Vector& first, Vector& second, Vector cos1, Vector cos2, Vector sin, const R* format) {
+OCTAVO_INLINE void rotate_pair(Vector& first, Vector& second, Vector cos1, Vector cos2, Vector sin, const R* format) {
   const Vector a = rounded(rounded(first * cos1, format) - second * sin, format);
   second = rounded(rounded(second * cos2, format) + first * sin, format);
   first = a;
@@ -40,7 +40,7 @@ OCTAVO_INLINE void turn_pair(Vector& first, Vector& second, Vector cos1, Vector 
 
 // One head to `out`, which may be `x`.
 template <class T, class R, class Out>
-OCTAVO_INLINE void turn(const Turn<T, R>& a, const T* x, const R* cos, const R* sin, Out* out) {
+OCTAVO_INLINE void turn(const Rotate<T, R>& a, const T* x, const R* cos, const R* sin, Out* out) {
   const int64_t half = a.dim / 2;
   if (a.interleaved) {
     // What belongs together is put apart first, so that it can be turned like halves.
@@ -58,7 +58,7 @@ OCTAVO_INLINE void turn(const Turn<T, R>& a, const T* x, const R* cos, const R* 
     each(half, [&](auto v) {
       Vector first = v.read(firsts), second = v.read(seconds);
       const Vector both = v.read(cosines);
-      turn_pair(first, second, both, both, v.read(sin), cos);
+      rotate_pair(first, second, both, both, v.read(sin), cos);
       v.write(firsts, first);
       v.write(seconds, second);
     });
@@ -70,7 +70,7 @@ OCTAVO_INLINE void turn(const Turn<T, R>& a, const T* x, const R* cos, const R* 
   } else {
     each(half, [&](auto v) {
       Vector first = v.read(x), second = v.read(x + half);
-      turn_pair(first, second, v.read(cos), v.read(cos + half), v.read(sin), cos);
+      rotate_pair(first, second, v.read(cos), v.read(cos + half), v.read(sin), cos);
       v.write(out, first);
       v.write(out + half, second);
     });
@@ -80,7 +80,7 @@ OCTAVO_INLINE void turn(const Turn<T, R>& a, const T* x, const R* cos, const R* 
 }
 
 template <class T, class R>
-OCTAVO_INLINE void save(const Turn<T, R>& a, int64_t token, int64_t head, float* vector, bool key) {
+OCTAVO_INLINE void save(const Rotate<T, R>& a, int64_t token, int64_t head, float* vector, bool key) {
   const int64_t place = a.slots[token] * a.kv_heads + head;
   void* page = key ? a.keys_page : a.values_page;
   if (a.format != PAGE_INT8) return write_vector(vector, a.head_dim, page, place * a.head_dim, a.format, a.same);
@@ -93,7 +93,7 @@ OCTAVO_INLINE void save(const Turn<T, R>& a, int64_t token, int64_t head, float*
 }
 
 template <class T, class R>
-static void turn_part(const Turn<T, R>& a, int thread, int threads) {
+static void rotate_part(const Rotate<T, R>& a, int thread, int threads) {
   const Share own = share(a.tokens, thread, threads);
   for (int64_t token = own.first; token < own.last; ++token) {
     const int64_t angle = a.positions ? a.positions[token] : token;

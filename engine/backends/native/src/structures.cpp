@@ -13,7 +13,7 @@ struct Known {
 #define OCTAVO_KNOWN(name) Known{#name, sizeof(name)}
 constexpr Known KNOWN[] = {
     OCTAVO_KNOWN(Attention),    OCTAVO_KNOWN(Place),       OCTAVO_KNOWN(Operation),  OCTAVO_KNOWN(Step),
-    OCTAVO_KNOWN(NormWhat),     OCTAVO_KNOWN(ProductWhat), OCTAVO_KNOWN(Pages),      OCTAVO_KNOWN(TurnWhat),
+    OCTAVO_KNOWN(NormWhat),     OCTAVO_KNOWN(ProductWhat), OCTAVO_KNOWN(Pages),      OCTAVO_KNOWN(RotateWhat),
     OCTAVO_KNOWN(AttendWhat),   OCTAVO_KNOWN(ExpertsWhat), OCTAVO_KNOWN(GatherWhat), OCTAVO_KNOWN(ActivateWhat),
     OCTAVO_KNOWN(AddWhat),      OCTAVO_KNOWN(ClipWhat),    OCTAVO_KNOWN(Edits),
 };

@@ -52,10 +52,10 @@ OCTAVO_INLINE void barrier(int threads) {
   if (threads > 1) GOMP_barrier();
 }
 
-// A cheaper place to meet, for regions whose threads meet hundreds of times: who waits looks again and again, and soon
-// lets others have the core, of whom one may be who is waited for: where there are more threads than free cores, looking
-// 20 times as long makes slow steps three times as slow. GOMP_barrier takes 0.5 microseconds, this a fifth of that.
-class Meeting {
+// A cheaper barrier, for regions with hundreds of them: a thread that waits looks again and again, and soon lets others
+// have the core, since one of these may be the thread that is waited for: where there are more threads than free cores,
+// looking 20 times as long makes slow steps three times as slow. GOMP_barrier takes 0.5 microseconds, this a fifth.
+class Barrier {
  public:
   OCTAVO_INLINE_MEMBER void wait(int threads) {
     if (threads == 1) return;
