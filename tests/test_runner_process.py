@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from engine.execution import starting
 from engine.execution.executor import LocalExecutor
 from engine.execution.pending import PendingStep
 from engine.process.runner import ProcessExecutor, _serve
-from engine.scheduling.plan import StepPlan
+from engine.scheduling.plan import StepPlan, StepResult
 
 APART: dict[str, Any] = {"distributed_executor_backend": "mp"}
 
@@ -220,3 +221,30 @@ def test_a_plan_survives_the_way(engines: Callable[..., Engine], monkeypatch: py
         order = wire._orders.decode(wire._encoder.encode(wire.Launch(plan)))
         assert isinstance(order, wire.Launch)
         compare(plan, order.plan)
+
+
+@pytest.mark.timeout(60)
+def test_much_to_send_both_ways(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans and answers that no socket's buffer holds: neither side waits for the other to read first."""
+    one, plans = engines(), list[StepPlan]()
+    launch = one.runner.launch
+    monkeypatch.setattr(one.runner, "launch", lambda plan: (plans.append(plan), launch(plan))[1])
+    run(one, MIXED[:1])
+    numbers = np.arange(2**21, dtype=np.int32)
+    large = replace(plans[0], token_ids=numbers)
+    answer = replace(StepResult.empty(), tokens=numbers.reshape(-1, 1))
+
+    class Heavy:
+        facts = one.executor.facts
+
+        def launch(self, plan: StepPlan) -> PendingStep:
+            assert len(plan.token_ids) == 2**21
+            return PendingStep(candidates=answer)
+
+    monkeypatch.setattr(starting, "start", lambda config: Heavy())
+    monkeypatch.setattr(subprocess, "Popen", InThread)
+    executor = ProcessExecutor(one.config)
+    late = [executor.launch(large) for _ in range(6)]
+    for step in reversed(late):
+        np.testing.assert_array_equal(step.result().tokens[:, 0], numbers)
+    executor.close()

@@ -9,14 +9,17 @@ however it comes about, the end of the process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, get_origin
 
 import msgspec
@@ -244,14 +247,18 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # no child may hold the connection open
     os.close(nothing)
-    try:
+    with contextlib.suppress(OSError):  # the engine is gone
         _serve(line)
-    except (EOFError, OSError):
-        return  # the engine is gone
 
 
 def _serve(line: Connection) -> None:
-    start = _orders.decode(line.recv_bytes())
+    # Read by a thread, whatever happens here: else both sides could wait for each other, each with much to write.
+    orders: SimpleQueue[bytes | None] = SimpleQueue()
+    threading.Thread(target=_read, args=(line, orders), name="octavo-orders", daemon=True).start()
+    first = orders.get()
+    if first is None:
+        return
+    start = _orders.decode(first)
     assert isinstance(start, Start)
     logging.basicConfig(level=start.log_level)
     from engine.execution import starting  # heavy
@@ -264,10 +271,13 @@ def _serve(line: Connection) -> None:
     line.send_bytes(_encoder.encode(Answer(facts=executor.facts)))
     due: deque[PendingStep | Answer | Failure] = deque()
     while True:
-        if due and not line.poll(0):
+        if due and orders.empty():
             line.send_bytes(_encoder.encode(_reply(due.popleft())))
             continue
-        order = _orders.decode(line.recv_bytes())
+        data = orders.get()
+        if data is None:
+            return
+        order = _orders.decode(data)
         try:
             if isinstance(order, Launch):
                 due.append(executor.launch(order.plan))
@@ -281,6 +291,15 @@ def _serve(line: Connection) -> None:
             due.append(Answer())
         except Exception as error:
             due.append(_failure(error))
+
+
+def _read(line: Connection, orders: SimpleQueue[bytes | None]) -> None:
+    """Pass on what the engine sends; None at the end."""
+    try:
+        while True:
+            orders.put(line.recv_bytes())
+    except (EOFError, OSError):
+        orders.put(None)
 
 
 def _reply(due: PendingStep | Answer | Failure) -> Answer | Failure:
