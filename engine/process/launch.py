@@ -107,27 +107,26 @@ class EngineProcess:
         if not _downloads(config):
             config = replace(config, hf_token=None)
         command = [sys.executable, "-P", "-m", "engine.process.main"]
+        first = Start(
+            config=config,
+            address=self.address,
+            folder=str(folder),
+            log_level=logging.getLogger().getEffectiveLevel(),
+            log_format=log_format,
+        )
         try:
             self.line, theirs = socket.socketpair()
             try:
+                # Before there is a process: however soon this one is killed, the other one knows the folder to remove.
+                send_framed(self.line, first)
                 with theirs, _signals_held():
                     self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment(config))
             except OSError:
                 self.line.close()
+                theirs.close()
                 raise
         except OSError as error:
             raise EngineDeadError(f"cannot start the engine's process ({sys.executable}): {error}.") from error
-        with contextlib.suppress(OSError):  # it has ended already: `wait_ready` will tell
-            send_framed(
-                self.line,
-                Start(
-                    config=config,
-                    address=self.address,
-                    folder=str(folder),
-                    log_level=logging.getLogger().getEffectiveLevel(),
-                    log_format=log_format,
-                ),
-            )
 
     @property
     def pid(self) -> int:
