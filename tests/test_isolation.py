@@ -221,8 +221,8 @@ def test_a_prompt_that_cannot_be_scored(engines: Callable[..., Engine]) -> None:
     one = engines()
     logits = one.runner.model.logits
 
-    def overflow(hidden: torch.Tensor) -> torch.Tensor:
-        result = logits(hidden)
+    def overflow(hidden: torch.Tensor, *form: Any) -> torch.Tensor:
+        result = logits(hidden, *form)
         if len(hidden) > one.runner.min_rows:  # the prompt's
             result[4] = torch.nan
         return result

@@ -127,6 +127,9 @@ class Recovery:
                     return deltas + scheduler.update(result)
                 except Exception as problem:
                     error = problem
+        if not (self._works or step.was_postponed) and steps.continues:
+            steps.postpone()  # whether the fault is the request's, other parts will tell
+            return deltas
         return deltas + self._fail(error)
 
     def _fail(self, error: Exception, groups: list[SequenceGroup] | None = None) -> list[RequestDelta]:

@@ -44,6 +44,7 @@ class InFlightStep:
         plan: what is computed; None where that is to be planned again, from the rows that are not void by then.
         answer: what was launched, or why it could not be; None before the launch.
         is_part: it is a part of a step that could not be computed as a whole.
+        was_postponed: it has failed before any other part of that step was computed.
         began: when planning it began, in seconds of `time.perf_counter()`.
         ended: when it was over, if it was at the end of its launch.
     """
@@ -54,6 +55,7 @@ class InFlightStep:
     plan: StepPlan | None = None
     answer: PendingAnswer | Exception | None = None
     is_part: bool = False
+    was_postponed: bool = False
     began: float = 0.0
     ended: float | None = None
 
@@ -131,6 +133,13 @@ class InFlightSteps:
     def continues(self) -> bool:
         """The step behind the oldest one is another part of the same step."""
         return len(self._queue) > 1 and self._queue[1].is_part
+
+    def postpone(self) -> None:
+        """Let the other parts of the step be computed before the oldest one is tried again."""
+        step = self._queue.popleft()
+        step.plan = step.answer = step.ended = None
+        step.was_postponed = True
+        self._queue.insert(sum(other.is_part for other in self._queue), step)
 
     def recall(self) -> None:
         """The oldest step has failed: what was launched behind it has computed with what that left, and is for
