@@ -54,6 +54,16 @@ class Engine:
         started = time.monotonic()
         self.config = config
         self.executor: Executor = _start(config)
+        try:
+            self._prepare(config)
+        except BaseException:  # a runner in a process of its own would stay
+            self.executor.close()
+            raise
+        warn_if_short(self.info)
+        self._log_start(time.monotonic() - started)
+
+    def _prepare(self, config: EngineConfig) -> None:
+        """Make what plans and drives the executor's steps."""
         facts = self.executor.facts
         info, device = facts.info, torch.device(facts.info.device)
         whole, path = info.whole_inputs, Path(info.model_path)
@@ -93,8 +103,6 @@ class Engine:
         self._outputs: dict[str, RequestOutput] = {}
         self._crossed = False  # a request has been told of
         self._closed = False
-        warn_if_short(self.info)
-        self._log_start(time.monotonic() - started)
 
     @property
     def runner(self) -> ModelRunner:

@@ -25,6 +25,7 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
 
 from engine import Engine, EngineDeadError, ModelLoadError, PoolingParams
+from engine.backends import native
 from engine.execution import starting
 from engine.execution.executor import LocalExecutor
 from engine.execution.pending import PendingStep
@@ -184,6 +185,7 @@ def test_what_fails_there_is_dealt_with_here(
         executor.launch = broken  # type: ignore[method-assign]
         return executor
 
+    native.current()
     monkeypatch.setattr(starting, "start", fragile)
     monkeypatch.setattr(subprocess, "Popen", InThread)
     one = engines(**APART)
@@ -248,3 +250,55 @@ def test_much_to_send_both_ways(engines: Callable[..., Engine], monkeypatch: pyt
     for step in reversed(late):
         np.testing.assert_array_equal(step.result().tokens[:, 0], numbers)
     executor.close()
+
+
+def test_an_interrupted_message_is_not_taken_for_another(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a reply is read: whatever is left of it, no later request gets it."""
+    native.current()  # which may start a compiler
+    monkeypatch.setattr(subprocess, "Popen", InThread)
+    one = engines(**APART)
+
+    def interrupted() -> bytes:
+        raise KeyboardInterrupt
+
+    add(one, "a", Job(prompt(1, 9), greedy(5)))
+    monkeypatch.setattr(executor_of(one)._runners[0], "recv_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.step()
+    assert not one.has_unfinished_requests()
+    add(one, "b", Job(prompt(2, 9), greedy(5)))
+    with pytest.raises(EngineDeadError, match=r"runner's process .* has ended"):
+        finish(one)
+
+
+def test_a_runner_that_dies_between_two_parts_is_no_requests_fault(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = starting.start
+
+    def short(config: Any) -> LocalExecutor:
+        executor = start(config)
+        launch = executor.launch
+
+        def limited(plan: StepPlan) -> PendingStep:
+            if plan.num_rows > 1:
+                raise torch.OutOfMemoryError("made by the test")
+            return launch(plan)
+
+        executor.launch = limited  # type: ignore[method-assign]
+        return executor
+
+    native.current()
+    monkeypatch.setattr(starting, "start", short)
+    monkeypatch.setattr(subprocess, "Popen", InThread)
+    one = engines(**APART)
+    for number in range(3):
+        add(one, str(number), Job(prompt(number, 9), greedy(5)))
+    while not one.stats().num_steps:
+        one.step()
+    assert len(one.scheduler.in_flight) > 0, "parts are left"
+    executor_of(one)._runners[0].close()
+    with pytest.raises(EngineDeadError, match="no step can be computed"):
+        finish(one)

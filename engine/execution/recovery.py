@@ -138,7 +138,7 @@ class Recovery:
         Raises:
             EngineDeadError: it is not; all requests of the step have ended.
         """
-        if not self._works:
+        if not self._works or isinstance(error, EngineDeadError):
             self._try_one_token(error)
             self._works = True
         ended = groups or dict.fromkeys(row.group for row in self._scheduler.in_flight.oldest.live())

@@ -9,6 +9,7 @@ checked and completed with the model's defaults, what HTTP bodies take, and wher
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -138,8 +139,8 @@ EDIT = np.dtype([("row", np.int32), ("token", np.int32), ("kind", np.int32), ("v
 NO_EDITS: EditList = np.zeros(0, dtype=EDIT)
 NO_MASKS: Masks = np.zeros((0, 0), dtype=np.uint32)
 
-new_version: Callable[[], int] = itertools.count(1).__next__
-"""A number that no table, list of edits or plan of this process had before."""
+new_version: Callable[[], int] = itertools.count((os.getpid() << 32) + 1).__next__
+"""A number that no table, list of edits or plan of this machine's running processes had before: plans travel."""
 
 
 def word(name: str) -> int:

@@ -2,7 +2,7 @@
 
 The executor writes each message to all runners and reads answers from the first; there is one as long as a model is not
 divided. A runner answers every message once, in their order, but begins with what it is sent before it waits for an
-answer, so that steps can be launched ahead. Messages are MessagePack, typed and checked on arrival; arrays travel as
+answer, so that steps are launched ahead. Messages are MessagePack, typed and checked on arrival; arrays travel as
 their type, shape and bytes. Nothing is ever unpickled. The connection is the process's standard input, and its closing,
 however it comes about, the end of the process.
 """
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, get_origin
@@ -28,7 +29,7 @@ import numpy as np
 from engine import errors
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, OctavoError
-from engine.execution.executor import ModelFacts
+from engine.execution.executor import Executor, ModelFacts
 from engine.execution.memory import is_out_of_memory
 from engine.execution.pending import PendingStep
 from engine.host.cpus import engine_environment
@@ -212,29 +213,43 @@ class ProcessExecutor:
         """
         while late.reply is None:
             try:
-                if not (wait or self._runners[0].poll(0)):
+                if not self._runners[0].poll(None if wait else 0):
                     return False
-                reply = _replies.decode(self._runners[0].recv_bytes())
+                with self._undivided():
+                    self._expected[0].reply = _replies.decode(self._runners[0].recv_bytes())
+                    self._expected.popleft()
             except (EOFError, OSError) as error:
                 raise self._ended() from error
-            self._expected.popleft().reply = reply
         return True
+
+    @contextlib.contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Around a message: where that is interrupted, by Ctrl-C for example, no later one would be understood."""
+        try:
+            yield
+        except (EOFError, OSError):
+            raise
+        except BaseException:
+            for runner in self._runners:
+                runner.close()
+            raise
 
     def _send(self, message: msgspec.Struct) -> _Late:
         data, late = _encoder.encode(message), _Late(self)
         try:
-            for runner in self._runners:
-                runner.send_bytes(data)
+            with self._undivided():
+                self._expected.append(late)
+                for runner in self._runners:
+                    runner.send_bytes(data)
         except OSError as error:
             raise self._ended() from error
-        self._expected.append(late)
         return late
 
     def _ended(self) -> EngineDeadError:
         try:
             status = f"with status {self._process.wait(0.3)}"
         except subprocess.TimeoutExpired:
-            status = "its connection"
+            status = "its connection is closed"
         return EngineDeadError(f"the runner's process {self.pid} has ended ({status}); start the engine again.")
 
 
@@ -248,13 +263,17 @@ def main() -> None:
     os.dup2(nothing, 0)  # no child may hold the connection open
     os.close(nothing)
     with contextlib.suppress(OSError):  # the engine is gone
-        _serve(line)
+        _serve(line, gone=lambda: os._exit(0))
 
 
-def _serve(line: Connection) -> None:
-    # Read by a thread, whatever happens here: else both sides could wait for each other, each with much to write.
+def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
+    """Serve until the connection closes; `gone` is called as soon as it does, in another thread.
+
+    One thread reads what the engine sends, one answers, whatever is computed here: so the two sides never wait for each
+    other with much to write, and steps are launched ahead of answers.
+    """
     orders: SimpleQueue[bytes | None] = SimpleQueue()
-    threading.Thread(target=_read, args=(line, orders), name="octavo-orders", daemon=True).start()
+    threading.Thread(target=_read, args=(line, orders, gone), name="octavo-orders", daemon=True).start()
     first = orders.get()
     if first is None:
         return
@@ -269,37 +288,47 @@ def _serve(line: Connection) -> None:
         line.send_bytes(_encoder.encode(_failure(error)))
         return
     line.send_bytes(_encoder.encode(Answer(facts=executor.facts)))
-    due: deque[PendingStep | Answer | Failure] = deque()
-    while True:
-        if due and orders.empty():
-            line.send_bytes(_encoder.encode(_reply(due.popleft())))
-            continue
-        data = orders.get()
-        if data is None:
-            return
-        order = _orders.decode(data)
-        try:
-            if isinstance(order, Launch):
-                due.append(executor.launch(order.plan))
-                continue
-            if isinstance(order, Copy):
-                executor.copy_pages(order.copies)
-            elif isinstance(order, Trial):
-                executor.trial()
-            else:
-                executor.release()
-            due.append(Answer())
-        except Exception as error:
-            due.append(_failure(error))
+    due: SimpleQueue[PendingStep | Answer | Failure] = SimpleQueue()
+    threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
+    while (data := orders.get()) is not None:
+        due.put(_carry_out(executor, _orders.decode(data)))
 
 
-def _read(line: Connection, orders: SimpleQueue[bytes | None]) -> None:
-    """Pass on what the engine sends; None at the end."""
+def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[], None]) -> None:
+    """Pass on what the engine sends; None at the end, where a load or a step that hangs is not waited for."""
     try:
         while True:
             orders.put(line.recv_bytes())
     except (EOFError, OSError):
         orders.put(None)
+        gone()
+
+
+def _answer(line: Connection, due: SimpleQueue[PendingStep | Answer | Failure], gone: Callable[[], None]) -> None:
+    """Answer each order in turn."""
+    try:
+        while True:
+            line.send_bytes(_encoder.encode(_reply(due.get())))
+    except OSError:  # the engine is gone, which the other thread sees, too
+        return
+    except BaseException:  # else the engine would wait for ever
+        logger.exception("an answer could not be sent")
+        gone()
+
+
+def _carry_out(executor: Executor, order: Start | Launch | Copy | Trial | Release) -> PendingStep | Answer | Failure:
+    try:
+        if isinstance(order, Launch):
+            return executor.launch(order.plan)
+        if isinstance(order, Copy):
+            executor.copy_pages(order.copies)
+        elif isinstance(order, Trial):
+            executor.trial()
+        else:
+            executor.release()
+        return Answer()
+    except Exception as error:
+        return _failure(error)
 
 
 def _reply(due: PendingStep | Answer | Failure) -> Answer | Failure:

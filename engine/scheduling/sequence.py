@@ -290,7 +290,7 @@ class SequenceGroup:
         self.draws = self.beam is None and decoding.temperature > 0.0
         self.seed = decoding.seed
         self.heeds_tokens = self.has_penalties or bool(
-            decoding.constraint
+            decoding.constraint is not None
             or decoding.no_repeat_ngram_size
             or decoding.encoder_no_repeat_ngram_size
             or any(len(word) > 1 for word in decoding.bad_words)
