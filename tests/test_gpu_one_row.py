@@ -26,8 +26,8 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine
-from engine import engine as engine_module
 from engine.backends.triton import matvec
+from engine.execution import starting
 from engine.execution.recording import CudaRecorder, Recorder, eager
 from engine.model.kernels import FUSED, LIBRARY, OVERLAPPING
 
@@ -52,7 +52,7 @@ def recorded(path: Path, *seconds: float, overlap: bool = False) -> Iterator[Eng
         kernels() as device,
         mock.patch.object(matvec, "can_overlap", return_value=overlap),
         # With a CPU's products, which are not ours here, a row alone may not be what it is among others.
-        mock.patch.object(engine_module, "min_invariant_rows", return_value=1),
+        mock.patch.object(starting, "min_invariant_rows", return_value=1),
     ):
         engine = make_engine(path, **(SETTINGS | {"device": str(device)}))
         try:
