@@ -6,11 +6,11 @@ log-probabilities instead of logits, as there.
 
 On a CPU the native library does the work: it walks over the logits once, and looks for large ones where that walk has
 seen them. What a request changes of logits is written into them and taken back. On a GPU the kernels of
-`engine.backends.triton` do the same in their way (`sampler_device.py`). `sampler_torch.py` serves other devices, and
-machines without library or Triton. All choose the same tokens but where rounding decides: exponentials may differ in
-their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on either side. Of
-equal logits the lowest token comes first, and where log-probabilities are equal and logits are not, the larger logit;
-`torch.topk` takes any.
+`engine.backends.triton` do the same in their way (`sampler_device.py`). `backends/torch/sampling.py` serves other
+devices, and machines without library or Triton. All choose the same tokens but where rounding decides: exponentials
+may differ in their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on
+either side. Of equal logits the lowest token comes first, and where log-probabilities are equal and logits are not,
+the larger logit; `torch.topk` takes any.
 """
 
 from __future__ import annotations
