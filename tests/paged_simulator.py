@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace, TracebackType
 from unittest import mock
 
@@ -21,11 +21,12 @@ import numpy as np
 from engine.interface.outputs import ChoiceDelta, RequestDelta, TokenLogprobs
 from engine.interface.request import Decoding, Request
 from engine.interface.sampling_table import TABLE, Kind
-from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.batch import build_plan
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult, TokenScores
+from engine.scheduling.row import Row
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceGroup, Status
 
@@ -201,6 +202,25 @@ def _solve_beams(model: FakeModel, request: Request) -> list[Answer]:
 # ------------------------------------------------------------------ the same behind the scheduler
 
 
+class Oracle:
+    """A drafter that knows all answers, and tells some of them, or begins with them and goes on with a wrong token."""
+
+    def __init__(self, simulator: Simulator):
+        self._simulator = simulator
+        self._answers: dict[str, list[Answer]] = {}
+
+    def propose(self, request: Request, choice: int, tokens: np.ndarray, most: int) -> list[int]:
+        assert most > 0
+        name, place = request.request_id, len(tokens) - len(request.prompt_token_ids)
+        if name not in self._answers:
+            self._answers[name] = solve(self._simulator.model, request)
+        told = self._answers[name][choice].tokens
+        assert told[:place] == tokens[len(request.prompt_token_ids) :].tolist()
+        rng = np.random.default_rng([place, choice, sum(name.encode()), int(tokens.sum())])
+        right, wrong = rng.integers(0, 6), rng.integers(0, 3)
+        return told[place : place + right] + rng.integers(0, VOCAB, wrong).tolist()
+
+
 class Simulator:
     """Scheduler, pool and fake runner; checks all of them after every step.
 
@@ -217,6 +237,7 @@ class Simulator:
         caching: bool = True,
         model: FakeModel | None = None,
         window: int | None = None,
+        drafts: bool = False,
     ):
         assert window is None or window > 1, "a token's hash is made from the one before, so that must be seen"
         self.model = model or FakeModel()
@@ -229,7 +250,7 @@ class Simulator:
             window=window,
         )
         self.pool = BlockPool(num_pages)
-        self.scheduler = Scheduler(self.config, self.pool)
+        self.scheduler = Scheduler(self.config, self.pool, drafter=Oracle(self) if drafts else None)
         self.tokens = np.full((num_pages + 1, block_size), -1, dtype=np.int64)
         self.states = np.zeros((num_pages + 1, block_size), dtype=np.uint64)
         self.requests: dict[str, Request] = {}
@@ -254,6 +275,10 @@ class Simulator:
             "encoder_pages_shared": 0,
             "encoder_pages_found_again": 0,
             "apart": 0,
+            "all drafts right": 0,
+            "some drafts right": 0,
+            "no drafts right": 0,
+            "drafts of several": 0,
         }
         self.inputs_seen: dict[str, int] = {}  # how often each request's encoder input was encoded
         self.inputs_found: dict[str, int] = {}  # tokens of those that were encoded already when requests first ran
@@ -476,7 +501,29 @@ class Simulator:
         for i, row in enumerate(rows):
             self._check_memory(plan, i, row, row.start + row.count)
         states = self.states.reshape(-1)[plan.slots]
-        return self._result(plan, [int(state) for state in states], [row for row in rows if row.sampled])
+        result = self._result(plan, [int(state) for state in states], sum(row.sampled for row in rows))
+        return replace(result, accepted=self._accepted(plan, rows, result.tokens))
+
+    def _accepted(self, plan: StepPlan, rows: list[Row], tokens: np.ndarray) -> np.ndarray | None:
+        """How many tokens of each sampled row count."""
+        if not any(row.drafts for row in rows):
+            return None
+        self.events["drafts of several"] += sum(bool(row.drafts) for row in rows) > 1
+        accepted, first = [], 0
+        for i, row in enumerate(rows):
+            if not row.sampled:
+                continue
+            last, count = int(plan.query_start[i + 1]) - 1, 1
+            given = plan.token_ids[last - len(row.drafts) + 1 : last + 1].tolist()
+            assert tuple(given) == row.drafts
+            while count < row.sampled and int(tokens[first + count - 1, 0]) == given[count - 1]:
+                count += 1
+            if row.drafts:
+                how = {1: "no", row.sampled: "all"}.get(count, "some")
+                self.events[f"{how} drafts right"] += 1
+            accepted.append(count)
+            first += row.sampled
+        return np.array(accepted, dtype=np.int32)
 
     def _encode(self, plan: StepPlan, rows: list[Row]) -> None:
         """Run the encoder, over inputs of requests that have rows and into pages that are only theirs."""
@@ -495,7 +542,7 @@ class Simulator:
             assert len(batch.starts) == 2
             # A row with one token left, also one that forks after it, is none of the prompts.
             last = [row.sampled or row.start + row.count == row.group.fork_point for row in rows]
-            chunks = {row.group for row, done in zip(rows, last, strict=True) if row.count > 1 or not done}
+            chunks = {r.group for r, done in zip(rows, last, strict=True) if r.count > 1 + len(r.drafts) or not done}
             owners = [
                 group
                 for group in groups
@@ -564,14 +611,15 @@ class Simulator:
         """Groups sample whole or not at all; running ones fit into the rows."""
         sampled: dict[str, set[bool]] = {}
         for row in rows:
-            sampled.setdefault(row.group.request.request_id, set()).add(row.sampled)
+            sampled.setdefault(row.group.request.request_id, set()).add(row.sampled > 0)
             if row.sampled:
                 before = 0  # tokens that steps before this one sample
                 for step in self.scheduler.in_flight:
                     if row in step.rows:
                         break
-                    before += sum(r.sampled and r.sequence is row.sequence for r in step.live())
-                assert row.start + row.count == row.sequence.num_tokens + before
+                    before += sum(r.sampled for r in step.live() if r.sequence is row.sequence)
+                assert row.start + row.count == row.sequence.num_tokens + before + len(row.drafts)
+                assert row.sampled == 1 + len(row.drafts)
                 members = [r.sequence for r in rows if r.group is row.group]
                 assert members == row.group.sequences
             elif row.start + row.count < row.sequence.num_tokens:
@@ -593,8 +641,10 @@ class Simulator:
         """The pages that row i names hold exactly its sequence's tokens up to end - 1, from the first one on that
         any of its queries sees; pages before that one are not named."""
         expected = row.sequence.tokens.view(0, min(end, row.sequence.num_tokens)).tolist()
-        if len(expected) < end:  # the last one is not known to the scheduler
-            expected.append(int(plan.token_ids[plan.query_start[i + 1] - 1]))
+        if len(expected) < end:  # the last ones are drafted, or the last one is not known to the scheduler
+            assert end - len(expected) == max(len(row.drafts), 1)
+            last = plan.query_start[i + 1]
+            expected += plan.token_ids[last - (end - len(expected)) : last].tolist()
         slots = self._slots(plan, i, end)
         first = self._first_seen(row.start)
         assert (slots[first:] >= self.size).all(), "page 0 is nobody's"
@@ -624,16 +674,15 @@ class Simulator:
             self.tokens.reshape(-1)[slot] = token
             self.states.reshape(-1)[slot] = state
 
-    def _result(self, plan: StepPlan, states: list[int], rows: list[Row]) -> StepResult:
+    def _result(self, plan: StepPlan, states: list[int], count: int) -> StepResult:
         batch = plan.sampling
-        assert len(rows) == (0 if batch is None else len(batch.rows))
+        assert count == (0 if batch is None else len(batch.rows))
         width = (
             1
             if batch is None
             else int(max(batch.table["num_draws"].max(), min(batch.table["beam_width"].max(), VOCAB), 1))
         )
         number = 0 if batch is None else max(int(batch.table["num_logprobs"].max()), 0)
-        count = len(rows)
         tokens = np.zeros((count, width), dtype=np.int32)
         scores = np.full((count, width), _LOG_ZERO, dtype=np.float32)
         logprobs = np.zeros((count, width), dtype=np.float32)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from engine.execution.decode_state import DecodeState
 from engine.interface.request import Decoding, Request
-from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.batch import build_plan
 from engine.scheduling.plan import CrossRows, StepPlan
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup
 
 ROWS, BLOCKS, MEMORY_BLOCKS, SIZE = 5, 6, 3, 4

@@ -23,8 +23,9 @@ from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import Linear
 from engine.model.place import Place
 from engine.model.spec import Lm
-from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.batch import build_plan
 from engine.scheduling.plan import StepPlan
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup
 
 # (576, 1536) is a shape for which a single bfloat16 row differs in one of ten cases on some CPUs.

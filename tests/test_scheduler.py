@@ -31,9 +31,10 @@ from engine.errors import InvalidRequestError
 from engine.interface.outputs import RequestDelta
 from engine.interface.request import Decoding
 from engine.interface.sampling_table import EDIT, TABLE, Kind
-from engine.scheduling.batch import LastStep, Row, banned_tokens, build_plan, forced_tokens
+from engine.scheduling.batch import LastStep, banned_tokens, build_plan, forced_tokens
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, worst_case_pages
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}

@@ -97,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 8),
         caching=st.booleans(),
         window=st.one_of(st.none(), st.integers(2, 9)),
+        drafts=st.booleans(),
     )
     def start(
         self,
@@ -106,6 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget: int,
         caching: bool,
         window: int | None,
+        drafts: bool,
     ) -> None:
         self.simulator = self.kind(
             num_pages=num_pages,
@@ -115,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             model=MODEL,
             window=window,
+            drafts=drafts,
         )
         self.simulator.__enter__()
 
@@ -232,7 +235,13 @@ CROWDS = pytest.mark.parametrize(
 
 
 def run_crowds(
-    kind: type[Simulator], windows: list[int | None], inputs: list[tuple[int, ...]], seeds: int, faults: float
+    kind: type[Simulator],
+    windows: list[int | None],
+    inputs: list[tuple[int, ...]],
+    seeds: int,
+    faults: float,
+    *,
+    drafts: bool = False,
 ) -> Counter[str]:
     """Thousands of steps over small pools: everybody's answer is the one that he gets alone. What happened."""
     events: Counter[str] = Counter()
@@ -246,6 +255,7 @@ def run_crowds(
             caching=seed % 4 != 0,
             model=MODEL,
             window=windows[seed % len(windows)],
+            drafts=drafts,
         )
         with simulator as sim:
             for number in range(40):
@@ -274,6 +284,7 @@ def run_crowds(
         events.update(finished=stats.num_finished, aborted=stats.num_aborted, steps=stats.num_steps)
         events.update(encoder_runs=stats.num_encoder_runs, encoder_hits=stats.num_encoder_hits)
         events.update(ahead=stats.num_steps_ahead)
+        events.update(drafted=stats.num_draft_tokens, accepted=stats.num_accepted_draft_tokens)
         events.update(sim.ahead if isinstance(sim, AheadSimulator) else {})
     return events
 
@@ -337,3 +348,27 @@ def test_crowds_one_step_ahead(windows: list[int | None], inputs: list[tuple[int
         "finished": 80,
     }
     assert all(events[name] >= count for name, count in least.items()), events
+
+
+@CROWDS
+@pytest.mark.parametrize("kind", [Simulator, AheadSimulator])
+def test_crowds_whose_tokens_are_drafted(
+    kind: type[Simulator], windows: list[int | None], inputs: list[tuple[int, ...]]
+) -> None:
+    """Drafts that are right, partly right and wrong change no answer, whatever else happens; pages that wrong ones had
+    are given back."""
+    events = run_crowds(kind, windows, inputs, 12, 0.1, drafts=True)
+    least = {
+        "all drafts right": 100,
+        "some drafts right": 35,
+        "no drafts right": 15,
+        "drafts of several": 20,
+        "drafted": 400,
+        "accepted": 300,
+        "preemptions": 8,
+        "copies": 60,
+        "hits": 50,
+        "finished": 80,
+    }
+    assert all(events[name] >= count for name, count in least.items()), events
+    assert events["accepted"] < events["drafted"]

@@ -11,8 +11,9 @@ import torch
 
 from engine.execution.sampler import sample
 from engine.interface.request import Decoding, Request
-from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.batch import build_plan
 from engine.scheduling.plan import SamplingBatch
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup
 from gpu_parts import gaps
 from gpu_parts.timing import synchronize

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.scheduling.plan import PooledRow, StepResult, TokenScores
+from engine.scheduling.plan import PooledRow, SamplingBatch, StepResult, TokenScores
 
 
 class LateResult(Protocol):
@@ -63,11 +63,13 @@ class PendingStep:
         candidates: of the sampled tokens; a `StepResult` where they are known already, as always on a CPU.
         prompt_logprobs: as in `StepResult`, or what gives them.
         pooled: as in `StepResult`.
+        sampling: the plan's.
     """
 
     candidates: StepResult | LateResult
     prompt_logprobs: TokenScores | LateScores | None = None
     pooled: tuple[PooledRow, ...] = ()
+    sampling: SamplingBatch | None = None
 
     @property
     def ready(self) -> bool:
@@ -82,6 +84,8 @@ class PendingStep:
         known = self.candidates
         if not isinstance(known, StepResult):
             known = self.candidates = known.result()
+        if self.sampling is not None:
+            known = known.accepting(self.sampling)
         scores = self.prompt_logprobs
         if scores is None and not self.pooled:
             return known

@@ -26,8 +26,9 @@ from engine.execution.warmup import score_plan
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import Decoding, Request
 from engine.model.spec import Lm
-from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.batch import build_plan
 from engine.scheduling.plan import EncoderBatch, StepPlan
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup, pages_needed
 
 logger = logging.getLogger("octavo.execution")
@@ -159,7 +160,7 @@ def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterat
         request = Request(request_id="", prompt_token_ids=(0,) * tokens, decoding=decoding)
         group = SequenceGroup(request, number, b"")
         group.sequences[0].table.extend([0] * pages_needed(tokens, size))
-        rows.append(Row(group, group.sequences[0], 0, tokens, generates and number < max_rows))
+        rows.append(Row(group, group.sequences[0], 0, tokens, int(generates and number < max_rows)))
     plan = build_plan(rows, [], size)
     if model.max_encoder_len is not None:
         length = min(model.max_encoder_len, max_tokens)

@@ -21,10 +21,10 @@ from engine.errors import EngineDeadError
 from engine.execution.executor import Executor
 from engine.execution.memory import is_out_of_memory
 from engine.interface.outputs import RequestDelta
-from engine.scheduling.batch import Row
 from engine.scheduling.budget import StepLimit
 from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.plan import EncoderBatch, StepPlan, StepResult, TokenScores
+from engine.scheduling.row import Row
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceGroup
 
@@ -110,7 +110,7 @@ class Recovery:
             if not is_short:
                 logger.error("a step of %d tokens in %d rows failed", *_sizes(step), exc_info=error)
         deltas: list[RequestDelta] = []
-        if is_short or len({row.group for row in step.live()}) > 1:
+        if is_short or len({row.group for row in step.live()}) > 1 or any(row.drafts for row in step.live()):
             pairs = [(group, pair) for group, own in step.copies.items() for pair in own]
             for group, problem in self._copy(pairs).items():
                 deltas += self._fail(problem, [group])
@@ -210,7 +210,8 @@ class Recovery:
         if plan is None or not is_out_of_memory(error):
             return
         self._scheduler.stats.num_oom_retries += 1
-        if _size(plan) // 2 < plan.num_rows:  # hardly more than a token for each: the rows are what is many
+        drafted = plan.sampling is not None and plan.sampling.spans is not None
+        if _size(plan) // 2 < plan.num_rows and not drafted:  # hardly a token for each: the rows are what is many
             self.rows = max(min(self.rows, plan.num_rows) // 2, 1)
         else:
             self.tokens = max(min(self.tokens, _size(plan)) // 2, 1)

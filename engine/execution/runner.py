@@ -129,7 +129,7 @@ class ModelRunner:
             if candidates is None:
                 rows = _rows(hidden, plan.sampling.rows, plan.num_tokens)
                 candidates = self._sample(self._logits(rows), plan.sampling)
-        step = PendingStep(candidates=candidates or StepResult.empty())
+        step = PendingStep(candidates=candidates or StepResult.empty(), sampling=plan.sampling)
         if plan.pooling:
             step.pooled = self._pooler.pool(hidden, plan)
         if plan.prompt_logprobs is not None:

@@ -17,9 +17,10 @@ from engine.interface.pooling import Pooling
 from engine.interface.request import Decoding, Request
 from engine.model.spec import Lm, MaskedLm
 from engine.model.transformer import Transformer
-from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.batch import build_plan
 from engine.scheduling.budget import Costs, StepWork
 from engine.scheduling.plan import StepPlan
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup, pages_needed
 
 logger = logging.getLogger("octavo.execution")
@@ -144,7 +145,7 @@ def _read_plan(runner: ModelRunner, lengths: list[int], *, scored: bool = False)
             pooling=Pooling(task="fill_mask", positions=tuple(range(length)), top_k=1) if scored else None,
         )
         group = SequenceGroup(request, number, b"", whole=True)
-        rows.append(Row(group, group.sequences[0], 0, length, False))
+        rows.append(Row(group, group.sequences[0], 0, length, 0))
     return build_plan(rows, [], runner.cache.block_size)
 
 
@@ -157,5 +158,5 @@ def _plan(runner: ModelRunner, start: int, count: int, *, scored: bool = False) 
     group.prompt_logprobs = [None] * (start + 1)
     sequence = group.sequences[0]
     sequence.table.extend([0] * pages_needed(start + count, size))
-    sampled = count == 1 and isinstance(runner.model.spec.head, Lm)
+    sampled = int(count == 1 and isinstance(runner.model.spec.head, Lm))
     return build_plan([Row(group, sequence, start, count, sampled)], [], size)

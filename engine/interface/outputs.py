@@ -220,6 +220,7 @@ class EngineStats:
     `prefix_hits` counts what requests that were preempted found again, `prompt_tokens_cached` does not.
     `num_encoder_hits` counts how often a request found its encoder input encoded already.
     `num_steps_ahead` counts the steps that were planned before the answer of the one before them was known.
+    `num_draft_tokens` counts tokens that were expected and computed, `num_accepted_draft_tokens` those that came.
     `lacks_room`: the first in line waits for rows or pages, not for its part of a step.
     """
 
@@ -243,6 +244,8 @@ class EngineStats:
     num_preemptions: int = 0
     num_oom_retries: int = 0
     num_page_copies: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     num_encoder_runs: int = 0
     num_encoder_hits: int = 0
     num_finished: int = 0

@@ -293,6 +293,14 @@ class Decoding:
         """Most rows this request can occupy in one step."""
         return max(self.n, self.num_beams)
 
+    def forced_after(self, num_tokens: int, num_output: int) -> tuple[int, ...]:
+        """The only tokens that may follow so many tokens, and so many of the answer; empty for a free choice."""
+        if self.forced_eos_token_ids and num_output == self.max_tokens - 1:
+            return self.forced_eos_token_ids
+        if self.forced_bos_token_id is not None and num_tokens == 1:
+            return (self.forced_bos_token_id,)
+        return ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -23,8 +23,8 @@ from engine.interface.outputs import (
     RequestDelta,
     TokenLogprobs,
 )
-from engine.scheduling.batch import Row, forced_after
-from engine.scheduling.plan import Float32, Int32, PooledRow, StepResult
+from engine.scheduling.plan import Float32, Int32, PooledRow, SamplingBatch, StepResult
+from engine.scheduling.row import Row
 from engine.scheduling.search import (
     BeamSearch,
     BeamStep,
@@ -40,6 +40,7 @@ from engine.scheduling.sequence import Sequence, SequenceGroup
 
 # Score of an answer that no continuation was left for.
 _UNREACHABLE = -1e9
+_NO_ROWS: Mapping[int, int] = {}
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ class Answer:
     """A step's result as it is read: drawn tokens number by number, candidates of all searches ranked together.
 
     Args:
-        sampled: the groups that were sampled, with the rows of the result that belong to their sequences.
+        sampled: the groups that were sampled, with the first rows of the result that belong to their sequences.
+        accepted: by their first rows, how many rows count of sequences that have several.
 
     Attributes:
         tokens, logprobs: as in the result, as lists; empty where all groups search.
@@ -73,10 +75,13 @@ class Answer:
         rankings: of each group that searches; None where a score is not a number.
     """
 
-    __slots__ = ("failed", "logprobs", "rankings", "result", "tokens")
+    __slots__ = ("accepted", "failed", "logprobs", "rankings", "result", "tokens")
 
-    def __init__(self, result: StepResult, sampled: Mapping[SequenceGroup, Seq[int]]):
+    def __init__(
+        self, result: StepResult, sampled: Mapping[SequenceGroup, Seq[int]], accepted: Mapping[int, int] = _NO_ROWS
+    ):
         self.result = result
+        self.accepted = accepted
         draws = any(group.beam is None for group in sampled)
         self.tokens: list[list[int]] = result.tokens.tolist() if draws else []
         self.logprobs: list[list[float]] = result.logprobs.tolist() if draws else []
@@ -95,8 +100,15 @@ class Answer:
                 self.rankings[group] = None if any(map(math.isnan, best)) else ranking
 
 
+def accepted_rows(batch: SamplingBatch | None, result: StepResult) -> Mapping[int, int]:
+    """How many rows of a result count of each sequence, by the first of them; empty where each has one."""
+    if batch is None or batch.spans is None or result.accepted is None:
+        return _NO_ROWS
+    return dict(zip(batch.spans[:-1].tolist(), result.accepted.tolist(), strict=True))
+
+
 def apply_candidates(group: SequenceGroup, answer: Answer, rows: Seq[int], prompt_logprobs_complete: bool) -> Outcome:
-    """Let the search decide on these rows of the answer, one per sequence of the group."""
+    """Let the search decide on these rows of the answer, the first one of each sequence of the group."""
     ranking, first = answer.rankings.get(group), rows[0]
     if ranking is None and (group.beam is not None or not answer.failed.isdisjoint(rows)):
         # The sampler says NaN for both.
@@ -173,26 +185,23 @@ def take_prompt_logprobs(rows: Seq[Row], result: StepResult) -> set[SequenceGrou
     complete: set[SequenceGroup] = set()
     position = 0
     for row in rows:
-        if row.group.started or (number := row.group.request.decoding.prompt_logprobs) is None:
+        number = row.group.request.decoding.prompt_logprobs
+        if number is None or row.group.started:
             continue
-        known = row.group.prompt_logprobs
-        end = min(row.start + row.count + 1, row.sequence.num_prompt)
         if row.is_void:
-            position += max(end - len(known), 0)
+            position += len(row.scored)
             continue
-        if scores is not None:
-            while len(known) < end:
-                token = row.sequence.tokens[len(known)]
-                known.append(
-                    _entry(
-                        token,
-                        float(scores.logprobs[position]),
-                        int(scores.ranks[position]),
-                        scores.top_ids[position, :number],
-                        scores.top_logprobs[position, :number],
-                    )
-                )
-                position += 1
+        for place in row.scored:
+            assert scores is not None
+            entry = _entry(
+                row.sequence.tokens[place + 1],
+                float(scores.logprobs[position]),
+                int(scores.ranks[position]),
+                scores.top_ids[position, :number],
+                scores.top_logprobs[position, :number],
+            )
+            row.group.prompt_logprobs.append(entry)
+            position += 1
         if row.sampled:
             complete.add(row.group)
     return complete
@@ -228,17 +237,31 @@ def _apply_samples(group: SequenceGroup, answer: Answer, rows: Seq[int]) -> Outc
     choices: list[ChoiceDelta] = []
     live: list[Sequence] = []
     dropped: list[Sequence] = []
-    for row, sequence in zip(rows, group.sequences, strict=True):
-        token, score = answer.tokens[row][0], sequence.score + answer.logprobs[row][0]
-        choice = _choice(group, sequence, token, score, _token_logprobs(group, answer, row, 0))
-        choices.append(choice)
-        if choice.finish_reason is None:
-            _grow(group, sequence, token, score)
-            live.append(sequence)
+    for first, sequence in zip(rows, group.sequences, strict=True):
+        news: list[ChoiceDelta] = []
+        for row in range(first, first + answer.accepted.get(first, 1)):
+            token, score = answer.tokens[row][0], sequence.score + answer.logprobs[row][0]
+            choice = _choice(group, sequence, token, score, _token_logprobs(group, answer, row, 0))
+            news.append(choice)
+            if choice.finish_reason is not None:
+                dropped.append(sequence)
+                break
+            sequence.append(group.request.decoding, token)
+            sequence.score = score
         else:
-            dropped.append(sequence)
+            live.append(sequence)
+        choices.append(news[0] if len(news) == 1 else _joined(news))
     delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=not live)
-    return Outcome(delta, live, [], dropped, len(choices))
+    return Outcome(delta, live, [], dropped, sum([len(choice.token_ids) for choice in choices]))
+
+
+def _joined(news: Seq[ChoiceDelta]) -> ChoiceDelta:
+    """News of several tokens of an answer as one."""
+    return replace(
+        news[-1],
+        token_ids=tuple(token for choice in news for token in choice.token_ids),
+        logprobs=None if news[0].logprobs is None else tuple(e for choice in news for e in choice.logprobs or ()),
+    )
 
 
 def _apply_draws(group: SequenceGroup, answer: Answer, first: int) -> Outcome:
@@ -279,17 +302,6 @@ def _choice(
     )
 
 
-def _grow(group: SequenceGroup, sequence: Sequence, token: int, score: float) -> None:
-    """A sequence goes on with a token. Its constraint hears of it, but not of forced tokens, nor of the model's EOS."""
-    if sequence.constraint is not None:
-        decoding = group.request.decoding
-        forced = forced_after(decoding, sequence.num_tokens, sequence.num_output)
-        if not forced and token not in decoding.eos_ids:
-            sequence.constraint.accept(token)
-    sequence.tokens.append(token)
-    sequence.score = score
-
-
 def _extend(
     group: SequenceGroup, parents: Seq[Sequence], continuations: Seq[Continuation]
 ) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]], list[Sequence]]:
@@ -310,7 +322,8 @@ def _extend(
         heirs.add(number)
         live.append(sequence)
     for sequence, continuation in zip(live, continuations, strict=True):
-        _grow(group, sequence, continuation.token, continuation.score)
+        sequence.append(group.request.decoding, continuation.token)
+        sequence.score = continuation.score
     return live, forks, spare
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from engine.interface.constraints import allow
-from engine.interface.request import Decoding
 from engine.interface.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, mask_words, new_version
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.philox import uniforms
@@ -26,38 +25,13 @@ from engine.scheduling.plan import (
     SamplingBatch,
     StepPlan,
 )
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup
 
 # Positions of an answer that random numbers are made for at a time: many take hardly longer than one.
 _AHEAD = 32
 _UNKNOWN = np.zeros(1, dtype=np.int32)  # in the place of a token
 _BIAS, _SOURCE, _HISTORY, _BAN, _FORCE = map(int, Kind)  # members of an enumeration are slow to come by
-
-
-@dataclass(slots=True)
-class Row:
-    """A sequence's part in a step: `count` tokens from `start` on; sampled if that is all it has. Immutable.
-
-    Attributes:
-        num_releases: the sequence's, when this was planned.
-    """
-
-    group: SequenceGroup
-    sequence: Sequence
-    start: int
-    count: int
-    sampled: bool
-    num_releases: int = 0
-
-    @property
-    def is_void(self) -> bool:
-        """The sequence has ended or was preempted since: what is computed here is for nothing."""
-        return self.num_releases != self.sequence.num_releases
-
-    @property
-    def num_output(self) -> int:
-        """Tokens of the answer before the one that is sampled here; not all of them need be known."""
-        return self.start + self.count - self.sequence.num_prompt
 
 
 @dataclass(slots=True)
@@ -94,7 +68,7 @@ def build_plan(
     none has. `last` is read and brought up to date. `pending` has the sequences that are sampled by the step in flight,
     and which of its sampled tokens is theirs."""
     groups = [row.group for row in rows]
-    decoding = all(row.sampled and row.count == 1 and row.start >= row.sequence.num_prompt for row in rows)
+    decoding = all(row.sampled == row.count == 1 and row.start >= row.sequence.num_prompt for row in rows)
     known = last if decoding and last is not None and last.groups == groups else None
     whole = any(group.whole for group in groups)
     tables = _tables([row.sequence.table for row in rows])
@@ -115,10 +89,7 @@ def build_plan(
         context_lens = first + counts
         row_of_token = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
         positions = np.arange(query_start[-1], dtype=np.int32) + (first - query_start[:-1])[row_of_token]
-        # What is pending is the only token of its row.
-        ends = [min(row.start + row.count, row.sequence.num_tokens) for row in rows]
-        parts = [row.sequence.tokens.view(row.start, end) for row, end in zip(rows, ends, strict=True)]
-        token_ids = np.concatenate([part if len(part) else _UNKNOWN for part in parts])
+        token_ids = np.concatenate([part for row in rows for part in _tokens(row)])
         slots = positions[:0]
         if not whole:
             slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
@@ -146,6 +117,14 @@ def build_plan(
         last.groups = groups if decoding else []
         last.sampling, last.cross = plan.sampling, plan.cross
     return plan
+
+
+def _tokens(row: Row) -> tuple[Int32, ...]:
+    """What is known of a row's tokens, and what is drafted. What is pending is the only token of its row."""
+    known = row.sequence.tokens.view(row.start, min(row.start + row.count, row.sequence.num_tokens))
+    if row.drafts:
+        return known, _int32(row.drafts)
+    return (known if len(known) else _UNKNOWN,)
 
 
 def _sources(rows: Seq[Row], query_start: Int32, pending: Mapping[Sequence, int]) -> Int32 | None:
@@ -214,17 +193,29 @@ def _cross(groups: Seq[SequenceGroup]) -> CrossRows | None:
 
 
 def _sampling(rows: Seq[Row], query_start: Int32) -> SamplingBatch | None:
-    is_sampled = [row.sampled for row in rows]
+    is_sampled = [row.sampled > 0 for row in rows]
     if not any(is_sampled):
         return None
     token_rows = query_start[1:][is_sampled] - 1
     rows = [row for row in rows if row.sampled]
+    spans = drafts = None
+    if any(row.drafts for row in rows):
+        spans = np.cumsum([0, *(row.sampled for row in rows)], dtype=np.int32)
+        drafts = _int32([token for row in rows for token in (*row.drafts, -1)])
+        token_rows = np.arange(spans[-1], dtype=np.int32) + np.repeat(token_rows + 1 - spans[1:], np.diff(spans))
+        rows = [position for row in rows for position in row.positions()]
     draws, places = [_num_draws(row.group) for row in rows], [row.num_output for row in rows]
     table = np.frombuffer(bytearray().join([row.group.parameters for row in rows]), dtype=TABLE)
     table["num_draws"], table["position"] = draws, places
     table["choice"] = [row.sequence.index for row in rows]
     return SamplingBatch(
-        rows=token_rows, table=table, uniforms=_uniforms(rows, draws, places), edits=_edits(rows), **_masks(rows)
+        rows=token_rows,
+        table=table,
+        uniforms=_uniforms(rows, draws, places),
+        edits=_edits(rows),
+        spans=spans,
+        drafts=drafts,
+        **_masks(rows),
     )
 
 
@@ -358,16 +349,7 @@ def banned_tokens(row: Row) -> set[int]:
 
 def forced_tokens(row: Row) -> tuple[int, ...]:
     """The only tokens that may come next; empty where there is a free choice."""
-    return forced_after(row.group.request.decoding, row.start + row.count, row.num_output)
-
-
-def forced_after(decoding: Decoding, num_tokens: int, num_output: int) -> tuple[int, ...]:
-    """The only tokens that may follow so many tokens, and so many of the answer."""
-    if decoding.forced_eos_token_ids and num_output == decoding.max_tokens - 1:
-        return decoding.forced_eos_token_ids
-    if decoding.forced_bos_token_id is not None and num_tokens == 1:
-        return (decoding.forced_bos_token_id,)
-    return ()
+    return row.group.request.decoding.forced_after(row.start + row.count, row.num_output)
 
 
 def _word_ends(words: Seq[tuple[int, ...]], tokens: Int32) -> list[int]:
@@ -391,16 +373,10 @@ def _prompt_logprobs(rows: Seq[Row], query_start: Int32) -> PromptLogprobRows | 
     targets: list[int] = []
     wanted: list[int] = []
     for i, row in enumerate(rows):
-        number = row.group.request.decoding.prompt_logprobs
-        if number is None:
-            continue
-        # Entry p + 1 is scored by position p; entries known before a preemption are not scored again.
-        first = max(row.start, len(row.group.prompt_logprobs) - 1)
-        last = min(row.start + row.count, row.sequence.num_prompt - 1)
-        for position in range(first, last):
+        for position in row.scored:
             flat.append(int(query_start[i]) + position - row.start)
             targets.append(row.sequence.tokens[position + 1])
-            wanted.append(number)
+            wanted.append(row.group.request.decoding.prompt_logprobs or 0)
     if not flat:
         return None
     return PromptLogprobRows(rows=_int32(flat), targets=_int32(targets), num_logprobs=_int32(wanted))

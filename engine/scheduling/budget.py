@@ -18,7 +18,7 @@ from statistics import median
 
 import numpy as np
 
-from engine.scheduling.plan import StepPlan
+from engine.scheduling.plan import Int32, StepPlan
 
 # Share of the limit to aim at: what an ordinary step's duration varies by is left free.
 _AIM = 0.75
@@ -34,6 +34,7 @@ _FIRST = 16
 _SHORTER = 0.8
 # Seconds; no step is shorter.
 _SHORTEST = 1e-6
+_NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class StepWork:
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
         """What a plan holds."""
-        sampled = () if plan.sampling is None else plan.sampling.rows
+        sampled = _NO_ROWS if plan.sampling is None else plan.sampling.rows
         if plan.num_tokens == plan.num_rows == len(sampled) and plan.encoder is None and not plan.pooling:
             seen = plan.context_lens.tolist() if plan.cross is None else (plan.context_lens + plan.cross.lens).tolist()
             return cls(plan.num_tokens, 0, sum(seen), len(sampled))  # all rows decode: that takes no thought
@@ -127,7 +128,9 @@ class StepWork:
         if plan.cross is not None:
             pairs += counts * plan.cross.lens
         encoded = np.diff(plan.encoder.starts).astype(np.int64) if plan.encoder is not None else counts[:0]
-        prompts = counts[(counts > 1) | ~np.isin(plan.query_start[1:] - 1, sampled)]
+        # A row that decodes has nothing but positions that are sampled.
+        chosen = np.bincount(np.searchsorted(plan.query_start, sampled, side="right") - 1, minlength=len(counts))
+        prompts = counts[chosen < counts]
         scores = len(sampled) + (0 if plan.prompt_logprobs is None else len(plan.prompt_logprobs.rows))
         scores += sum(len(row.pooling.positions) for row in plan.pooling)
         whole = int(encoded.sum())

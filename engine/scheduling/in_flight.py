@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
-from engine.scheduling.batch import Row, build_plan
+from engine.scheduling.batch import build_plan
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup
 from engine.scheduling.step import EncoderRun
 
@@ -119,9 +121,13 @@ class InFlightSteps:
             self._drop_copies(step, group)
 
     def pending(self) -> dict[Sequence, int]:
-        """The sequences that the newest step samples, each with the number of its token among all sampled ones."""
-        sampled = [row for row in self.newest.rows if row.sampled]
-        return {row.sequence: number for number, row in enumerate(sampled) if not row.is_void}
+        """The sequences that the newest step samples, each with the number of its last token among all sampled ones."""
+        ends = accumulate([row.sampled for row in self.newest.rows])
+        return {
+            row.sequence: end - 1
+            for end, row in zip(ends, self.newest.rows, strict=True)
+            if row.sampled and not row.is_void
+        }
 
     def encodes(self, encoder_input: EncoderInput | None) -> bool:
         """A step in flight runs the encoder over an equal input."""
@@ -173,13 +179,19 @@ class InFlightSteps:
 
     def split(self) -> bool:
         """Make two steps of the oldest one, both to be launched in turn; False if there is nothing to divide. Requests
-        are divided where half of the tokens are; one alone has half of its tokens in each.
+        are divided where half of the tokens are; one alone has half of its tokens in each. Drafts are left out first:
+        no request is to fail for what was only expected.
 
         All its pages are copied before (`copied`): a part may write what a later one would have to copy. An encoder
         input that requests of both have is left to both, since the requests of the first may fail (see `encoded`).
         """
         step = self.oldest
         rows = step.live()
+        if any(row.drafts for row in rows):
+            self._queue[0] = InFlightStep(
+                [self._without_drafts(row) for row in rows], {}, step.encoder_runs, is_part=True
+            )
+            return True
         sizes: dict[SequenceGroup, int] = {}
         for row in rows:
             sizes[row.group] = sizes.get(row.group, 0) + row.count
@@ -205,7 +217,7 @@ class InFlightSteps:
             for run in step.encoder_runs:
                 run.groups = [group for group in run.groups if group in chosen]
         elif any(row.count > 1 for row in rows) and not groups[0].whole:
-            first = [replace(row, count=row.count // 2, sampled=False) for row in rows if row.count > 1]
+            first = [replace(row, count=row.count // 2, sampled=0) for row in rows if row.count > 1]
             second = [replace(row, start=row.start + row.count // 2, count=-(-row.count // 2)) for row in rows]
         else:
             return False
@@ -218,6 +230,12 @@ class InFlightSteps:
     def pinned(self) -> list[int]:
         """Sources of copies, as often as they are pinned."""
         return [source for step in self._queue for pairs in step.copies.values() for source, _ in pairs]
+
+    @staticmethod
+    def _without_drafts(row: Row) -> Row:
+        row.sequence.num_in_flight -= len(row.drafts)
+        row.sequence.num_pending -= len(row.drafts)
+        return row.keeping(0)
 
     def _drop_copies(self, step: InFlightStep, group: SequenceGroup) -> None:
         for source, _ in step.copies.pop(group, ()):

@@ -5,7 +5,7 @@ T tokens run in R rows (a row is one sequence's chunk); S of the T tokens are sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ class SamplingBatch:
         masked: [M] rows that have a mask, ascending.
         masks: [M, words] of each the tokens that may come, a bit each (`mask_words`); the others are impossible, as
             if they were banned.
+        spans: [N + 1] the first of each sampled row's tokens, of which there are several where tokens are drafted;
+            None: each row has one.
+        drafts: [S] the token that was drafted to be sampled there; -1 for the last one of a row. None with `spans`.
         version: a batch of the same version as the one before it has the same table but for positions; all rows are
             one token further.
         edits_version: a batch of the same version of edits as the one before it has the same edits.
@@ -45,6 +48,8 @@ class SamplingBatch:
     edits: EditList = field(default_factory=lambda: NO_EDITS)
     masked: Int32 = field(default_factory=lambda: _NO_ROWS)
     masks: Masks = field(default_factory=lambda: NO_MASKS)
+    spans: Int32 | None = None
+    drafts: Int32 | None = None
     version: int = field(default_factory=new_version)
     edits_version: int = field(default_factory=new_version)
 
@@ -218,6 +223,8 @@ class StepResult:
         logprobs: [S, C] under the model's own distribution.
         ranks: [S, C] rank under the model's own distribution, 0 where not asked for.
         top_ids, top_logprobs: [S, L] most probable tokens, where asked for.
+        accepted: [N] how many of each row's sampled tokens follow its sequence: those up to the first one that is
+            not what was drafted, with that one. None: each row has one.
         prompt_logprobs: for the plan's prompt positions, in their order.
         pooled: for the plan's `pooling`, in their order.
     """
@@ -228,6 +235,7 @@ class StepResult:
     ranks: Int32
     top_ids: Int32
     top_logprobs: Float32
+    accepted: Int32 | None = None
     prompt_logprobs: TokenScores | None = None
     pooled: tuple[PooledRow, ...] = ()
 
@@ -236,3 +244,14 @@ class StepResult:
         """The answer to a plan that samples nothing."""
         ints, floats = np.zeros((0, 0), dtype=np.int32), np.zeros((0, 0), dtype=np.float32)
         return cls(tokens=ints, scores=floats, logprobs=floats, ranks=ints, top_ids=ints, top_logprobs=floats)
+
+    def accepting(self, batch: SamplingBatch) -> StepResult:
+        """The same, with `accepted` found by comparison with what was drafted. A token whose log-probability is not a
+        number is never one of several: it is sampled again as the first, and fails then."""
+        if batch.spans is None or batch.drafts is None:
+            return self
+        goes_on = (self.tokens[:, 0] == batch.drafts) & ~np.isnan(np.append(self.logprobs[1:, 0], 0.0))
+        # The first position of each row at which it does not go on: a row's last one never does.
+        ends = np.flatnonzero(~goes_on)
+        firsts = batch.spans[:-1]
+        return replace(self, accepted=(ends[np.searchsorted(ends, firsts)] - firsts + 1).astype(np.int32))

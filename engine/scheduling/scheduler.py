@@ -14,15 +14,25 @@ from collections.abc import Callable, Iterable, Iterator
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import EngineStats, RequestDelta
 from engine.interface.request import Request
-from engine.scheduling.apply import Answer, Outcome, apply_candidates, apply_pooled, final_abort, take_prompt_logprobs
-from engine.scheduling.batch import LastStep, Row, build_plan
+from engine.scheduling.apply import (
+    Answer,
+    Outcome,
+    accepted_rows,
+    apply_candidates,
+    apply_pooled,
+    final_abort,
+    take_prompt_logprobs,
+)
+from engine.scheduling.batch import LastStep, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
+from engine.scheduling.drafting import Drafter, drafts_of
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.queues import Deadlines, WaitingQueue
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import Sequence, SequenceGroup, Status
 from engine.scheduling.step import Step
 from engine.scheduling.tables import Tables
@@ -31,13 +41,23 @@ from engine.scheduling.tables import Tables
 class Scheduler:
     """Queues, budget, preemption. The only writer of sequences and groups.
 
+    Attributes:
+        drafter: expects tokens of sequences that decode, so that a step may check several; None: none are expected.
+
     Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
     `schedule_ahead()` may give the next one; answers are applied in the order of the plans.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, hasher: PageHasher | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        hasher: PageHasher | None = None,
+        drafter: Drafter | None = None,
+    ):
         self.config = config
         self.pool = pool
+        self.drafter = drafter
         self._hasher = hasher or PageHasher()
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting = WaitingQueue()
@@ -138,9 +158,14 @@ class Scheduler:
     def _schedule(self, limit: StepLimit | Callable[[], StepLimit], ahead: bool) -> StepPlan | None:
         self._expire()
         step = Step(self.config.max_num_batched_tokens, ahead=ahead)
+        if self.drafter is not None:
+            step.limit = limit() if callable(limit) else limit
+            self._leave_for_drafts(step)
         chunked = []
         for group in list(self._running):
-            if group.status is not Status.RUNNING or (ahead and not group.may_run_ahead()):
+            if group.status is not Status.RUNNING or (
+                ahead and not group.may_run_ahead(drafting=self.drafter is not None)
+            ):
                 continue  # preempted for an older group, or must know an answer first
             work = group.work()
             if sum([count for _, count in work]) == len(work):
@@ -173,21 +198,27 @@ class Scheduler:
         self.stats.computed_tokens += step.plan.num_tokens
         self._encoder_cache.publish(step)
         self.in_flight.encoded(step)
-        self._tables.advance(rows)
+        accepted = accepted_rows(step.plan.sampling, result)
+        self._tables.advance([row for row in rows if not row.drafts] if accepted else rows)
         with_prompt_logprobs = take_prompt_logprobs(step.rows, result)
         sampled: dict[SequenceGroup, list[int]] = {}
+        drafted: dict[SequenceGroup, list[tuple[Row, int]]] = {}
         position = 0
         for row in step.rows:
             if not row.is_void:
                 if row.sampled:
                     sampled.setdefault(row.group, []).append(position)
+                    if row.drafts:
+                        drafted.setdefault(row.group, []).append((row, accepted[position]))
                 else:
                     self._tables.fork_from_first(row.group)
             position += row.sampled
-        answer = Answer(result, sampled)
+        answer = Answer(result, sampled, accepted)
         deltas = []
         for group, places in sampled.items():
             outcome = apply_candidates(group, answer, places, group in with_prompt_logprobs)
+            for row, count in drafted.get(group, ()):
+                self._keep(row, count - 1)
             delta = outcome.delta
             about_prompt = not group.started or delta.prompt_logprobs is not None
             if delta.choices or delta.finished or about_prompt or delta.beams is not None:
@@ -199,6 +230,14 @@ class Scheduler:
                 deltas.append(ending.delta)
                 self._apply(row.group, ending)
         return self.take_outbox(deltas)
+
+    def _keep(self, row: Row, count: int) -> None:
+        """So many of a row's drafts were right: they count as computed, as far as its answer goes."""
+        count = min(count, row.sequence.num_tokens - row.start - 1)
+        self.stats.num_draft_tokens += len(row.drafts)
+        self.stats.num_accepted_draft_tokens += count
+        self._tables.advance([row.keeping(count)])
+        self._tables.truncate(row.sequence)
 
     def fail(self, message: str, groups: Iterable[SequenceGroup] | None = None) -> list[RequestDelta]:
         """End requests of the oldest step with an error, and no others; the step is over if no request is left.
@@ -255,6 +294,8 @@ class Scheduler:
                 budget -= allowed
                 start = sequence.num_computed + sequence.num_in_flight
                 rows.append(Row(group, sequence, start, allowed, sampled, sequence.num_releases))
+        if step.num_drafts > 0 and total == len(work) and sampled and group.started and group.beam is None:
+            rows = self._with_drafts(step, rows)
         if not group.whole:
             lacking = [row for row in rows if row.start + row.count > row.sequence.num_writable]
             if lacking and step.ahead and not self._has_room(lacking):
@@ -264,6 +305,26 @@ class Scheduler:
                     return
         if rows:
             step.take(group, rows)
+
+    def _leave_for_drafts(self, step: Step) -> None:
+        """Tokens and pages that may be used for drafts: running rows have theirs first, and prompts as many tokens."""
+        tokens = min(step.budget, step.limit.tokens)
+        step.num_drafts = (tokens - sum(group.rows for group in self._running)) // 2
+        sequences = [sequence for group in self._running for sequence in group.sequences]
+        step.kept_pages = sum(self._tables.missing(sequence, sequence.num_tokens)[0] for sequence in sequences)
+
+    def _with_drafts(self, step: Step, rows: list[Row]) -> list[Row]:
+        """The rows of a decoding group with drafts, if there is room: no running request gives up anything for them."""
+        assert self.drafter is not None
+        left, drafted = step.num_drafts, []
+        for row in rows:
+            drafts = drafts_of(self.drafter, row.group, row.sequence, left)
+            drafted.append(row.drafting(drafts) if drafts else row)
+            left -= len(drafts)
+        if self._missing(drafted) - self._missing(rows) > self.pool.num_available - step.kept_pages:
+            return rows
+        step.num_drafts = left
+        return drafted
 
     def _reserve(self, step: Step, group: SequenceGroup, sequence: Sequence, end: int) -> bool:
         """Make the pages up to token `end` writable by this sequence alone; False if the group itself
@@ -280,9 +341,13 @@ class Scheduler:
             step.copies.setdefault(group, []).append(copy)
         return True
 
+    def _missing(self, rows: list[Row]) -> int:
+        """Pages that these rows lack."""
+        return sum([self._tables.missing(row.sequence, row.start + row.count)[0] for row in rows])
+
     def _has_room(self, rows: list[Row]) -> bool:
         """These rows of a running group fit without a preemption, and no older group waits for pages."""
-        needed = sum([self._tables.missing(row.sequence, row.start + row.count)[0] for row in rows])
+        needed = self._missing(rows)
         short = needed > 0 and (self._drains or needed > self.pool.num_available)
         self._drains |= short
         return not short

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.interface.constraints import Constraint
 from engine.interface.outputs import TokenLogprobs
-from engine.interface.request import Request
+from engine.interface.request import Decoding, Request
 from engine.interface.sampling_table import REQUESTED, neutral_rows
 from engine.scheduling.block_pool import PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
@@ -81,6 +81,10 @@ class IntBuffer:
         self._data[start : other.size] = other._data[start : other.size]
         self.size = other.size
 
+    def shorten(self, size: int) -> None:
+        """Have the first so many values alone."""
+        self.size = min(self.size, size)
+
     def _grown(self, size: int) -> Int32:
         grown = np.empty(size + 16, dtype=np.int32)
         grown[: self.size] = self._data[: self.size]
@@ -96,7 +100,8 @@ class Sequence:
         num_prompt: tokens of the prompt.
         num_computed: tokens whose K and V are in the pages.
         num_in_flight: tokens after those that steps compute whose answers are not applied yet.
-        num_pending: tokens that those steps sample: they follow `tokens`, and are not known yet.
+        num_pending: tokens that those steps sample: they follow `tokens`, and are not known yet; where tokens were
+            drafted, the most that there can be.
         num_releases: how often it gave its pages up; rows that were planned before are for nothing.
         table: pages, in order; 0 for those that are out of every layer's window.
         num_writable: tokens up to which its pages may be written: they are there, and referenced once. 0 where that is
@@ -178,6 +183,21 @@ class Sequence:
         self.score = parent.score
         self.logprobs = None if parent.logprobs is None else list(parent.logprobs)
         self.constraint = None if parent.constraint is None else parent.constraint.fork()
+
+    def append(self, decoding: Decoding, token: int) -> None:
+        """Go on with a token. Its constraint hears of it, but not of forced tokens, nor of the model's EOS."""
+        constraint = None if token in decoding.eos_ids else self.constraint
+        if constraint is not None and not decoding.forced_after(self.num_tokens, self.num_output):
+            constraint.accept(token)
+        self.tokens.append(token)
+
+    def gone_on(self, decoding: Decoding, token: int) -> Sequence:
+        """A copy without pages that has gone on with a token."""
+        copy = Sequence(self.index, (), with_logprobs=False)
+        copy.follow(self)
+        copy.uniforms = self.uniforms
+        copy.append(decoding, token)
+        return copy
 
 
 class Status(Enum):
@@ -328,8 +348,9 @@ class SequenceGroup:
             return [(first, self.fork_point - first.num_computed)]
         return [(s, s.tokens.size + s.num_pending - s.num_computed - s.num_in_flight) for s in self.sequences]
 
-    def may_run_ahead(self) -> bool:
-        """Its next step can be planned although the answer of one in flight is not known. If it runs in that."""
+    def may_run_ahead(self, *, drafting: bool = False) -> bool:
+        """Its next step can be planned although the answer of one in flight is not known. If it runs in that. Tokens
+        can be drafted only where the last one is known."""
         first = self.sequences[0]
         if not (first.num_in_flight or any(sequence.num_in_flight for sequence in self.sequences[1:])):
             return True
@@ -340,7 +361,7 @@ class SequenceGroup:
             return False
         if not first.num_pending:  # sequences of a group are sampled together
             return True
-        return not self.heeds_tokens and first.num_output + first.num_pending < decoding.max_tokens
+        return not (drafting or self.heeds_tokens) and first.num_output + first.num_pending < decoding.max_tokens
 
     def common_prefix(self) -> int:
         """Tokens all sequences share, leaving each at least one to compute."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import PageHash
 from engine.scheduling.budget import UNLIMITED, StepLimit
 from engine.scheduling.encoder_input import EncoderInput
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup
 
 
@@ -43,6 +43,8 @@ class Step:
         num_prompts: groups planned since prompts have their turn; None before.
         encoder_runs: runs of the encoder, by the key of their input.
         ahead: another step is in flight: nothing is preempted for this one.
+        num_drafts: tokens that may still be drafted: none once prompts have their turn.
+        kept_pages: those that running groups lack for what they have, where tokens are drafted.
     """
 
     budget: int
@@ -54,10 +56,12 @@ class Step:
     encoder_runs: dict[PageHash, EncoderRun] = field(default_factory=dict)
     preempted: bool = False
     ahead: bool = False
+    num_drafts: int = 0
+    kept_pages: int = 0
 
     def begin_prompts(self) -> None:
         """All decoding rows have their token: whatever they took, prompts get their least."""
-        self.num_prompts = 0
+        self.num_prompts = self.num_drafts = 0
         work = self.limit.work - sum(self._work(group, rows) for group, rows in self.rows.items())
         self.left = max(work, self.limit.least)
         taken = sum(row.count for rows in self.rows.values() for row in rows)
@@ -123,7 +127,8 @@ class Step:
         costs, scored, beside = self.limit.costs, _scores(group), _beside(group)
         if group.whole:
             return sum(self._reading(group, row.count) for row in rows)
-        return sum(costs.work(row.start, row.count, scored, beside) for row in rows)
+        work = sum(costs.work(row.start, row.count, scored, beside) for row in rows)
+        return work + costs.score * sum(len(row.drafts) for row in rows)
 
     def _reading(self, group: SequenceGroup, count: int) -> float:
         pooling = group.request.pooling

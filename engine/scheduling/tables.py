@@ -10,10 +10,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from engine.interface.request import Request
-from engine.scheduling.batch import Row
 from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, pages_needed
 
 
@@ -120,6 +120,14 @@ class Tables:
                 self._publish(row.group, sequence)
             if has_window:
                 self._leave_window(sequence, row.start)
+
+    def truncate(self, sequence: Sequence) -> None:
+        """Give up pages that were to hold more tokens than the sequence has: those of drafts which were wrong."""
+        size, kept = self._config.block_size, pages_needed(sequence.num_tokens, self._config.block_size)
+        if kept < sequence.table.size:
+            self._pool.free(sequence.table.view(kept).tolist())
+            sequence.table.shorten(kept)
+            sequence.num_writable = min(sequence.num_writable, kept * size)
 
     def release(self, sequence: Sequence) -> None:
         """A sequence gives its pages up; what is in flight for it is for nothing.

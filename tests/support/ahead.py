@@ -14,9 +14,9 @@ from paged_simulator import Simulator
 
 from engine.execution.pending import PendingStep
 from engine.interface.outputs import RequestDelta
-from engine.scheduling.batch import Row
 from engine.scheduling.in_flight import InFlightStep
 from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.row import Row
 from engine.stepping import Stepping
 
 EVERYONE = "0123456789"

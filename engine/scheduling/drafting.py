@@ -1,0 +1,64 @@
+"""Tokens that are expected to follow a sequence, so that a step may check several of them at once.
+
+What is expected changes no answer (`engine.scheduling.row`): only how many steps it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+
+from engine.interface.constraints import Constraint
+from engine.interface.request import Request
+from engine.interface.sampling_table import mask_words
+from engine.scheduling.plan import Int32
+from engine.scheduling.sequence import Sequence, SequenceGroup
+
+
+class Drafter(Protocol):
+    """What expects tokens: by a small model, or by what the prompt holds already."""
+
+    def propose(self, request: Request, choice: int, tokens: Int32, most: int) -> Seq[int]:
+        """Tokens that are likely to follow those of one of a request's answers and its prompt.
+
+        Args:
+            request: what was asked for.
+            choice: number of the answer.
+            tokens: [N] all that are known.
+            most: so many count, if there are more.
+        """
+
+
+def drafts_of(drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: int) -> tuple[int, ...]:
+    """What the drafter expects of a sequence whose tokens are all known, as far as that can come.
+
+    Nothing is drafted from an end on, nor what a constraint excludes: a mask says of allowed tokens alone what may
+    follow them.
+    """
+    decoding = group.request.decoding
+    most = min(most, decoding.max_tokens - 1 - sequence.num_output)  # the last token has nothing to be checked for
+    if most <= 0:
+        return ()
+    proposed = drafter.propose(group.request, sequence.index, sequence.tokens.view(), most)
+    drafts: list[int] = []
+    for token in proposed[:most]:
+        if token in decoding.stop_ids:
+            break
+        if sequence.constraint is not None:
+            if not decoding.forced_after(sequence.num_tokens, sequence.num_output) and not _allows(
+                sequence.constraint, token
+            ):
+                break
+            sequence = sequence.gone_on(decoding, token)
+        drafts.append(token)
+    return tuple(drafts)
+
+
+def _allows(constraint: Constraint, token: int) -> bool:
+    if constraint.is_complete:
+        return False
+    row = np.zeros(mask_words(constraint.vocab_size), dtype=np.uint32)
+    constraint.fill(row)
+    return bool(row[token // 32] >> (token % 32) & 1)

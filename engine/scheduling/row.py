@@ -1,0 +1,71 @@
+"""A sequence's part in a step: the tokens that are computed, and the last ones of them whose logits are sampled.
+
+A row may end with drafted tokens, which are expected to follow and may be wrong. Then all positions from the last known
+token on are sampled, each as if the drafts before it were right, with the random number and the bans, penalties and
+masks that belong to its place. As long as what is sampled is what was drafted, the next position counts: so the answer
+is the same whatever is drafted, and a step gives 1 to k + 1 tokens of it (speculative decoding, arXiv:2211.17192, with
+sampled tokens compared instead of distributions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.scheduling.sequence import Sequence, SequenceGroup
+
+
+@dataclass(slots=True)
+class Row:
+    """`count` tokens of a sequence from `start` on. Immutable.
+
+    Attributes:
+        sampled: so many last positions are sampled: none if known tokens are left, else one and one per draft.
+        num_releases: the sequence's, when this was planned.
+        drafts: the row's last tokens, which are not known but expected.
+    """
+
+    group: SequenceGroup
+    sequence: Sequence
+    start: int
+    count: int
+    sampled: int
+    num_releases: int = 0
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def is_void(self) -> bool:
+        """The sequence has ended or was preempted since: what is computed here is for nothing."""
+        return self.num_releases != self.sequence.num_releases
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer before the last one that is sampled here; not all of them need be known."""
+        return self.start + self.count - self.sequence.num_prompt
+
+    @property
+    def scored(self) -> range:
+        """Positions whose next token is known, and its log-probability wanted: a prompt's that has none yet."""
+        group = self.group
+        if group.request.decoding.prompt_logprobs is None or group.started:
+            return range(0)
+        # The token after position p has entry p + 1; entries known before a preemption are not made again.
+        first = max(self.start, len(group.prompt_logprobs) - 1)
+        return range(first, max(first, min(self.start + self.count, self.sequence.num_prompt - 1)))
+
+    def drafting(self, drafts: tuple[int, ...]) -> Row:
+        """This row, which has no drafts, with these."""
+        return replace(self, count=self.count + len(drafts), sampled=1 + len(drafts), drafts=drafts)
+
+    def keeping(self, count: int) -> Row:
+        """The part of this row that has become its sequence's: the first so many of its drafts, and all before."""
+        less = len(self.drafts) - count
+        return replace(self, count=self.count - less, sampled=self.sampled - less, drafts=self.drafts[:count])
+
+    def positions(self) -> list[Row]:
+        """A row for each position that is sampled, which has no draft, but a sequence that has gone on with those
+        before it."""
+        rows = [self.keeping(0)]
+        for number, token in enumerate(self.drafts, start=1):
+            sequence = rows[-1].sequence.gone_on(self.group.request.decoding, token)
+            rows.append(replace(rows[0], sequence=sequence, count=rows[0].count + number))
+        return rows
