@@ -30,6 +30,7 @@ from engine.execution import runner as running  # noqa: E402
 from engine.execution.kv_cache import KVCache  # noqa: E402
 from engine.interface.request import Decoding, Request  # noqa: E402
 from engine.model import spec  # noqa: E402
+from engine.model.kernels import LIBRARY, RowForm  # noqa: E402
 from engine.process.messages import News, decode_news, encode  # noqa: E402
 from engine.scheduling.block_pool import BlockPool  # noqa: E402
 from engine.scheduling.budget import Costs, StepBudget, StepWork  # noqa: E402
@@ -81,7 +82,7 @@ class Stand(torch.nn.Module):
     def encode(self, *arguments: Any) -> None:
         """Nothing is stored."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, form: RowForm = LIBRARY) -> torch.Tensor:
         return hidden
 
 
@@ -135,7 +136,7 @@ class Case:
         self.result = StepResult.empty() if plan.sampling is None else candidates(plan.sampling, self._rng)
         self._timed(times, "execute", lambda: self.runner.execute(plan))
         times["execute"] -= self.runner.model.seconds
-        deltas = self._timed(times, "update", lambda: self.scheduler.update(plan, self.result))
+        deltas = self._timed(times, "update", lambda: self.scheduler.update(self.result))
         self._timed(times, "observe", lambda: self.budget.observe(StepWork.of(plan), 0.03))
         data = self._timed(times, "encode", lambda: encode(News(deltas, {}, self.scheduler.snapshot(), 1)))
         self._timed(times, "decode", lambda: decode_news(data))

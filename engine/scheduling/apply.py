@@ -237,26 +237,35 @@ def _apply_samples(group: SequenceGroup, answer: Answer, rows: Seq[int]) -> Outc
     choices: list[ChoiceDelta] = []
     live: list[Sequence] = []
     dropped: list[Sequence] = []
-    for first, sequence in zip(rows, group.sequences, strict=True):
-        news: list[ChoiceDelta] = []
-        for row in range(first, first + answer.accepted.get(first, 1)):
-            token, score = answer.tokens[row][0], sequence.score + answer.logprobs[row][0]
-            choice = _choice(group, sequence, token, score, _token_logprobs(group, answer, row, 0))
-            news.append(choice)
-            if choice.finish_reason is not None:
-                dropped.append(sequence)
-                break
-            sequence.append(group.request.decoding, token)
-            sequence.score = score
-        else:
-            live.append(sequence)
-        choices.append(news[0] if len(news) == 1 else _joined(news))
+    accepted = answer.accepted
+    for row, sequence in zip(rows, group.sequences, strict=True):
+        choice = _go_on(group, sequence, answer, row)
+        if accepted:
+            news, end = [choice], row + accepted[row]
+            while news[-1].finish_reason is None and row + len(news) < end:
+                news.append(_go_on(group, sequence, answer, row + len(news)))
+            choice = _joined(news)
+        choices.append(choice)
+        (live if choice.finish_reason is None else dropped).append(sequence)
     delta = RequestDelta(request_id=group.request.request_id, choices=choices, finished=not live)
-    return Outcome(delta, live, [], dropped, sum([len(choice.token_ids) for choice in choices]))
+    count = sum([len(choice.token_ids) for choice in choices]) if accepted else len(choices)
+    return Outcome(delta, live, [], dropped, count)
+
+
+def _go_on(group: SequenceGroup, sequence: Sequence, answer: Answer, row: int) -> ChoiceDelta:
+    """News of a sequence that goes on with the token that was drawn in a row, or ends with it."""
+    token, score = answer.tokens[row][0], sequence.score + answer.logprobs[row][0]
+    choice = _choice(group, sequence, token, score, _token_logprobs(group, answer, row, 0))
+    if choice.finish_reason is None:
+        sequence.append(group.request.decoding, token)
+        sequence.score = score
+    return choice
 
 
 def _joined(news: Seq[ChoiceDelta]) -> ChoiceDelta:
     """News of several tokens of an answer as one."""
+    if len(news) == 1:
+        return news[0]
     return replace(
         news[-1],
         token_ids=tuple(token for choice in news for token in choice.token_ids),

@@ -68,7 +68,7 @@ def build_plan(
     none has. `last` is read and brought up to date. `pending` has the sequences that are sampled by the step in flight,
     and which of its sampled tokens is theirs."""
     groups = [row.group for row in rows]
-    decoding = all(row.sampled == row.count == 1 and row.start >= row.sequence.num_prompt for row in rows)
+    decoding = all(row.sampled and row.count == 1 and row.start >= row.sequence.num_prompt for row in rows)
     known = last if decoding and last is not None and last.groups == groups else None
     whole = any(group.whole for group in groups)
     tables = _tables([row.sequence.table for row in rows])

@@ -208,7 +208,7 @@ class Scheduler:
             if not row.is_void:
                 if row.sampled:
                     sampled.setdefault(row.group, []).append(position)
-                    if row.drafts:
+                    if accepted and row.drafts:
                         drafted.setdefault(row.group, []).append((row, accepted[position]))
                 else:
                     self._tables.fork_from_first(row.group)
@@ -217,8 +217,9 @@ class Scheduler:
         deltas = []
         for group, places in sampled.items():
             outcome = apply_candidates(group, answer, places, group in with_prompt_logprobs)
-            for row, count in drafted.get(group, ()):
-                self._keep(row, count - 1)
+            if drafted:
+                for row, count in drafted.get(group, ()):
+                    self._keep(row, count - 1)
             delta = outcome.delta
             about_prompt = not group.started or delta.prompt_logprobs is not None
             if delta.choices or delta.finished or about_prompt or delta.beams is not None:

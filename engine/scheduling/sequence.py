@@ -186,10 +186,13 @@ class Sequence:
 
     def append(self, decoding: Decoding, token: int) -> None:
         """Go on with a token. Its constraint hears of it, but not of forced tokens, nor of the model's EOS."""
-        constraint = None if token in decoding.eos_ids else self.constraint
-        if constraint is not None and not decoding.forced_after(self.num_tokens, self.num_output):
-            constraint.accept(token)
+        if self.constraint is not None and token not in decoding.eos_ids:
+            self._tell(self.constraint, decoding, token)
         self.tokens.append(token)
+
+    def _tell(self, constraint: Constraint, decoding: Decoding, token: int) -> None:
+        if not decoding.forced_after(self.num_tokens, self.num_output):
+            constraint.accept(token)
 
     def gone_on(self, decoding: Decoding, token: int) -> Sequence:
         """A copy without pages that has gone on with a token."""
