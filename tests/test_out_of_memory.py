@@ -159,6 +159,26 @@ def test_steps_grow_again_with_time(engines: Callable[..., Engine]) -> None:
     assert small.tokens == small.rows == recovery._UNBOUNDED
 
 
+def test_patience_grows_by_steps_not_by_their_parts(engines: Callable[..., Engine]) -> None:
+    """And is forgotten once steps may be as large as ever."""
+    one = engines(max_num_batched_tokens=64)
+    small, least = one._stepping._recovery, recovery._PATIENCE
+    with shortage(one, above(10)) as raised:
+        answers(one, [Job(prompt(1, 60), greedy(1))])
+    assert len(raised) > 2
+    assert small._patience == 2 * least
+    small.rows = small_enough = 4
+    with shortage(one, above(1000, 1)) as raised:  # the step of 8 rows is divided untried: its parts are what fails
+        answers(one, [Job([3], greedy(1))] * 8)
+    assert all(plan.num_rows <= small_enough for plan in raised)
+    assert raised
+    assert small._patience == 4 * least
+    small._patience, small._good = 2, 0
+    answers(one, [Job(prompt(20, 9), greedy(40))])
+    assert small.tokens == small.rows == recovery._UNBOUNDED
+    assert small._patience == least
+
+
 def test_only_what_cannot_be_smaller_fails(engines: Callable[..., Engine]) -> None:
     """Of two requests not even one token can be computed, of one of them only later."""
     one = engines()

@@ -32,7 +32,8 @@ logger = logging.getLogger("octavo.engine")
 
 Number = TypeVar("Number", bound=np.generic)
 
-# Steps that must go well before steps may be twice as large again; twice as many after each one that did not.
+# Steps that must go well before steps may be twice as large again; twice as many after each one that did not (however
+# many parts it was computed in), until steps may be as large as ever again.
 _PATIENCE, _MOST_PATIENCE = 64, 4096
 _UNBOUNDED = 2**31
 
@@ -58,7 +59,7 @@ class Recovery:
         self._executor = executor
         self.tokens = self.rows = _UNBOUNDED
         self._works = True  # something was computed since the last step that failed as a whole
-        self._patience = _PATIENCE
+        self._patience = self._longer = _PATIENCE  # at present; once the step being recovered has lacked memory
         self._good = 0  # steps since the last shortage, or since the limits were raised
 
     def limit(self, given: StepLimit) -> StepLimit:
@@ -84,6 +85,7 @@ class Recovery:
             self.tokens = _raised(self.tokens, 2 * most.max_num_batched_tokens)  # an encoder's as well
             self.rows = _raised(self.rows, most.max_num_seqs)
             if self.tokens == self.rows == _UNBOUNDED:
+                self._patience = _PATIENCE
                 logger.info("steps may be as large as the settings say again")
 
     def recover(self, error: Exception) -> list[RequestDelta]:
@@ -101,6 +103,8 @@ class Recovery:
         scheduler, steps = self._scheduler, self._scheduler.in_flight
         step = steps.oldest
         steps.recall()
+        if not step.is_part:
+            self._longer = min(2 * self._patience, _MOST_PATIENCE)
         self._note(step.plan, error)
         if scheduler.skip():  # no request waits for it any more
             return []
@@ -215,8 +219,7 @@ class Recovery:
             self.rows = max(min(self.rows, plan.num_rows) // 2, 1)
         else:
             self.tokens = max(min(self.tokens, _size(plan)) // 2, 1)
-        self._patience = min(2 * self._patience, _MOST_PATIENCE)
-        self._good = 0
+        self._patience, self._good = self._longer, 0
         logger.warning(
             "out of memory in a step of %d tokens in %d rows: it is computed in smaller parts, and the next steps are "
             "kept smaller (%s). If that happens often, lower --max-num-batched-tokens (for long prompts) or "
