@@ -172,6 +172,19 @@ def test_forced_tokens_come_whatever_is_allowed(counting: None, engines: Callabl
                 seen += [] if token in one.defaults.eos_ids else [token]
 
 
+@BOTH_DEPTHS
+def test_a_complete_answer_ends_whatever_its_least_length(counting: None, engines: Callable[..., Engine]) -> None:
+    """Nothing but its end is allowed then, which is not banned besides."""
+    one = engines()
+    for more in ({"min_tokens": 9}, {"min_length": 30}, {"min_tokens": 9, "stop_token_ids": [3]}):
+        for params in (greedy(12, ignore_eos=False), sampled(4, 12, ignore_eos=False, n=2), beams(3, 12)):
+            add(one, "r", Job(prompt(9, 7), replace(params, allowed_token_ids=[6], **more)))
+            (output,) = finish(one).values()
+            for answer in output.outputs:
+                assert answer.finish_reason == "stop", answer.stop_reason
+                assert len([token for token in answer.token_ids if token not in {*one.defaults.eos_ids, 3}]) == 6
+
+
 # ------------------------------------------------------------------ allowed_token_ids
 
 

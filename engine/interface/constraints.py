@@ -32,7 +32,8 @@ class Constraint(Protocol):
 
     def fill(self, mask_row: MaskRow) -> None:
         """Write which tokens may come next, a bit each (`engine.interface.sampling_table.mask_words`), into uint32
-        words that are 0; those that end the answer among them, if it may end."""
+        words that are 0; those that end the answer among them, if it may end. Changes no state: a step that is planned
+        again asks a second time."""
 
     def fork(self) -> Constraint:
         """The same state, which goes its own way."""

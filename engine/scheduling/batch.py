@@ -329,10 +329,11 @@ def banned_tokens(row: Row) -> set[int]:
     """Tokens that must not come next, as the logits processors of `transformers` have it."""
     decoding, sequence = row.group.request.decoding, row.sequence
     banned = set(decoding.suppress_tokens)
-    if row.num_output < decoding.min_tokens:
-        banned |= decoding.stop_ids
-    if sequence.num_prompt + row.num_output < decoding.min_length:
-        banned |= decoding.eos_ids
+    if sequence.constraint is None or not sequence.constraint.is_complete:  # else nothing but an end may come
+        if row.num_output < decoding.min_tokens:
+            banned |= decoding.stop_ids
+        if sequence.num_prompt + row.num_output < decoding.min_length:
+            banned |= decoding.eos_ids
     # With a forced BOS after a single prompt token, the first free choice is the second one.
     begin = 1 if sequence.num_prompt == 1 and decoding.forced_bos_token_id is not None else 0
     if decoding.begin_suppress_tokens and row.num_output == begin:
