@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +33,7 @@ from engine.backends import native
 from engine.execution import starting
 from engine.execution.executor import LocalExecutor
 from engine.execution.pending import PendingStep
+from engine.host.logs import LineFormatter, LogFormat
 from engine.process.runner import ProcessExecutor, _serve
 from engine.scheduling.plan import StepPlan, StepResult
 
@@ -103,6 +108,29 @@ def test_encoders(tmp_path: Path) -> None:
 def test_what_keeps_a_model_from_loading(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"holds no config\.json"):
         make_engine(tmp_path, **APART)
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_a_runner_logs_as_its_engine_does(
+    log_format: LogFormat,
+    engines: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    handler, root = logging.StreamHandler(io.StringIO()), logging.getLogger()
+    handler.setFormatter(LineFormatter(log_format))
+    monkeypatch.setattr(root, "handlers", [*root.handlers, handler])
+    monkeypatch.setattr(root, "level", logging.INFO)
+    monkeypatch.setenv("OCTAVO_NATIVE", "off")  # the runner says so
+    one = engines(**APART)
+    one.close()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "octavo.native" in line]
+    assert lines
+    for line in lines:
+        if log_format == "json":
+            assert json.loads(line)["level"] == "info"
+        else:
+            assert re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z INFO octavo\.native: ", line)
 
 
 def test_a_runner_that_is_killed(engines: Callable[..., Engine]) -> None:

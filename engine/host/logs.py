@@ -67,6 +67,7 @@ class LineFormatter(logging.Formatter):
 
     def __init__(self, log_format: LogFormat):
         super().__init__()
+        self.log_format = log_format
         self._render = json_line if log_format == "json" else console_line
 
     def format(self, record: logging.LogRecord) -> str:
@@ -89,6 +90,12 @@ def configure(level: int, log_format: LogFormat) -> None:
     handler.setFormatter(LineFormatter(log_format))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+def configured() -> LogFormat | None:
+    """The format that `configure` has given this process's log; None if it has not."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    return next((one.log_format for one in formatters if isinstance(one, LineFormatter)), None)
 
 
 def adopt_libraries() -> None:

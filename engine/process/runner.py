@@ -33,6 +33,7 @@ from engine.execution.executor import Executor, ModelFacts
 from engine.execution.memory import is_out_of_memory
 from engine.execution.pending import PendingStep
 from engine.host.cpus import engine_environment
+from engine.host.logs import LogFormat, adopt_libraries, configure, configured
 from engine.interface.sampling_table import EDIT, TABLE
 from engine.scheduling.plan import Int32, StepPlan, StepResult
 
@@ -43,10 +44,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal's, for e
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: what to load, and how to log."""
+    """The first message: what to load, and how to log: as the engine's process does.
+
+    Attributes:
+        log_level: the root logger's.
+        log_format: of log lines on stderr; None: as Python has it.
+    """
 
     config: EngineConfig
     log_level: int
+    log_format: LogFormat | None
 
 
 class Launch(msgspec.Struct, tag=True):
@@ -172,7 +179,8 @@ class ProcessExecutor:
         self._runners = [Connection(ours.detach())]
         self._expected: deque[_Late] = deque()
         try:
-            facts = self._send(Start(config, logging.getLogger().getEffectiveLevel())).answer().facts
+            start = Start(config, logging.getLogger().getEffectiveLevel(), configured())
+            facts = self._send(start).answer().facts
         except BaseException:
             self.close()
             raise
@@ -279,9 +287,14 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
         return
     start = _orders.decode(first)
     assert isinstance(start, Start)
-    logging.basicConfig(level=start.log_level)
+    if start.log_format is None:
+        logging.basicConfig(level=start.log_level)
+    else:
+        configure(start.log_level, start.log_format)
     from engine.execution import starting  # heavy
 
+    if start.log_format is not None:
+        adopt_libraries()
     try:
         executor = starting.start(start.config)
     except Exception as error:
