@@ -59,7 +59,7 @@ class Library:
         Raises:
             RuntimeError: one differs.
         """
-        structures.check(self.function("structure_size", "pp"))
+        structures.check(self.function)
 
     def threads(self) -> int:
         """How many threads share the work of a kernel that the calling thread calls."""

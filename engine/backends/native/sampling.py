@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.native.loading import Kernel
-from engine.backends.native.structures import structure
+from engine.backends.native.structures import TWINS, structure
 from engine.interface.sampling_table import EDIT, TABLE, EditList, Masks, Table, mask_words
 
 Int32 = NDArray[np.int32]
@@ -26,7 +26,7 @@ _ROWS = "piiip"
 _SUMMARY = Kernel("logits_summary", f"{_ROWS} pppp p")
 _BEST = Kernel("logits_best", f"{_ROWS} pp pp ii p pp pi")
 _RANKS = Kernel("logits_ranks", f"{_ROWS} pp ii p")
-_DRAW = Kernel("logits_draw", f"{_ROWS} pi pi pi pp ppp i")
+_DRAW = Kernel("logits_draw", f"{_ROWS} pi p pi pp ppp i")
 _EDIT = Kernel("logits_edit", f"{_ROWS} pp p")
 _MASK = Kernel("logits_mask", "pii pi pi")
 _RESTORE = Kernel("logits_restore", f"{_ROWS} p")
@@ -35,6 +35,7 @@ _CHUNK, _PIECE = 64, 4096
 
 
 _Edits = structure("Edits", "pointer start edits repetition frequency presence apart counts columns values before keys")
+TWINS |= {name: (kind.itemsize, len(kind.names or ())) for name, kind in (("Row", TABLE), ("Edit", EDIT))}
 
 
 class _Laid:
@@ -185,7 +186,6 @@ class LogitRows:
             _address(rows, np.int32),
             len(rows),
             _address(table, TABLE),
-            TABLE.itemsize,
             _address(uniforms, np.float64),
             most,
             tokens.data_ptr(),

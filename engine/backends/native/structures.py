@@ -1,4 +1,5 @@
-"""Structures that Python and the library share: declared here, and compared by size with those of the library.
+"""Structures that Python and the library share: declared here, and compared with those of the library: by their bytes,
+and by the number of their fields, since a small one may fit into padding.
 
 A field that one side alone has would shift all that follow, and kernels would read addresses as numbers.
 """
@@ -9,7 +10,8 @@ import ctypes
 from collections.abc import Callable
 
 _TYPES: dict[str, type] = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "double": ctypes.c_double}
-TWINS: dict[str, type[ctypes.Structure]] = {}
+TWINS: dict[str, tuple[int, int]] = {}
+"""Bytes and number of fields of each structure, by its name in `src` (`OCTAVO_TWIN`)."""
 
 
 def structure(name: str, fields: str) -> type[ctypes.Structure]:
@@ -24,25 +26,28 @@ def structure(name: str, fields: str) -> type[ctypes.Structure]:
         kind, *names = part.split()
         made += [(field, _TYPES[kind]) for field in names]
     twin = type(name, (ctypes.Structure,), {"_fields_": made})
-    _TYPES[name] = TWINS[name] = twin
+    _TYPES[name], TWINS[name] = twin, (ctypes.sizeof(twin), len(made))
     return twin
 
 
-def check(size_of: Callable[[int, int], None]) -> None:
-    """Compare the sizes of all structures with a library's.
+def check(function: Callable[[str, str], Callable[..., None]]) -> None:
+    """Compare all structures with a library's.
 
     Args:
-        size_of: its `structure_size`.
+        function: `Library.function`.
 
     Raises:
-        RuntimeError: a structure has another size there, or there is none of this name.
+        RuntimeError: a structure has other bytes or fields there, or there is none of this name.
     """
-    for name, twin in TWINS.items():
-        text, size = ctypes.create_string_buffer(name.encode()), ctypes.c_int64()
-        size_of(ctypes.addressof(text), ctypes.addressof(size))
-        if size.value != ctypes.sizeof(twin):
-            there = "is not known to" if size.value < 0 else f"has {size.value} bytes in"
+    for name, here in TWINS.items():
+        there = (ctypes.c_int64 * 2)()
+        try:
+            function(f"twin_{name}", "p")(ctypes.addressof(there))
+            said = "has {} bytes in {} fields".format(*there)
+        except AttributeError:
+            said = "is not known"
+        if tuple(there) != here:
             raise RuntimeError(
-                f"The structure {name} has {ctypes.sizeof(twin)} bytes in Python and {there} the native library: "
-                "its fields in engine/backends/native must be those in engine/backends/native/src."
+                f"The structure {name} has {here[0]} bytes in {here[1]} fields in Python and {said} in the native "
+                "library: its fields in engine/backends/native must be those in engine/backends/native/src."
             )

@@ -1,5 +1,6 @@
 // Draws from rows: temperature, top-k, top-p, min-p, then the inverse of the distribution in vocabulary order.
 #include "sampling.h"
+#include "twins.h"
 
 namespace octavo {
 namespace {
@@ -217,12 +218,13 @@ void draw_row(const Drawing& a, int64_t i, double* sums, uint64_t* keys, float* 
 
 using namespace octavo;
 
+OCTAVO_TWIN(Row)
+
 // `sums` is [threads, chunks], `keys` [threads, 2, columns], `weights` [threads, columns].
 OCTAVO_EXPORT(logits_draw)(float* values, int64_t rows, int64_t columns, int64_t stride, float* tops,
-                           const int32_t* chosen, int64_t count, const void* table, int64_t row_bytes,
-                           const double* uniforms, int64_t most_draws, int32_t* tokens, int32_t* wide, double* sums,
+                           const int32_t* chosen, int64_t count, const void* table, const double* uniforms,
+                           int64_t most_draws, int32_t* tokens, int32_t* wide, double* sums,
                            uint64_t* keys, float* weights, int64_t most_threads) {
-  if (row_bytes != sizeof(Row)) __builtin_trap();
   const Drawing a{{values, rows, columns, stride, tops}, chosen, static_cast<const Row*>(table), uniforms, most_draws,
                   tokens, wide};
   parallel(count > 1 && count * columns >= WORTH_SHARING, [&](int thread, int threads) {
