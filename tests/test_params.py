@@ -26,6 +26,7 @@ from engine.interface.request import (
     Request,
     SamplingParams,
 )
+from engine.interface.sampling_table import FILTERS, Column
 
 BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("max_tokens", 0, ("at least 1", "0")),
@@ -109,6 +110,11 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("decoder_start_token_id", -1, ("at least 0", "-1")),
     ("forced_bos_token_id", -1, ("at least 0", "-1")),
     ("forced_eos_token_id", 1.0, ("an integer", "1.0")),
+]
+BAD_SAMPLING += [  # those that are declared later, too
+    (column.name, column.allowed.low - 1, ("greater than" if column.allowed.open_low else "at least",))
+    for column in FILTERS
+    if column.allowed is not None and column.allowed.low is not None
 ]
 
 
@@ -499,6 +505,12 @@ class TestBeams:
     )
     def test_asking_for_what_beams_cannot_do_turns_default_beams_off(self, asked: dict[str, Any]) -> None:
         assert completed(SamplingParams(**asked), {"num_beams": 4}).num_beams == 1
+
+    @pytest.mark.parametrize("column", FILTERS, ids=lambda column: column.name)
+    def test_a_filter_that_does_nothing_leaves_them_on(self, column: Column) -> None:
+        assert column.nothing
+        for value in column.nothing:
+            assert completed(SamplingParams(**{column.name: value}), {"num_beams": 4}).num_beams == 4
 
     @pytest.mark.parametrize(("n", "beams", "width"), [(1, 1, 1), (3, 1, 3), (2, 4, 4)])
     def test_width(self, n: int, beams: int, width: int) -> None:

@@ -8,10 +8,10 @@ import os
 from typing import Any, get_args, get_type_hints
 
 from cli.terminal.parser import OneLineParser
-from engine import NUMBER_RANGES, EngineConfig, InvalidRequestError, SamplingParams
+from engine import FILTERS, NUMBER_RANGES, EngineConfig, InvalidRequestError, SamplingParams
 from server.config.wording import field_docs
 
-SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "min_tokens")
+SAMPLING = ("max_tokens", *(column.name for column in FILTERS), "seed", "stop", "min_tokens")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 BEAMS = ("num_beams", "length_penalty", "early_stopping")
 # Settings of `octavo serve` that a model which is loaded here may need on the spot; variables set the others.

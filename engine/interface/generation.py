@@ -14,7 +14,7 @@ import numpy as np
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.interface.constraints import AllowedTokens
 from engine.interface.request import Decoding, SamplingParams
-from engine.interface.sampling_table import REQUESTED
+from engine.interface.sampling_table import FILTERS, REQUESTED
 from engine.interface.values import brief
 
 logger = logging.getLogger("octavo.generation")
@@ -327,7 +327,8 @@ def _num_beams(params: SamplingParams, values: Mapping[str, Any]) -> int:
     if params.num_beams is not None:
         return params.num_beams
     # What only makes sense without beams, asked for by name, outweighs the model's default number of beams.
-    if params.temperature or params.top_k or params.top_p is not None or params.min_p or params.stop_strings:
+    given = [(getattr(params, column.name), column.nothing) for column in FILTERS]
+    if params.stop_strings or any(value is not None and value not in nothing for value, nothing in given):
         return 1
     beams = int(values.get("num_beams", 1))
     return max(beams, params.n) if beams > 1 else 1

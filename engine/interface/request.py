@@ -119,8 +119,8 @@ class SamplingParams:
         logprobs: report the chosen token's log-probability and this many of the most probable.
         prompt_logprobs: the same for each token of the prompt.
         num_beams: beam search with that many beams if above 1; temperature and the filters are
-            then not applied. A model's own default is left aside for a temperature above 0, top_k, top_p, min_p
-            or stop in the request, and stays at an explicit temperature of 0.
+            then not applied. A model's own default is left aside for a temperature above 0, another filter that
+            keeps less than all tokens, or stop in the request, and stays at an explicit temperature of 0.
         length_penalty: a finished beam's score is its log-probability / length ** length_penalty (1.0).
         early_stopping: True, False or "never", as in `transformers` (False).
         no_repeat_ngram_size: no n-gram of that size occurs twice in prompt and output (0: off).
