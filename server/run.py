@@ -85,7 +85,7 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
     with Listener(settings) as listener:
         if is_public(settings) and not (settings.api_key or settings.api_key_file):
             logger.warning(
-                "%s is open to other machines, and anyone who reaches it may use it: no API key is set. "
+                "%s is open to other machines, and every client that reaches it may use it: no API key is set. "
                 "Set --api-key (OCTAVO_API_KEY) or --api-key-file, or listen on 127.0.0.1.",
                 listener.url,
             )

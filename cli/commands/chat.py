@@ -24,7 +24,7 @@ def parser() -> OneLineParser:
     """Model, place and decoding."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} [MODEL] [flags]", description=DESCRIPTION)
     made.add_argument("model", metavar="MODEL", nargs="?", help="folder or hub id, loaded here; with --url an id there")
-    made.add_argument("--system", metavar="TEXT", help="who the model is to be: the first message")
+    made.add_argument("--system", metavar="TEXT", help="the system message: what the model is to be")
     add_place(made)
     add_decoding(made, beams=True)
     return made

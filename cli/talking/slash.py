@@ -70,7 +70,7 @@ class Slash:
         return "All that was said is forgotten."
 
     def _do_system(self, rest: str) -> str:
-        """/system [TEXT]        say who the model is to be, or, without a text, nobody in particular"""
+        """/system [TEXT]        set the system message: what the model is to be; without a text there is none"""
         self._conversation.system = rest or None
         return "The system message is set." if rest else "There is no system message."
 

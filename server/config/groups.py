@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "enable_prefix_caching", "prefix_cache_scope",
     ),
     "where it listens": ("host", "port", "uds", "root_path", "forwarded_allow_ips"),
-    "who may ask": (
+    "access": (
         "api_key", "api_key_file", "key_requests_per_minute", "key_max_concurrency", "rate_limit_storage",
         "public_metrics", "allowed_hosts", "allowed_origins", "ssl_certfile", "ssl_keyfile",
         "ssl_keyfile_password",

@@ -8,7 +8,7 @@ const RETRY = 2000; // milliseconds
 export class Feed {
   constructor(onFrame, onState) {
     Object.assign(this, { onFrame, onState, abort: null, wanted: false });
-    // Nobody looks at a page in the background: the engine is not asked for it.
+    // A page in the background is not seen: the engine is not asked for it.
     document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.wanted && this.open()));
   }
 

@@ -23,7 +23,7 @@ export class Glow {
     return this.left.size === 0;
   }
 
-  // Who held the cell, and how much of its colour is left, from 1 to 0; null where there is none.
+  // The request that held the cell, and how much of its colour is left, from 1 to 0; null where there is none.
   of(place) {
     const glow = this.left.get(place);
     if (!glow) return null;

@@ -101,7 +101,7 @@ export class Parameters {
         const value = this.fields.get(name)?.get();
         if (value !== undefined) values[name] = value;
       } catch {
-        values[name] = null; // not a value yet; whoever sends it is told
+        values[name] = null; // not a value yet; `values` says so
       }
     }
     return values;
