@@ -66,21 +66,23 @@ class Engine:
         """Make what plans and drives the executor's steps."""
         facts = self.executor.facts
         info, device = facts.info, torch.device(facts.info.device)
-        whole, path = info.whole_inputs, Path(info.model_path)
+        encoder_only, path = info.encoder_only, Path(info.model_path)
         limits = SchedulerConfig(
-            max_num_seqs=config.max_num_batched_tokens if whole and config.max_num_seqs is None else config.most_seqs,
+            max_num_seqs=config.max_num_batched_tokens
+            if encoder_only and config.max_num_seqs is None
+            else config.most_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             window=facts.window,
-            whole_inputs=whole,
+            unchunked=encoder_only,
             rotary_shifts=facts.rotary_shifts,
         )
         self.scheduler = Scheduler(limits, BlockPool(info.num_blocks))
         step_time = config.max_step_time
         if step_time is None:
             step_time = CPU_STEP_TIME if device.type == "cpu" else 0.0
-        floor = WHOLE_STEP if whole else 1.0
+        floor = WHOLE_STEP if encoder_only else 1.0
         self._budget = StepBudget(step_time, facts.costs, facts.measured, floor=floor) if step_time else None
         ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._stepping = Stepping(self.scheduler, self.executor, self._budget, depth=int(ahead))
@@ -91,7 +93,7 @@ class Engine:
         self.info = dataclasses.replace(
             info,
             full_requests=0.0
-            if whole
+            if encoder_only
             else limits.fitting(info.max_model_len, info.num_blocks, info.max_encoder_len or 0),
             max_num_seqs=limits.max_num_seqs,
             decoder_start_token_id=None if info.max_encoder_len is None else self.defaults.decoder_start_token_id,

@@ -228,10 +228,10 @@ def make_admission(
 ) -> Admission:
     """The bounds that the settings ask for; by default as many prompt tokens may wait as fill the KV cache
     `QUEUED_CACHES` times, or, where a model has none, the largest that one might have."""
-    running = min(info.max_num_seqs, DEFAULT_NUM_SEQS) if info.whole_inputs else info.max_num_seqs
+    running = min(info.max_num_seqs, DEFAULT_NUM_SEQS) if info.encoder_only else info.max_num_seqs
     tokens = settings.max_num_queued_tokens
     if tokens is None:
-        held = running * info.max_model_len if info.whole_inputs else info.num_blocks * info.block_size
+        held = running * info.max_model_len if info.encoder_only else info.num_blocks * info.block_size
         tokens = QUEUED_CACHES * held
     return Admission(
         max_running=running,

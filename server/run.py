@@ -222,7 +222,7 @@ def _log_facts(client: EngineClient, tokenizer: Tokenizer | None, model_id: str)
     endpoints = ", ".join(served_endpoints(info, tokenizer)) or "no endpoint"
     if tokenizer is None:
         logger.warning("The model has no tokenizer: prompts are token ids, and texts are empty.")
-    if info.whole_inputs:
+    if info.encoder_only:
         _log_encoder(info, model_id)
     else:
         _log_decoder(info, model_id)

@@ -34,7 +34,7 @@ class Api:
         self.client = FakeClient(script)
         facts: dict[str, Any] = {
             "tasks": ("embed",), "embedding_size": FEATURES, "hidden_size": FEATURES, "pooling_modes": ("mean",),
-            "whole_inputs": True, "num_blocks": 0, "block_size": 0, "max_num_seqs": 3, "max_num_batched_tokens": 1000,
+            "encoder_only": True, "num_blocks": 0, "block_size": 0, "max_num_seqs": 3, "max_num_batched_tokens": 1000,
         }  # fmt: skip
         self.client.info = replace(self.client.info, **{**facts, **(info or {})})
         self.drain = Drain()
@@ -519,7 +519,7 @@ def test_tokens_wait_until_their_answer() -> None:
 
 def test_requests_are_bounded_and_those_for_text_have_bounds_of_their_own() -> None:
     async def scenario() -> None:
-        info = {"tasks": ("generate", "embed"), "whole_inputs": False, "num_blocks": 10, "block_size": 16}
+        info = {"tasks": ("generate", "embed"), "encoder_only": False, "num_blocks": 10, "block_size": 16}
         api = Api(lambda *_: [asyncio.Event()], info=info, max_num_queued_reqs=1)
         calls = [Call(api.app, PATH, {"input": ["a"] * 20}) for _ in range(4)]
         await until(lambda: api.service.pooling.num_prompts == 4 and api.client.running)

@@ -16,7 +16,7 @@ from server.answering.endpoints import ENDPOINTS
 from server.app import create_app
 
 VECTORS = ["/v1/embeddings", "/v1/score", "/v1/rerank"]
-ENCODER: dict[str, Any] = {"whole_inputs": True, "block_size": 0, "num_blocks": 0, "full_requests": 0.0}
+ENCODER: dict[str, Any] = {"encoder_only": True, "block_size": 0, "num_blocks": 0, "full_requests": 0.0}
 EMBEDS: dict[str, Any] = {"embedding_size": FEATURES}
 KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "decoder": ({"tasks": ("generate", "embed"), **EMBEDS}, ["/v1/completions", "/v1/chat/completions", *VECTORS]),

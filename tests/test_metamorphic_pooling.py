@@ -148,7 +148,7 @@ def test_an_input_is_read_the_same_in_any_company(kind: tuple[str, int, int], be
     for budget in (1, 40, 333):
         with engine_of(berts(*kind), max_num_batched_tokens=budget) as engine, watching(engine) as plans:
             assert together(engine, works) == expected
-            assert all(plan.whole and (plan.num_tokens <= budget or plan.num_rows == 1) for plan in plans)
+            assert all(plan.unchunked and (plan.num_tokens <= budget or plan.num_rows == 1) for plan in plans)
             assert (len(plans) == len(works)) == (budget == 1)
             assert engine.stats().num_steps == len(plans)
             check_idle(engine)
@@ -178,7 +178,7 @@ def test_whole_inputs_leave_nothing_behind(berts: Callable[..., Path]) -> None:
     """No pages; requests that are aborted, late, or of another priority."""
     with engine_of(berts(), max_num_batched_tokens=40) as engine:
         info, stats = engine.info, engine.stats()
-        assert info.whole_inputs
+        assert info.encoder_only
         assert (info.block_size, info.num_blocks, info.full_requests) == (0, 0, 0.0)
         assert (stats.pages_total, stats.pages_held) == (0, 0)
         works = whole_works("Model")

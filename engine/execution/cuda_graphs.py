@@ -104,7 +104,7 @@ class DecodeGraphs:
             and plan.encoder is None
             and plan.prompt_logprobs is None
             and not plan.pooling
-            and not plan.whole
+            and not plan.unchunked
         )
 
     def run(self, plan: StepPlan) -> Tensor:

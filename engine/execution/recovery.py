@@ -270,7 +270,7 @@ def _size(plan: StepPlan) -> int:
 
 def _decodes(plan: StepPlan) -> bool:
     """No row could have fewer tokens."""
-    return plan.num_tokens == plan.num_rows and plan.encoder is None and not plan.whole
+    return plan.num_tokens == plan.num_rows and plan.encoder is None and not plan.unchunked
 
 
 def _raised(limit: int, most: int) -> int:

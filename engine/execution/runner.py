@@ -184,7 +184,7 @@ class ModelRunner:
         return samples
 
     def _hidden(self, plan: StepPlan) -> Tensor:
-        return self._read(plan) if plan.whole else self._forward(plan)
+        return self._read(plan) if plan.unchunked else self._forward(plan)
 
     def _read(self, plan: StepPlan) -> Tensor:
         """Hidden states of whole inputs."""

@@ -171,7 +171,7 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         max_encoder_len=model.max_encoder_len,
         encoder_vocab_size=None if model.max_encoder_len is None else spec.encoder_vocab_size,
         first_context_len=model.rotary_shifts[0][0] if model.rotary_shifts else None,
-        whole_inputs=spec.decoder is None,
+        encoder_only=spec.decoder is None,
         hidden_size=spec.trunk.output_size,
         quantization=resolved.quantization,
         **find_abilities(resolved.hf_config, spec, resolved.pipeline).facts(),

@@ -144,7 +144,7 @@ def _read_plan(runner: ModelRunner, lengths: list[int], *, scored: bool = False)
             decoding=Decoding(max_tokens=1),
             pooling=Pooling(task="fill_mask", positions=tuple(range(length)), top_k=1) if scored else None,
         )
-        group = SequenceGroup(request, number, b"", whole=True)
+        group = SequenceGroup(request, number, b"", unchunked=True)
         rows.append(Row(group, group.sequences[0], 0, length, 0))
     return build_plan(rows, [], runner.cache.block_size)
 

@@ -271,7 +271,7 @@ class EngineInfo:
         first_context_len: tokens that a sequence may reach with the rotary factors that the model was first trained
             with, where its context was stretched by factors that depend on length.
         tasks: what the model can serve.
-        whole_inputs: inputs are read whole and without pages (encoder-only models): then block_size, num_blocks and
+        encoder_only: inputs are read whole and without pages: then block_size, num_blocks and
             full_requests are 0.
         hidden_size: features of its hidden states.
         embedding_size: features of its vectors, 0 where it gives none.
@@ -309,7 +309,7 @@ class EngineInfo:
     default_max_length: int | None = None
     first_context_len: int | None = None
     tasks: tuple[Task, ...] = ("generate",)
-    whole_inputs: bool = False
+    encoder_only: bool = False
     hidden_size: int = 0
     embedding_size: int = 0
     pooling_modes: tuple[PoolingMode, ...] = ()

@@ -70,7 +70,7 @@ def build_plan(
     groups = [row.group for row in rows]
     decoding = all(row.sampled and row.count == 1 and row.start >= row.sequence.num_prompt for row in rows)
     known = last if decoding and last is not None and last.groups == groups else None
-    whole = any(group.whole for group in groups)
+    unchunked = any(group.unchunked for group in groups)
     tables = _tables([row.sequence.table for row in rows])
     if decoding:  # few numbers: lists are quicker than arithmetic with arrays
         starts = [row.start for row in rows]
@@ -91,7 +91,7 @@ def build_plan(
         positions = np.arange(query_start[-1], dtype=np.int32) + (first - query_start[:-1])[row_of_token]
         token_ids = np.concatenate([part for row in rows for part in _tokens(row)])
         slots = positions[:0]
-        if not whole:
+        if not unchunked:
             slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
     sampling = _sampling(rows, query_start) if known is None else _sampling_again(rows, known.sampling)
     plan = StepPlan(
@@ -108,7 +108,7 @@ def build_plan(
         encoder=_encoder(inputs, block_size) if inputs else None,
         cross=_cross(groups) if known is None else known.cross,
         pooling=() if decoding else _pooling(rows),
-        whole=whole,
+        unchunked=unchunked,
         token_types=None if decoding else _token_types(rows),
         sources=_sources(rows, query_start, pending) if pending else None,
         shifts=_int32([group.shift for group in groups]) if any(group.shift for group in groups) else None,

@@ -124,7 +124,7 @@ class StepWork:
             seen = plan.context_lens.tolist() if plan.cross is None else (plan.context_lens + plan.cross.lens).tolist()
             return cls(plan.num_tokens, 0, sum(seen), len(sampled))  # all rows decode: that takes no thought
         counts = np.diff(plan.query_start).astype(np.int64)
-        pairs = counts * (plan.context_lens - counts) + (counts**2 if plan.whole else counts * (counts + 1) // 2)
+        pairs = counts * (plan.context_lens - counts) + (counts**2 if plan.unchunked else counts * (counts + 1) // 2)
         if plan.cross is not None:
             pairs += counts * plan.cross.lens
         encoded = np.diff(plan.encoder.starts).astype(np.int64) if plan.encoder is not None else counts[:0]

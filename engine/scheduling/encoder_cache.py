@@ -76,7 +76,7 @@ class EncoderCache:
 
     def publish(self, step: InFlightStep) -> None:
         """The step has succeeded: later requests may find the pages that the encoder filled."""
-        for encoder_input in step.inputs({row.group for row in step.live()}):
+        for encoder_input in step.take_inputs({row.group for row in step.live()}):
             self._stats.num_encoder_runs += 1
             for page, page_hash in zip(encoder_input.pages, encoder_input.hashes, strict=True):
                 self._pool.publish(page, page_hash)

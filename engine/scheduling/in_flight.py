@@ -65,7 +65,7 @@ class InFlightStep:
         """Rows that are not void."""
         return [row for row in self.rows if not row.is_void]
 
-    def inputs(self, groups: set[SequenceGroup]) -> list[EncoderInput]:
+    def take_inputs(self, groups: set[SequenceGroup]) -> list[EncoderInput]:
         """Encoder inputs of these requests that are to be read; those of none of them are left out."""
         for run in self.encoder_runs:
             run.groups = [group for group in run.groups if group in groups]
@@ -158,7 +158,7 @@ class InFlightSteps:
         """The oldest step's plan once more, with all that is known by now; some of its rows are not void."""
         step.rows = step.live()
         copies = [pair for pairs in step.copies.values() for pair in pairs]
-        inputs = step.inputs({row.group for row in step.rows})
+        inputs = step.take_inputs({row.group for row in step.rows})
         step.plan = build_plan(step.rows, copies, self._size, inputs)
         return step.plan
 
@@ -216,7 +216,7 @@ class InFlightSteps:
             ]
             for run in step.encoder_runs:
                 run.groups = [group for group in run.groups if group in chosen]
-        elif any(row.count > 1 for row in rows) and not groups[0].whole:
+        elif any(row.count > 1 for row in rows) and not groups[0].unchunked:
             first = [replace(row, count=row.count // 2, sampled=0) for row in rows if row.count > 1]
             second = [replace(row, start=row.start + row.count // 2, count=-(-row.count // 2)) for row in rows]
         else:

@@ -16,7 +16,7 @@ class SchedulerConfig:
     Attributes:
         enable_prefix_caching: later requests may find the pages of earlier ones.
         window: keys that any layer sees at most, the query's own included; None if some layer sees all.
-        whole_inputs: every request is one input, read whole by one step, that leaves nothing in pages.
+        unchunked: every request is one input, read whole by one step, that leaves nothing in pages.
         rotary_shifts: (limit, shift) pairs, limits ascending: sequences that reach no more tokens than a limit are
             turned otherwise than longer ones, and find their angles as many rows after their positions.
     """
@@ -26,7 +26,7 @@ class SchedulerConfig:
     block_size: int
     enable_prefix_caching: bool = True
     window: int | None = None
-    whole_inputs: bool = False
+    unchunked: bool = False
     rotary_shifts: tuple[tuple[int, int], ...] = ()
 
     def rotary_shift(self, reach: int) -> int:
@@ -93,7 +93,7 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> N
             param="prompt",
             code="context_length_exceeded",
         )
-    if config.whole_inputs:
+    if config.unchunked:
         return  # the first input of a step may be of any length
     prompt = len(request.prompt_token_ids)
     if request.pooling is not None:

@@ -140,7 +140,7 @@ class StepPlan:
         encoder: inputs to encode before anything else is computed, or None.
         cross: what the rows read of encoder inputs; None if no row has one.
         pooling: the rows whose hidden states are wanted, in the order of the rows.
-        whole: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
+        unchunked: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
         token_types: [T] segments, for models that tell them apart; None where all tokens are of the first.
         shifts: [R] how many rows after its position the angles of each of a row's tokens are in rotary tables; None:
             positions are the rows of all.
@@ -160,7 +160,7 @@ class StepPlan:
     encoder: EncoderBatch | None = None
     cross: CrossRows | None = None
     pooling: tuple[PoolingRow, ...] = ()
-    whole: bool = False
+    unchunked: bool = False
     token_types: Int32 | None = None
     sources: Int32 | None = None
     shifts: Int32 | None = None

@@ -92,7 +92,9 @@ class Scheduler:
         encoder_input = self._encoder_cache.of(request, self._arrivals)
         shift = self.config.rotary_shift(request.reach)
         root = self._tables.root(request, encoder_input, shift)
-        group = SequenceGroup(request, self._arrivals, root, encoder_input, whole=self.config.whole_inputs, shift=shift)
+        group = SequenceGroup(
+            request, self._arrivals, root, encoder_input, unchunked=self.config.unchunked, shift=shift
+        )
         self._arrivals += 1
         self._groups[request.request_id] = group
         self._deadlines.add(group)
@@ -284,7 +286,7 @@ class Scheduler:
         """Give a running group its tokens and pages, evicting younger groups if pages are short."""
         total = sum([count for _, count in work])
         budget = step.budget if total == len(work) else step.room(group)  # one token each is never put off
-        budget = total if group.whole else budget
+        budget = total if group.unchunked else budget
         completes = total <= budget
         sampled = completes and group.fork_point is None and group.request.pooling is None
         rows: list[Row] = []
@@ -297,7 +299,7 @@ class Scheduler:
                 rows.append(Row(group, sequence, start, allowed, sampled, sequence.num_releases))
         if step.num_drafts > 0 and total == len(work) and sampled and group.started and group.beam is None:
             rows = self._with_drafts(step, rows)
-        if not group.whole:
+        if not group.unchunked:
             lacking = [row for row in rows if row.start + row.count > row.sequence.num_writable]
             if lacking and step.ahead and not self._has_room(lacking):
                 return
@@ -356,7 +358,7 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Take waiting groups in, in turn, as long as rows, budget and pages last."""
         while step.is_open and (group := self._waiting.first()) is not None:
-            if not self._encoder_cache.may_start(step, group) or (group.whole and not step.can_read(group)):
+            if not self._encoder_cache.may_start(step, group) or (group.unchunked and not step.can_read(group)):
                 return
             if self.in_flight.encodes(group.encoder_input):
                 return  # after that it is found
@@ -373,7 +375,7 @@ class Scheduler:
             self._plan_group(step, group, group.work())
 
     def _can_admit(self, step: Step, group: SequenceGroup) -> bool:
-        if group.whole:  # there may be thousands, with a row and no page each
+        if group.unchunked:  # there may be thousands, with a row and no page each
             return len(self._running) < self.config.max_num_seqs
         if sum(running.rows for running in self._running) + group.rows > self.config.max_num_seqs:
             return False
@@ -383,7 +385,7 @@ class Scheduler:
     def _start(self, group: SequenceGroup) -> None:
         self._waiting.pop(group)
         sequence = group.sequences[0]
-        if not group.whole:
+        if not group.unchunked:
             self._tables.adopt(group)
             self.stats.prefix_queries += sequence.num_tokens
             self.stats.prefix_hits += sequence.num_computed

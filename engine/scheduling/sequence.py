@@ -236,7 +236,7 @@ class SequenceGroup:
         num_found: pages at the beginning of its table that were found in the cache when it was last admitted.
         admitted: it has run before.
         scheduled_time: `time.monotonic()` seconds at which it was first admitted, None before.
-        whole: its input is read whole, and leaves nothing in pages.
+        unchunked: its input is read whole, and leaves nothing in pages.
         shift: how many rows after its position a token's angles are in rotary tables; the same for its whole life.
         token_types: the segment of each token of its prompt; empty where all are of the first.
         pooled: what its pooling has so far, where the input is computed in parts.
@@ -255,7 +255,7 @@ class SequenceGroup:
         root: PageHash,
         encoder_input: EncoderInput | None = None,
         *,
-        whole: bool = False,
+        unchunked: bool = False,
         shift: int = 0,
     ):
         decoding = request.decoding
@@ -263,7 +263,7 @@ class SequenceGroup:
         self.arrival = arrival
         self.root = root
         self.encoder_input = encoder_input
-        self.whole = whole
+        self.unchunked = unchunked
         self.shift = shift
         self.pooled: Float64 | None = None
         self.token_types: Int32 = np.array(request.token_type_ids, dtype=np.int32)

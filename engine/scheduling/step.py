@@ -125,7 +125,7 @@ class Step:
 
     def _work(self, group: SequenceGroup, rows: list[Row]) -> float:
         costs, scored, beside = self.limit.costs, _scores(group), _beside(group)
-        if group.whole:
+        if group.unchunked:
             return sum(self._reading(group, row.count) for row in rows)
         work = sum(costs.work(row.start, row.count, scored, beside) for row in rows)
         return work + costs.score * sum(len(row.drafts) for row in rows)

@@ -110,7 +110,7 @@ class Tables:
 
     def advance(self, rows: Iterable[Row]) -> None:
         """The rows' tokens are computed: publish what is full, give up what no later query sees."""
-        size, has_pages = self._config.block_size, not self._config.whole_inputs
+        size, has_pages = self._config.block_size, not self._config.unchunked
         publishes = has_pages and self._config.enable_prefix_caching
         has_window = has_pages and self._config.window is not None
         for row in rows:

@@ -23,7 +23,7 @@ _Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
 def _completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "generate" in info.tasks:
         return None
-    if info.whole_inputs:
+    if info.encoder_only:
         return "it is an encoder-only model, which reads texts and writes none"
     return f"{_kind(info)}, and it writes no texts"
 

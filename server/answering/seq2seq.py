@@ -143,7 +143,7 @@ def refuse_chat(service: Service, param: str) -> None:
     Raises:
         ApiError: says why.
     """
-    if service.client.info.whole_inputs:
+    if service.client.info.encoder_only:
         message = f"{service.model_id} is an encoder-only model, and knows no conversations. Send a text as prompt."
         _fail(param, message, "no_chat")
     if service.client.info.max_encoder_len is not None:

@@ -54,7 +54,7 @@ class Reader:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=16,
-            whole_inputs=True,
+            unchunked=True,
         )
         self.scheduler = Scheduler(self.config, BlockPool(0))
         self.requests: dict[str, Request] = {}
@@ -131,7 +131,7 @@ class Reader:
     def _read(self, plan: StepPlan) -> list[tuple[int, ...]]:
         """The inputs of a plan, which is one of whole inputs without pages."""
         counts = np.diff(plan.query_start)
-        assert plan.whole
+        assert plan.unchunked
         assert plan.sampling is None
         assert plan.encoder is None
         assert plan.slots.size == plan.block_tables.size == plan.copies.size == 0
@@ -291,7 +291,7 @@ def test_a_long_input_is_neither_passed_nor_joined() -> None:
 
 
 def test_output_that_is_not_a_number_ends_its_own_request() -> None:
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, block_size=16, whole_inputs=True)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, block_size=16, unchunked=True)
     scheduler = Scheduler(config, BlockPool(0))
     for name in "abc":
         scheduler.add(whole_request(name, [1, 2]))
