@@ -21,7 +21,7 @@ from typing import NoReturn
 import httpx
 import pytest
 from support.checkpoints import Checkpoint
-from support.faults import Gate
+from support.faults import Gate, signalled_at_birth
 from support.service import PATIENCE, Service, children, is_running, stopped, wait_for
 from test_http_process import LONG
 from test_http_process import checkpoint as tiny  # noqa: F401
@@ -253,6 +253,16 @@ def test_a_signal_while_loading(signum: int, start: Callable[..., Service], load
     assert service.stop(signum) == 0
     assert not is_running(engine)
     assert service.log.read_text().splitlines()[-1] == "octavo: stopped before it served."
+
+
+def test_a_signal_while_the_engine_is_started(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when there is a process already; what its handler raises leaves none behind."""
+    with signalled_at_birth(monkeypatch) as begun, pytest.raises(KeyboardInterrupt):
+        start_engine(config(checkpoint))
+    (process,) = begun
+    assert not is_running(process.pid)
 
 
 def test_the_engine_leaves_signals_to_the_service(start: Callable[..., Service]) -> None:
@@ -529,6 +539,7 @@ def test_an_engine_gets_no_secrets_that_it_does_not_need(
     monkeypatch.setattr(launch, "send_framed", lambda line, message: sent.append(message))
     config = EngineConfig(model=str(tmp_path) if local else "some/model", hf_token="hub-3")
     engine = launch.EngineProcess(config, tmp_path, 0)
+    engine.start()
     environ = Path(f"/proc/{engine.pid}/environ")
     try:
         wait_for(environ.read_bytes, "the process did not begin")

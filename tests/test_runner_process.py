@@ -24,6 +24,7 @@ import torch
 from support.checkpoints import random_prompt
 from support.driving import BOTH_DEPTHS, Job, Tokens, add, finish, make_engine, preempt_all, run, tokens_of
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.faults import signalled_at_birth
 from support.jobs import MIXED, beams, greedy, prompt, sampled
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
@@ -164,6 +165,15 @@ def test_a_runner_ends_with_a_killed_engine(engines: Callable[..., Engine]) -> N
         assert is_running(pid)
         process.kill()
     wait_gone(pid)
+
+
+def test_a_signal_while_the_runner_is_started(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when there is a process already; what its handler raises leaves none behind."""
+    config = engines().config
+    with signalled_at_birth(monkeypatch) as begun, pytest.raises(KeyboardInterrupt):
+        ProcessExecutor(config)
+    (process,) = begun
+    assert not is_running(process.pid)
 
 
 class InThread:

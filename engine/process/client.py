@@ -91,8 +91,9 @@ class ProcessEngineClient(EngineClient):
         self._closed = False
         self._folder = make_folder()
         try:
-            self._process = self._launch()
+            self._process = self._next_process()
             try:
+                self._process.start()
                 self._adopt(self._process.wait_ready())
             except BaseException:  # a signal's handler may raise anything
                 self._process.stop()
@@ -306,7 +307,7 @@ class ProcessEngineClient(EngineClient):
 
     # ------------------------------------------------------------ the process and its successors
 
-    def _launch(self) -> EngineProcess:
+    def _next_process(self) -> EngineProcess:
         self._launches += 1
         self._folder = kept_folder(self._folder)
         return EngineProcess(self._config, self._folder, self._launches, self._log_format)
@@ -383,7 +384,8 @@ class ProcessEngineClient(EngineClient):
             logger.warning("Starting the engine again in %.1f s (restart %d).", delay, self._failures)
             await asyncio.sleep(delay)
             try:
-                self._process = self._launch()
+                self._process = self._next_process()
+                self._process.start()
                 self._adopt(await asyncio.to_thread(self._process.wait_ready))
             except Exception as error:  # descriptors that have run out, for example
                 known = isinstance(error, OctavoError)

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.host.cpus import engine_environment
 from engine.host.folders import check_private
 from engine.host.logs import LogFormat
+from engine.host.signals import signals_held
 from engine.process.messages import GOODBYE, Failed, Ready, Start, receive_reply, send_framed
 
 logger = logging.getLogger("octavo.client")
@@ -38,7 +38,6 @@ _GRACE = 2.0  # seconds that an engine gets to end by itself
 _READ = frozenset({"OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"})
 _SECRET = re.compile(r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASSWORDS?|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 _HUB = ("HF_", "HUGGING_FACE_")  # how the hub's library names its variables
-CLIENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the engine ignores them: they are for its client
 
 
 def make_folder() -> Path:
@@ -85,7 +84,10 @@ def remove_folder(folder: Path) -> None:
 
 
 class EngineProcess:
-    """One engine's process, from its start to its end. It is loading when this returns.
+    """One engine's process, from its start to its end.
+
+    It is made before it is started, so that an exception at any moment, of a signal's handler for example, finds what
+    to stop.
 
     Args:
         config: the engine's settings.
@@ -95,10 +97,7 @@ class EngineProcess:
 
     Attributes:
         address: ZeroMQ address that the engine binds before it is ready.
-        line: this side of the lifeline.
-
-    Raises:
-        EngineDeadError: the process cannot be started.
+        line: this side of the lifeline; there is one once it is started.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, number: int, log_format: LogFormat | None = None):
@@ -106,21 +105,29 @@ class EngineProcess:
         self.address = f"ipc://{self._path}"
         if not _downloads(config):
             config = replace(config, hf_token=None)
-        command = [sys.executable, "-P", "-m", "engine.process.main"]
-        first = Start(
+        self._first = Start(
             config=config,
             address=self.address,
             folder=str(folder),
             log_level=logging.getLogger().getEffectiveLevel(),
             log_format=log_format,
         )
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; it is loading when this returns.
+
+        Raises:
+            EngineDeadError: the process cannot be started.
+        """
+        command = [sys.executable, "-P", "-m", "engine.process.main"]
         try:
             self.line, theirs = socket.socketpair()
             try:
                 # Before there is a process: however soon this one is killed, the other one knows the folder to remove.
-                send_framed(self.line, first)
-                with theirs, _signals_held():
-                    self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment(config))
+                send_framed(self.line, self._first)
+                with theirs, signals_held():
+                    self._popen = subprocess.Popen(command, stdin=theirs.fileno(), env=_environment(self._first.config))
             except OSError:
                 self.line.close()
                 theirs.close()
@@ -131,6 +138,7 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         """The process's id."""
+        assert self._popen is not None
         return self._popen.pid
 
     def wait_ready(self) -> Ready:
@@ -153,6 +161,7 @@ class EngineProcess:
 
     def epitaph(self, patience: float = 0.3) -> str:
         """How the process ended, waiting a moment for its exit status."""
+        assert self._popen is not None
         try:
             status = self._popen.wait(patience)
         except subprocess.TimeoutExpired:
@@ -167,7 +176,10 @@ class EngineProcess:
         return f"the engine's process was killed by {name}{memory}"
 
     def stop(self) -> None:
-        """End the process if it has not ended, and wait for that; blocks for at most some seconds."""
+        """End the process if it has not ended, and wait for that; blocks for at most some seconds. Without a process
+        there is nothing to do."""
+        if self._popen is None:
+            return
         with contextlib.suppress(OSError):
             self.line.send(GOODBYE, socket.MSG_DONTWAIT)
         with contextlib.suppress(OSError):
@@ -179,16 +191,6 @@ class EngineProcess:
             self._popen.wait()
         self.line.close()
         self._path.unlink(missing_ok=True)  # a crash leaves it
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    # A child inherits the mask, so that none of these ends it before it has learned to ignore them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, CLIENTS_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _downloads(config: EngineConfig) -> bool:

@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -23,8 +22,8 @@ import zmq
 
 from engine.errors import OctavoError, RequestFailedError
 from engine.host.logs import adopt_libraries, configure
+from engine.host.signals import leave_signals_to_parent
 from engine.interface.outputs import EngineStats, RequestDelta
-from engine.process.launch import CLIENTS_SIGNALS
 from engine.process.messages import (
     GOODBYE,
     Abort,
@@ -49,10 +48,7 @@ logger = logging.getLogger("octavo.process")
 
 def main() -> int:
     """Load the engine and serve its client until that is gone; returns the exit status."""
-    for signum in CLIENTS_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
-    # The parent blocked them for the moment before they were ignored.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, CLIENTS_SIGNALS)
+    leave_signals_to_parent()
     line = _take_lifeline()
     start = receive_start(line)
     if start is None:

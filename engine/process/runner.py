@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -34,13 +33,13 @@ from engine.execution.memory import is_out_of_memory
 from engine.execution.pending import PendingStep
 from engine.host.cpus import engine_environment
 from engine.host.logs import LogFormat, adopt_libraries, configure, configured
+from engine.host.signals import leave_signals_to_parent, signals_held
 from engine.interface.sampling_table import EDIT, TABLE
 from engine.scheduling.plan import Int32, StepPlan, StepResult
 
 logger = logging.getLogger("octavo.process")
 
 _RECORDS = {"table": TABLE, "edits": EDIT}  # types of arrays that have names of ours
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal's, for example, go to all; they are the engine's
 
 
 class Start(msgspec.Struct, tag=True):
@@ -169,16 +168,13 @@ class ProcessExecutor:
         # The same modules as here, however they were found.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = engine_environment(config.threads) | {"PYTHONPATH": path}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited, until the process ignores them
-        try:
-            command = [sys.executable, "-P", "-m", "engine.process.runner"]
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
+        command = [sys.executable, "-P", "-m", "engine.process.runner"]
         self._runners = [Connection(ours.detach())]
         self._expected: deque[_Late] = deque()
+        self._process: subprocess.Popen[bytes] | None = None
         try:
+            with theirs, signals_held():
+                self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
             start = Start(config, logging.getLogger().getEffectiveLevel(), configured())
             facts = self._send(start).answer().facts
         except BaseException:
@@ -190,6 +186,7 @@ class ProcessExecutor:
     @property
     def pid(self) -> int:
         """The id of the runner's process."""
+        assert self._process is not None
         return self._process.pid
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -207,6 +204,8 @@ class ProcessExecutor:
     def close(self) -> None:
         for runner in self._runners:
             runner.close()
+        if self._process is None:  # starting it failed
+            return
         try:
             self._process.wait(2.0)
         except subprocess.TimeoutExpired:
@@ -254,6 +253,7 @@ class ProcessExecutor:
         return late
 
     def _ended(self) -> EngineDeadError:
+        assert self._process is not None
         try:
             status = f"with status {self._process.wait(0.3)}"
         except subprocess.TimeoutExpired:
@@ -263,9 +263,7 @@ class ProcessExecutor:
 
 def main() -> None:
     """Load what the first message says, and carry out the others until the connection closes."""
-    for signum in _SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    leave_signals_to_parent()
     line = Connection(os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # no child may hold the connection open

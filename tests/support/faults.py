@@ -5,7 +5,13 @@ It comes as a `sitecustomize`, which each Python runs first, and so into success
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +88,20 @@ class Gate:
     def open(self) -> None:
         """What waits goes on."""
         self._file.unlink(missing_ok=True)
+
+
+@contextmanager
+def signalled_at_birth(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Gives the list of the processes that this one starts meanwhile; as soon as there is one, this one gets the signal
+    that Ctrl-C sends."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options)
+            begun.append(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Popen)
+        yield begun
