@@ -20,6 +20,8 @@ from support.checkpoints import random_prompt
 from support.driving import check_idle, finish, make_engine, preempt_all, watching
 
 from engine import Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
+from engine.backends import native
+from engine.backends.native import gemm
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.interface.outputs import Pooled, RequestDelta, RequestOutput
 from engine.process.client import start_engine
@@ -39,7 +41,7 @@ def make_bert(folder: Path, kind: str, labels: int, hidden_size: int) -> Path:
         hidden_size=hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=112,
+        intermediate_size=2 * hidden_size,
         max_position_embeddings=320,
         num_labels=labels,
     )
@@ -152,6 +154,21 @@ def test_an_input_is_read_the_same_in_any_company(kind: tuple[str, int, int], be
             assert (len(plans) == len(works)) == (budget == 1)
             assert engine.stats().num_steps == len(plans)
             check_idle(engine)
+
+
+@pytest.mark.skipif(not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or it is not given")
+def test_short_inputs_go_by_vectors_in_any_company(berts: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others by matrix tiles, where there are any."""
+    works = whole_works("Model")
+    with engine_of(berts()) as engine:
+        by_tiles = together(engine, works)
+    monkeypatch.setattr(gemm, "has_amx", lambda: False)
+    with engine_of(berts()) as engine:
+        by_vectors = together(engine, works)
+    same = [one == other for one, other in zip(by_tiles, by_vectors, strict=True)]
+    assert same == [length <= 12 for length in LENGTHS]
+    for one, other in zip(by_tiles, by_vectors, strict=True):
+        np.testing.assert_allclose(one.values(), other.values(), rtol=1e-3, atol=1e-5)
 
 
 def test_steps_of_limited_time_change_no_answer(berts: Callable[..., Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from support.native import ISAS, kernels_of, needs_native
 from torch import Tensor
 
+from engine.backends import native
 from engine.backends.native import gemm
 from engine.backends.native.gemm import GROUP, Packed, matmul
 
@@ -48,11 +50,14 @@ class Case:
         return (sums if self.bias is None else sums + self.bias).to(self.result)
 
 
+SIZES = st.one_of(st.integers(1, 140), st.sampled_from([576, 1000]))
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, sizes: st.SearchStrategy[int] = SIZES) -> Case:
     rows = draw(st.one_of(st.integers(1, 30), st.sampled_from([64, 131])))
     outputs = draw(st.one_of(st.integers(1, 100), st.sampled_from([256, 577])))
-    inputs = draw(st.one_of(st.integers(1, 140), st.sampled_from([576, 1000])))
+    inputs = draw(sizes)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     weight = torch.randn(outputs, inputs, generator=generator).to(draw(st.sampled_from(FORMATS)))
     # Rows of very different sizes, as activations are.
@@ -67,6 +72,13 @@ def _apart(x: Tensor) -> Tensor:
     wide = torch.full((x.shape[0], x.shape[1] + 5), torch.nan, dtype=x.dtype)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
+
+
+# By matrix tiles: inputs that fill them, in one slice and several.
+tiled = cases(st.one_of(st.integers(1, 5).map(lambda n: 32 * n), st.sampled_from([768, 800, 1600])))
+needs_amx = pytest.mark.skipif(
+    not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or the system does not give it"
+)
 
 
 def _assert_sums(found: Tensor, case: Case, x: Tensor, weight: Tensor, steps: int) -> None:
@@ -90,6 +102,64 @@ def test_weights_of_floating_point(isa: str, case: Case) -> None:
     rounded = case.x.to(case.weight.dtype).double()  # float32 rows become bfloat16 before bfloat16 weights
     x = rounded if case.weight.dtype == torch.bfloat16 else case.x.double()
     _assert_sums(found, case, x, case.weight.double(), case.x.shape[1] + 2)
+
+
+@needs_amx
+@few
+@given(tiled)
+def test_weights_of_floating_point_by_tiles(case: Case) -> None:
+    """float32 is six products of parts and what the three others would give, each less than a rounding."""
+    with kernels_of(ISAS[0], case.threads):
+        packed = gemm.pack(case.weight, case.bias, amx=True)
+        assert packed.kind == ("amx_bfloat16" if case.weight.dtype == torch.bfloat16 else "amx_float32")
+        found = case.run(packed)
+    rounded = case.x.to(case.weight.dtype).double()
+    x = rounded if case.weight.dtype == torch.bfloat16 else case.x.double()
+    _assert_sums(found, case, x, case.weight.double(), 6 * case.x.shape[1] + 4)
+
+
+@needs_amx
+@pytest.mark.parametrize("inputs", [768, 3072])
+def test_tiles_err_less_than_vectors(inputs: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    weight, x = torch.randn(96, inputs, generator=generator), torch.randn(40, inputs, generator=generator)
+    errors = [
+        (matmul(gemm.pack(weight, amx=amx), x).double() - x.double() @ weight.double().T).square().mean().sqrt()
+        for amx in (True, False)
+    ]
+    assert errors[0] < errors[1]
+
+
+@needs_amx
+@few
+@given(tiled)
+def test_a_row_by_tiles_does_not_depend_on_the_others(case: Case) -> None:
+    assert_rows_are_independent(ISAS[0], partial(gemm.pack, amx=True), case)
+
+
+@needs_amx
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("inputs", [64, 1600])
+def test_many_rows_by_tiles_are_those_of_one(dtype: torch.dtype, inputs: int) -> None:
+    """Also with more tiles than share a panel's parts."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(70, inputs, generator=generator).to(dtype)
+    x = torch.randn(1300, inputs, generator=generator).to(dtype)
+    with kernels_of(ISAS[0], 2):
+        packed = gemm.pack(weight, amx=True)
+        found = matmul(packed, x)
+        assert torch.equal(found, torch.cat([matmul(packed, part) for part in x.split(37)]))
+
+
+@needs_amx
+def test_inputs_that_do_not_fill_tiles_are_multiplied_by_vectors() -> None:
+    assert [gemm.pack(torch.ones(8, n), amx=True).kind for n in (0, 31, 32, 33, 64)] == [
+        "float32",
+        "float32",
+        "amx_float32",
+        "float32",
+        "amx_float32",
+    ]
 
 
 def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +205,11 @@ each_packer = pytest.mark.parametrize("packer", PACKERS.values(), ids=PACKERS)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(case=cases())
 def test_a_row_does_not_depend_on_the_others(isa: str, packer: Callable[..., Packed], case: Case) -> None:
-    """Nor on threads: each row alone, some of them, and all of them come out the same to the bit."""
+    assert_rows_are_independent(isa, packer, case)
+
+
+def assert_rows_are_independent(isa: str, packer: Callable[..., Packed], case: Case) -> None:
+    """Nor do they depend on threads: each row alone, some of them, and all of them come out the same to the bit."""
     rows = case.x.shape[0]
     with kernels_of(isa, 1):
         packed = packer(case.weight, case.bias)

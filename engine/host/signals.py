@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
+from types import FrameType
 
 _PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal sends some of them to all its processes
 
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """They come at the end. A child that is started meanwhile inherits that, so that none of them ends it before it
-    calls `leave_signals_to_parent`."""
+    """Their handlers are called at the end. A child that is started meanwhile inherits that they are blocked, so that
+    none of them ends it before it calls `leave_signals_to_parent`."""
+    came: list[tuple[int, FrameType | None]] = []
+    handlers = {signum: signal.getsignal(signum) for signum in _PARENTS}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS)
+    # The mask is this thread's. Another one may take the signal, and Python calls its handler in the main one.
+    in_main = threading.current_thread() is threading.main_thread()
+    held = [signum for signum, handler in handlers.items() if in_main and callable(handler)]
+    for signum in held:
+        signal.signal(signum, lambda *arguments: came.append(arguments))
     try:
         yield
     finally:
+        for signum in held:
+            signal.signal(signum, handlers[signum])
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, frame in came:
+            handler = handlers[signal.Signals(number)]
+            assert callable(handler)
+            handler(number, frame)
 
 
 def leave_signals_to_parent() -> None:

@@ -64,7 +64,10 @@ class Linear(nn.Module):
         self.packed: PackedProduct | None = None
 
     def pack(
-        self, quantization: Quantization | None = None, quantised: Callable[[int], Quantised] | None = None
+        self,
+        quantization: Quantization | None = None,
+        quantised: Callable[[int], Quantised] | None = None,
+        amx: bool = False,
     ) -> None:
         """Lay the filled weight out as the CPU's matrix kernels read it, once instead of at every product.
 
@@ -72,9 +75,10 @@ class Linear(nn.Module):
 
         Args:
             quantised: gives matrix 0, the only one, as it has been quantised; the plain one need not be filled then.
+            amx: see `pack_product`.
         """
         weight = self.weight if quantised is None else quantised(0)
-        self.packed = pack_product(weight, self.bias, quantization)
+        self.packed = pack_product(weight, self.bias, quantization, amx)
         if self.packed is not None and not self.shared:
             self.weight = nn.Parameter(self.weight.new_empty(0, self.inputs), requires_grad=False)
 

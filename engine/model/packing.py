@@ -34,7 +34,10 @@ class PackedProduct:
 
 
 def pack_product(
-    weight: Tensor | gemm.Quantised, bias: Tensor | None = None, quantization: Quantization | None = None
+    weight: Tensor | gemm.Quantised,
+    bias: Tensor | None = None,
+    quantization: Quantization | None = None,
+    amx: bool = False,
 ) -> PackedProduct | None:
     """The product with a weight [out, in], which is not needed any more; None if plain products are best.
 
@@ -43,6 +46,7 @@ def pack_product(
 
     Args:
         quantization: what the weight becomes, or what it has become already.
+        amx: plain weights are multiplied by Intel's matrix tiles where the CPU has them, see `gemm.pack`.
     """
     if quantization is not None and (isinstance(weight, gemm.Quantised) or weight.device.type == "cpu"):
         compute, packed = quantisation.product(weight, bias, quantization)
@@ -51,8 +55,8 @@ def pack_product(
     weight = weight.detach()
     if weight.device.type != "cpu" or gpu.serves(weight.device):
         return None
-    if _native_is_best(weight.dtype):
-        return native_product(gemm.pack(weight, bias))
+    if _native_is_best(weight.dtype, amx):
+        return native_product(gemm.pack(weight, bias, amx))
     if not _has_onednn(weight.dtype):
         return None
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -69,7 +73,7 @@ def native_product(packed: gemm.Packed) -> PackedProduct:
     return PackedProduct(lambda x: gemm.matmul(packed, x), invariant=True, native=packed)
 
 
-def _native_is_best(dtype: torch.dtype) -> bool:
+def _native_is_best(dtype: torch.dtype, amx: bool) -> bool:
     """Our kernels are as fast as oneDNN's or faster on this CPU.
 
     They are not where oneDNN has instructions that they do not use: matrix tiles for bfloat16, vectors of 512 bits for
@@ -80,7 +84,7 @@ def _native_is_best(dtype: torch.dtype) -> bool:
         return False
     if dtype == torch.bfloat16:
         has_tiles: bool = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-        return not has_tiles
+        return (amx and gemm.has_amx()) or not has_tiles
     return library.isa == "avx512" or torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 

@@ -97,9 +97,14 @@ class Transformer(nn.Module):
         stacks get the executors that run them from then on."""
         if quantization is not None:
             quantisation.warn_if_slow()
+        # Rows of a decoder, or of a head, are mostly few, which vectors serve as well.
+        many = set() if self.encoder is None or self.decoder is not None else set(self.encoder.modules())
         for module, kind in self.matrices(quantization):
             if module.packed is None:  # else it was while it loaded
-                module.pack(kind)
+                if isinstance(module, Linear):
+                    module.pack(kind, amx=module in many)
+                else:
+                    module.pack(kind)
         for part in (self.encoder, self.decoder, self.head):
             if isinstance(part, TransformerStack | Head):
                 part.make_ready()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.backends import native
-from engine.backends.attention.base import ContentBias, Paged, Ragged, Window
+from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
 from engine.backends.native import program as programs
 from engine.backends.native.activations import FUNCTIONS
 from engine.backends.native.arguments import FORMATS
@@ -109,6 +109,25 @@ def refusal(program: Program, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
+    """An encoder's inputs in the order of their length, and [Tp] the places that their tokens had."""
+    rows, types, rotary = inputs.metadata, inputs.types, inputs.rotary_positions
+    order = sorted(range(len(rows.query_lens)), key=rows.query_lens.__getitem__)
+    starts = rows.query_start.tolist()
+    parts = [torch.arange(starts[row], starts[row + 1]) for row in order]
+    places = torch.cat([*parts, torch.arange(inputs.tokens, len(inputs.token_ids))])
+    lens, contexts = ([values[row] for row in order] for values in (rows.query_lens, rows.context_lens))
+    made = replace(
+        inputs,
+        token_ids=inputs.token_ids[places],
+        positions=inputs.positions[places],
+        metadata=AttentionMetadata.build(lens, contexts, places.device),
+        types=None if types is None else types[places],
+        rotary_positions=None if rotary is None else rotary[places],
+    )
+    return made, places
+
+
 class NativeExecutor:
     """Runs a program that `refusal` does not refuse; weights have been laid out, and stay as they are.
 
@@ -131,6 +150,9 @@ class NativeExecutor:
         self._calls: list[_Call] = []
         self._own: dict[tuple[str, int], Rows] = {}
         self._backend: NativeAttention | None = None
+        multiplied = (_packed(operation) for operation in program.operations if isinstance(operation, Multiply))
+        # Short rows and long ones are multiplied apart.
+        self._sorts = any(packed is not None and packed.kind == "amx_float32" for packed in multiplied)
         first_of_all, *operations = program.operations
         assert isinstance(first_of_all, Embed | Take)
         self._first = first_of_all
@@ -159,6 +181,10 @@ class NativeExecutor:
         """
         if inputs.adapters is not None:
             return self._torch.run(inputs)  # adapters have no kernel
+        if self._sorts and inputs.metadata.query_lens != sorted(inputs.metadata.query_lens):
+            by_length, places = _by_length(inputs)
+            out = self.run(by_length)
+            return torch.empty_like(out).index_copy_(0, places, out)
         if inputs.caches is not None and inputs.slots is None:
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)

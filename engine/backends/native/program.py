@@ -10,21 +10,21 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from engine.backends.native.activations import FUNCTIONS
 from engine.backends.native.arguments import FORMATS, vector_of
-from engine.backends.native.gemm import Packed, scratch
+from engine.backends.native.gemm import Kind, Packed, scratch
 from engine.backends.native.loading import kernels
 from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.native.structures import structure
 
 _RUN = kernels("program", "ppi")
 _NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER = range(9)
-_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
 _OUTSIDE = (

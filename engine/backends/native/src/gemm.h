@@ -1,8 +1,9 @@
 // Products y = x @ W.T + bias of any number of rows with weights that were laid out once.
 //
-// A tile is up to Kernel::ROWS rows of x by PANEL columns of y. The weights of PANEL columns lie together, in the order
-// in which a tile reads them; rows of x are laid out likewise before they are read (`prepare`). An element of y is one
-// chain of additions along K, the same one however many rows there are and whichever thread makes it.
+// A tile is up to Kernel::ROWS rows of x, in units of Kernel::ROW_UNIT, by PANEL columns of y. The weights of PANEL columns
+// lie together, in the order in which a tile reads them; rows of x are laid out likewise before they are read (`prepare`).
+// An element of y is one chain of additions along K, the same one however many rows there are and whichever thread makes
+// it.
 #pragma once
 
 #include "gemm_rows.h"
@@ -11,6 +12,17 @@
 namespace octavo::gemm {
 
 constexpr int64_t PANEL = 2 * WIDTH;
+
+// Kinds of products, as Python numbers them.
+enum Kind : int64_t { BY_FLOAT32, BY_BFLOAT16, BY_INT8, BY_INT4, BY_AMX_FLOAT32, BY_AMX_BFLOAT16 };
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_ROWS = 12;  // of a tile of the kernels for float32 and bfloat16
+#else
+constexpr int VECTOR_ROWS = 6;
+#endif
+
+constexpr int64_t FEW = 12;  // rows that BY_FLOAT32 multiplies sooner than BY_AMX_FLOAT32, which reads the same weights
 
 // Rows of activations and of results are either.
 enum Format : int64_t { BFLOAT16 = 0, FLOAT32 = 1 };
@@ -29,13 +41,21 @@ struct Product {
 
 constexpr int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
-// Rows, at least one, are cut into equal tiles, of which the first ones have a row more.
+// Rows, at least one, are cut into equal tiles of whole units, of which the first ones have a unit more.
 struct Tiles {
-  int64_t first, count, size_of_last, longer;
-  OCTAVO_INLINE_MEMBER Tiles(int64_t first, int64_t rows, int64_t most)
-      : first(first), count((rows + most - 1) / most), size_of_last(rows / count), longer(rows % count) {}
-  OCTAVO_INLINE_MEMBER int64_t start(int64_t tile) const { return first + size_of_last * tile + smaller(tile, longer); }
-  OCTAVO_INLINE_MEMBER int64_t size(int64_t tile) const { return size_of_last + (tile < longer); }
+  int64_t first, end, unit, count, units_of_last, longer;
+  OCTAVO_INLINE_MEMBER Tiles(int64_t first, int64_t rows, int64_t most, int64_t unit)
+      : first(first), end(first + rows), unit(unit), count((rows + most - 1) / most) {
+    const int64_t units = (rows + unit - 1) / unit;
+    units_of_last = units / count;
+    longer = units % count;
+  }
+  OCTAVO_INLINE_MEMBER int64_t start(int64_t tile) const {
+    return first + (units_of_last * tile + smaller(tile, longer)) * unit;
+  }
+  OCTAVO_INLINE_MEMBER int64_t size(int64_t tile) const {
+    return smaller((units_of_last + (tile < longer)) * unit, end - start(tile));
+  }
 };
 
 // How threads divide a product: `row_parts` parts of the rows, as few as serve, each of them shared by
@@ -68,17 +88,8 @@ __attribute__((noinline)) void write_tile(const float* sums, int rows, const flo
     });
 }
 
-template <class Kernel, int ROWS = Kernel::ROWS>
-OCTAVO_INLINE void multiply_tile(int rows, const char* x, const char* weight, int64_t inputs, float* sums) {
-  if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply_tile<Kernel, ROWS - 1>(rows, x, weight, inputs, sums);
-  Kernel::template multiply<ROWS>(x, weight, inputs, sums);
-}
-
-template <class Kernel>
-void tile(int rows, const Product& p, const char* x, int64_t row, const char* weight, int64_t column) {
-  alignas(64) float sums[Kernel::ROWS * PANEL];
-  multiply_tile<Kernel>(rows, x, weight, p.inputs, sums);
+// Finishes a tile of y from its sums.
+OCTAVO_INLINE void finish_tile(const float* sums, int rows, const Product& p, int64_t row, int64_t column) {
   const float* bias = p.bias ? p.bias + column : nullptr;
   const int64_t at = row * p.y_stride + column;
   if (p.y_format == FLOAT32)
@@ -86,6 +97,35 @@ void tile(int rows, const Product& p, const char* x, int64_t row, const char* we
   else
     write_tile(sums, rows, bias, p.outputs - column, static_cast<bfloat16*>(p.y) + at, p.y_stride);
 }
+
+// What kernels share whose `multiply<N>` takes the sums of N rows at a time in vectors.
+template <class Kernel>
+struct ByVectors {
+  static constexpr int64_t ROW_UNIT = 1;
+  static constexpr int64_t CACHE = 1 << 19;  // of a core's second level, what tiles of x may take
+  static int64_t slice(const Product& p) { return p.inputs; }  // inputs that are multiplied before the next ones
+
+  // Some tiles of rows, which lie at x, by a panel, and by the inputs of a slice.
+  static void multiply_panel(const Product& p, const Tiles& tiles, int64_t first, int64_t last, const char* x,
+                             int64_t bytes, int64_t panel, int64_t) {
+    const char* weight = static_cast<const char*>(p.weight) + panel * Kernel::panel_bytes(p.inputs);
+    alignas(64) float sums[Kernel::ROWS * PANEL];
+    for (int64_t i = first; i < last; ++i, x += bytes) {
+      const int rows = static_cast<int>(tiles.size(i));
+      multiply_rows<Kernel::ROWS>(rows, x, weight, p.inputs, sums);
+      finish_tile(sums, rows, p, tiles.start(i), panel * PANEL);
+    }
+  }
+
+ private:
+  template <int N>
+  OCTAVO_INLINE_MEMBER static void multiply_rows(int rows, const char* x, const char* weight, int64_t inputs,
+                                                 float* sums) {
+    if constexpr (N > 1)
+      if (rows < N) return multiply_rows<N - 1>(rows, x, weight, inputs, sums);
+    Kernel::template multiply<N>(x, weight, inputs, sums);
+  }
+};
 
 template <class Kernel>
 OCTAVO_INLINE int64_t tile_bytes(int64_t inputs) {
@@ -95,10 +135,9 @@ OCTAVO_INLINE int64_t tile_bytes(int64_t inputs) {
 // One thread's share of a product; all threads of a region call it.
 template <class Kernel>
 OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
-  constexpr int64_t CACHE = 1 << 19;  // of a core's second level, what rows of x may take
   if (p.rows == 0 || p.outputs == 0) return;
   const int64_t panels = (p.outputs + PANEL - 1) / PANEL;
-  const int64_t bytes = tile_bytes<Kernel>(p.inputs), panel_bytes = Kernel::panel_bytes(p.inputs);
+  const int64_t bytes = tile_bytes<Kernel>(p.inputs);
   const int64_t spare = p.workspace_tiles - (p.rows + Kernel::ROWS - 1) / Kernel::ROWS;
   const int working = static_cast<int>(smaller<int64_t>(threads, spare));
   const int parts = row_parts(p.rows, panels, working), columns = working / parts;
@@ -111,7 +150,7 @@ OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
   }
   const int part = thread / columns, column = thread % columns;
   const Share rows = share(p.rows, part, parts);
-  const Tiles tiles(rows.first, rows.last - rows.first, Kernel::ROWS);
+  const Tiles tiles(rows.first, rows.last - rows.first, Kernel::ROWS, Kernel::ROW_UNIT);
   // The second sum counts at least the tiles of the parts before.
   char* x = static_cast<char*>(p.workspace) + (alone ? thread : rows.first / Kernel::ROWS + part) * bytes;
   const Share prepared = alone ? Share{0, 1} : share(tiles.count, column, columns);
@@ -125,13 +164,16 @@ OCTAVO_INLINE void product_part(const Product& p, int thread, int threads) {
   if (meet) barrier(threads);
 
   const Share mine = share(panels, column, columns);
-  const int64_t block = larger<int64_t>(CACHE / bytes, 4);
-  for (int64_t start = 0; start < tiles.count; start += block)
-    for (int64_t panel = mine.first; panel < mine.last; ++panel) {
-      const char* weight = static_cast<const char*>(p.weight) + panel * panel_bytes;
-      for (int64_t i = start; i < smaller(start + block, tiles.count); ++i)
-        tile<Kernel>(static_cast<int>(tiles.size(i)), p, x + i * bytes, tiles.start(i), weight, panel * PANEL);
-    }
+  const int64_t slice = Kernel::slice(p);
+  const int64_t block = larger<int64_t>(Kernel::CACHE / tile_bytes<Kernel>(slice), 4);
+  int64_t input = 0;
+  do {  // once where there are no inputs: y is the bias then
+    for (int64_t start = 0; start < tiles.count; start += block)
+      for (int64_t panel = mine.first; panel < mine.last; ++panel)
+        Kernel::multiply_panel(p, tiles, start, smaller(start + block, tiles.count), x + start * bytes, bytes, panel,
+                               input);
+    input += slice;
+  } while (input < p.inputs);
 }
 
 template <class Kernel>
@@ -157,6 +199,8 @@ void float32_part(const Product& p, int thread, int threads);
 void bfloat16_part(const Product& p, int thread, int threads);
 void int8_part(const Product& p, int thread, int threads);
 void int4_part(const Product& p, int thread, int threads);
+void amx_float32_part(const Product& p, int thread, int threads);
+void amx_bfloat16_part(const Product& p, int thread, int threads);
 
 #define OCTAVO_EXPORT_PRODUCT(kind, Kernel)                                                                           \
   OCTAVO_EXPORT(gemm_layout_##kind)(int64_t outputs, int64_t inputs, int64_t* to) {                                   \

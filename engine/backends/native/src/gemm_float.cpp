@@ -4,17 +4,11 @@
 namespace octavo::gemm {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int TILE_ROWS = 12;
-#else
-constexpr int TILE_ROWS = 6;
-#endif
-
 constexpr int64_t AHEAD = 8192;  // bytes of the weights that are asked for before they are needed
 
 // Weights [inputs][PANEL]; x [inputs][rows].
-struct Float32 {
-  static constexpr int ROWS = TILE_ROWS;
+struct Float32 : ByVectors<Float32> {
+  static constexpr int ROWS = VECTOR_ROWS;
   static int64_t row_bytes(int64_t inputs) { return 4 * inputs; }
   static int64_t panel_bytes(int64_t inputs) { return 4 * PANEL * inputs; }
 
@@ -65,8 +59,8 @@ OCTAVO_INLINE Vector pairs(Vector acc, Integers weights, uint32_t x) {
 }
 
 // Weights [inputs / 2][PANEL][2]; x [inputs / 2][rows][2]; an odd input's partner is 0.
-struct Bfloat16 {
-  static constexpr int ROWS = TILE_ROWS;
+struct Bfloat16 : ByVectors<Bfloat16> {
+  static constexpr int ROWS = VECTOR_ROWS;
   static int64_t row_bytes(int64_t inputs) { return 4 * ((inputs + 1) / 2); }
   static int64_t panel_bytes(int64_t inputs) { return 4 * PANEL * ((inputs + 1) / 2); }
 

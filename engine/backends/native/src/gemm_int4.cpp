@@ -20,7 +20,7 @@ OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / 
 // Weights: for each group [UNITS / 2][PANEL][4] bytes, whose lower halves are one unit of inputs and whose upper halves
 // the next, then bfloat16 scales [PANEL]. x: for each group [UNITS][rows][4], then scales [rows], then -8 times the
 // sums of the row's int8 in the group [rows].
-struct Int4 {
+struct Int4 : ByVectors<Int4> {
 #if defined(__AVX512F__)
   static constexpr int ROWS = 8;
 #else

@@ -13,7 +13,7 @@ OCTAVO_INLINE int64_t units_of(int64_t inputs) { return (inputs + UNIT - 1) / UN
 
 // Weights [inputs / 4][PANEL][4], then scales [PANEL]; x [inputs / 4][rows][4], then scales [rows], then what the
 // offset of the weights adds to the sums, negated, [rows].
-struct Int8 {
+struct Int8 : ByVectors<Int8> {
 #if defined(__AVX512F__)
   static constexpr int ROWS = 12;
 #else

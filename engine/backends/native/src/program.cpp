@@ -43,8 +43,20 @@ struct Runner {
   }
 
   void run(const ProductWhat& o) const {
-    multiply(o.kind, o.tile_rows, at(o.x), o.x.stride, at(o.y), o.y.stride, o.weight, o.bias, step.tokens, o.outputs,
-             o.inputs);
+    if (o.kind != gemm::BY_AMX_FLOAT32)
+      return multiply(o.kind, o.tile_rows, at(o.x), o.x.stride, at(o.y), o.y.stride, o.weight, o.bias, step.tokens,
+                      o.outputs, o.inputs);
+    // Tiles would be slow for a short input alone. So that its numbers do not depend on what else is computed, its tokens
+    // go by vectors in any company. Rows should come by their length: then there are two runs at most.
+    const auto is_short = [&](int64_t row) { return step.starts[row + 1] - step.starts[row] <= gemm::FEW; };
+    for (int64_t row = 0, next = 1; row < step.rows; row = next++) {
+      while (next < step.rows && is_short(next) == is_short(row)) ++next;
+      if (row) others.wait(threads);  // the tiles of these rows lie where those of the others do
+      const int64_t first = step.starts[row], end = next < step.rows ? step.starts[next] : step.tokens;
+      const bool few = is_short(row);
+      multiply(few ? gemm::BY_FLOAT32 : o.kind, few ? gemm::VECTOR_ROWS : o.tile_rows, at(o.x) + first * o.x.stride,
+               o.x.stride, at(o.y) + first * o.y.stride, o.y.stride, o.weight, o.bias, end - first, o.outputs, o.inputs);
+    }
   }
 
   void multiply(int64_t kind, int64_t tile_rows, const T* x, int64_t x_stride, T* y, int64_t y_stride,
@@ -54,10 +66,12 @@ struct Runner {
     const gemm::Product p{x,      y,        weight,   bias, step.workspace, tiles, format,
                           format, x_stride, y_stride, rows, outputs,        inputs};
     switch (kind) {
-      case 0: return gemm::float32_part(p, thread, threads);
-      case 1: return gemm::bfloat16_part(p, thread, threads);
-      case 2: return gemm::int8_part(p, thread, threads);
-      default: return gemm::int4_part(p, thread, threads);
+      case gemm::BY_FLOAT32: return gemm::float32_part(p, thread, threads);
+      case gemm::BY_BFLOAT16: return gemm::bfloat16_part(p, thread, threads);
+      case gemm::BY_INT8: return gemm::int8_part(p, thread, threads);
+      case gemm::BY_INT4: return gemm::int4_part(p, thread, threads);
+      case gemm::BY_AMX_FLOAT32: return gemm::amx_float32_part(p, thread, threads);
+      default: return gemm::amx_bfloat16_part(p, thread, threads);
     }
   }
 
