@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from engine.backends import native
-from engine.backends.attention import select
 from engine.backends.attention.formats import format_name
+from engine.backends.attention.selection import select
 from engine.config import EngineConfig
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
 from engine.execution.loading import find_max_model_len, find_quantization

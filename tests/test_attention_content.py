@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_attention_reference import BACKEND, CPU, Part, Row, make_row, mixed, paged, ragged
 from torch import Tensor
 
-from engine.backends.attention import select
 from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
+from engine.backends.attention.selection import select
 from engine.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.backends.attention import select
 from engine.backends.attention.base import AttentionMetadata, DistanceBias, Paged, PositionBias, Ragged, Window
+from engine.backends.attention.selection import select
 from engine.backends.torch.attention import TorchReference
 from engine.backends.torch.attention_tiles import SIZES, Group, Shape, plan
 from engine.errors import ConfigError
@@ -514,7 +514,7 @@ class Part:
 
 
 def test_select_logs_its_choice_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.backends.attention.BACKENDS", (TorchReference,))
+    monkeypatch.setattr("engine.backends.attention.selection.BACKENDS", (TorchReference,))
     with caplog.at_level(logging.INFO, logger="octavo.attention"):
         backend = select("cpu", [Part(), Part(window=Window(5))])
         rows, query_lens = mixed(6, 2, 16)

@@ -21,9 +21,9 @@ from test_attention_reference import Part, Row, by_position, make_row, paged, ra
 from torch import Tensor
 
 from engine.backends import triton as gpu
-from engine.backends.attention import select
 from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
 from engine.backends.attention.formats import FORMATS, FP8
+from engine.backends.attention.selection import select
 from engine.backends.triton import attention as triton
 from engine.backends.triton import attention_shapes as shapes
 from engine.backends.triton.attention import TritonAttention

@@ -51,7 +51,7 @@ def check(device: torch.device, path: Path, jobs: list[Job], **settings: Any) ->
     answers = []
     for backend, where in ((TorchReference, "cpu"), (Served, str(device))):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("engine.backends.attention.BACKENDS", (backend,))
+            patch.setattr("engine.backends.attention.selection.BACKENDS", (backend,))
             engine = make_engine(path, **(settings | {"device": where}))
         assert type(engine.runner.model.decoder.blocks[0].attention.inner.backend) is backend  # type: ignore[union-attr]
         answers.append(run(engine, jobs))

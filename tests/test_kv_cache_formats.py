@@ -22,9 +22,10 @@ from support.jobs import CHECKPOINT, MIXED, beams, greedy, prompt
 from torch import Tensor
 
 from engine import LLM, Engine, EngineConfig, SamplingParams
-from engine.backends.attention import formats, select
+from engine.backends.attention import formats
 from engine.backends.attention.base import AttentionMetadata, AttentionPart, Window
 from engine.backends.attention.formats import FP8, LARGEST, SCALE, convert, dequantise, format_named, movable, quantise
+from engine.backends.attention.selection import select
 from engine.backends.torch.attention import TorchReference
 from engine.errors import ConfigError
 from engine.execution.calibration import mean_keys
@@ -269,7 +270,7 @@ class Picky(TorchReference):
 def test_a_backend_may_refuse_a_format(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
-    monkeypatch.setattr("engine.backends.attention.BACKENDS", (Picky, TorchReference))
+    monkeypatch.setattr("engine.backends.attention.selection.BACKENDS", (Picky, TorchReference))
     plain = make_engine(checkpoint(CHECKPOINT).path)
     with caplog.at_level(logging.INFO, logger="octavo.attention"):
         one = make_engine(checkpoint(CHECKPOINT).path, kv_cache_dtype="int8")
@@ -279,7 +280,7 @@ def test_a_backend_may_refuse_a_format(
     part = one.runner.model.spec.decoder.blocks[0].attention  # type: ignore[union-attr]
     plain.close()
     one.close()
-    monkeypatch.setattr("engine.backends.attention.BACKENDS", (TorchReference,))
+    monkeypatch.setattr("engine.backends.attention.selection.BACKENDS", (TorchReference,))
     with pytest.raises(ConfigError, match=r"torch attention reads no int16 pages.*kv_cache_dtype"):
         select("cpu", [part], torch.int16)
 

@@ -18,9 +18,9 @@ from test_attention_reference import CPU, Part, Row, by_position, dense, make_ro
 from torch import Tensor
 
 from engine.backends import native
-from engine.backends.attention import select
 from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
 from engine.backends.attention.formats import convert, quantise
+from engine.backends.attention.selection import select
 from engine.backends.native.attention import NativeAttention
 from engine.backends.torch.attention import TorchReference
 

@@ -25,9 +25,11 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 from torch import Tensor
 
 from engine import SamplingParams
-from engine.backends.attention import select
+from engine.backends import native
 from engine.backends.attention.base import AttentionMetadata
+from engine.backends.attention.selection import select
 from engine.backends.native import executor as native_executor
+from engine.backends.native import gemm
 from engine.backends.native import program as programs
 from engine.backends.native.attention import NativeAttention
 from engine.backends.native.executor import NativeExecutor
@@ -79,11 +81,13 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(autouse=True)
 def same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has some activations to itself otherwise, and bfloat16 on CPUs with matrix tiles."""
+    """torch has some activations to itself otherwise, and bfloat16 on CPUs with matrix tiles; only the library tells
+    short inputs from long ones, which tiles multiply."""
     everything = dict.fromkeys((torch.float32, torch.bfloat16), frozenset(ACTIVATIONS))
     monkeypatch.setattr(kernels, "PLAIN", everything)
     monkeypatch.setattr(kernels, "GATED", everything)
-    monkeypatch.setattr(packing, "_native_is_best", lambda dtype: dtype in everything)
+    monkeypatch.setattr(packing, "_native_is_best", lambda dtype, amx: dtype in everything)
+    monkeypatch.setattr(gemm, "has_amx", lambda: False)
 
 
 def hidden_states(model: Transformer, padding: int) -> list[Tensor]:
@@ -323,6 +327,27 @@ def test_hidden_states_of_encoders(encoder: Path, dtype: torch.dtype, quantizati
     with by_torch(model):
         equal(iter(zip(found, [read(model), read(model, padding=3)], strict=True)))
     assert found[0].isfinite().all()
+
+
+@pytest.mark.skipif(not (native.available() and gemm.has_amx()), reason="this CPU has no AMX, or it is not given")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_of_encoders_by_matrix_tiles(
+    encoder: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 torch's executor multiplies short inputs by tiles, too."""
+    monkeypatch.setattr(gemm, "has_amx", lambda: True)
+    model = load(encoder, dtype, max_model_len=40, backend=NativeAttention())
+    model.pack()
+    kinds = {one.packed.native.kind for one in model.modules() if isinstance(one, Linear) and one.packed}
+    assert (f"amx_{dtype}".replace("torch.", "") in kinds) == any(
+        one.inputs % 32 == 0 for one in model.encoder.modules() if isinstance(one, Linear)
+    )
+    found = [read(model), read(model, padding=3)]
+    with by_torch(model):
+        for ours, theirs in zip(found, [read(model), read(model, padding=3)], strict=True):
+            if dtype == torch.bfloat16:
+                assert torch.equal(ours, theirs)
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_with_disentangled_attention_and_a_convolution_are_one_call(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from support.native import needs_native
 
-from engine.backends import attention, native
+from engine.backends import native
+from engine.backends.attention import selection
 from engine.backends.native import norms, sampling, structures
 
 pytestmark = needs_native
-DECLARING = (attention, sampling)  # modules with twins, which are known once these are imported
+DECLARING = (selection, sampling)  # modules with twins, which are known once these are imported
 
 
 @pytest.mark.parametrize("name", sorted(structures.TWINS))

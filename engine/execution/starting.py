@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from engine.backends import triton as gpu
-from engine.backends.attention import select
 from engine.backends.attention.base import AttentionBackend
 from engine.backends.attention.formats import LARGEST, format_name
+from engine.backends.attention.selection import select
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.calibration import mean_keys

@@ -183,8 +183,11 @@ class NativeExecutor:
             return self._torch.run(inputs)  # adapters have no kernel
         if self._sorts and inputs.metadata.query_lens != sorted(inputs.metadata.query_lens):
             by_length, places = _by_length(inputs)
-            out = self.run(by_length)
+            out = self._run(by_length)
             return torch.empty_like(out).index_copy_(0, places, out)
+        return self._run(inputs)
+
+    def _run(self, inputs: Inputs) -> Tensor:
         if inputs.caches is not None and inputs.slots is None:
             found = find_slots(inputs.caches[0], inputs.metadata, inputs.positions, inputs.tokens)
             inputs = replace(inputs, slots=found)

@@ -5,7 +5,7 @@
 // left then, but for numbers below 2^-110, which lose their last bits. x * w is the sum of six products of such parts; the
 // three that are left out are less than one rounding of float32 (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
 // Intelligence Datatype for Higher-Precision Computations, 2019). That is as exact as a chain of products and additions in
-// float32. Rows of infinities become NaN.
+// float32. Infinities become NaN, and subnormal bfloat16 are 0.
 #include "gemm.h"
 
 #if defined(__AVX512BF16__) && defined(__x86_64__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
@@ -20,9 +20,9 @@ namespace octavo::gemm {
 #if defined(OCTAVO_AMX)
 namespace {
 
-constexpr int64_t SIDE = 16;            // rows, or columns, of a tile
-constexpr int64_t DEPTH = 32;           // inputs of a tile
-constexpr int64_t TILE = 1024;          // bytes
+constexpr int64_t SIDE = 16;             // rows, or columns, of a tile
+constexpr int64_t DEPTH = 32;            // inputs of a tile
+constexpr int64_t TILE = 1024;           // bytes
 constexpr int64_t STRIDE = TILE / SIDE;  // of the rows of a tile that lies by itself
 
 struct Configuration {
@@ -77,10 +77,10 @@ struct ByTiles {
   static constexpr int ROWS = 2 * SIDE;
   static constexpr int64_t ROW_UNIT = SIDE;
   static constexpr int64_t CACHE = 5 << 18;
-  static constexpr int64_t CHUNK = 64;   // inputs of a panel in the first level of the cache, read tile after tile
-  static constexpr int64_t SLICE = 768;  // those that are taken apart at a time, if there are enough tiles for it
+  static constexpr int64_t CHUNK = 64;     // inputs of a panel in the first level of the cache, read tile after tile
+  static constexpr int64_t SLICE = 768;    // those that are taken apart at a time, if there are enough tiles for it
+  static constexpr int64_t MOST = 16;      // tiles that share them
   static constexpr int64_t AHEAD = 16384;  // numbers of a panel that are asked for before they are needed
-  static constexpr int64_t MOST = 16;    // tiles that share them
   static constexpr int64_t BLOCK = PARTS * 2 * TILE;
 
   static int64_t row_bytes(int64_t inputs) { return 2 * PARTS * inputs; }

@@ -1,0 +1,50 @@
+"""Which backend computes attention, chosen once at start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from engine.backends.attention.base import AttentionBackend, AttentionPart
+from engine.backends.native.attention import NativeAttention
+from engine.backends.torch.attention import TorchReference
+from engine.backends.triton.attention import TritonAttention
+from engine.errors import ConfigError
+
+# Fastest first; the reference computes everything and comes last.
+BACKENDS: tuple[type[AttentionBackend], ...] = (TritonAttention, NativeAttention, TorchReference)
+
+logger = logging.getLogger("octavo.attention")
+
+
+def select(
+    device: torch.device | str, parts: Iterable[AttentionPart] = (), cache_dtype: torch.dtype | None = None
+) -> AttentionBackend:
+    """The first backend that can compute all of a model's attention parts on a device, over pages of a format
+    (None: without pages).
+
+    The choice, and why faster backends were passed over, is logged here and nowhere later.
+
+    Raises:
+        ConfigError: no backend can, with each one's reasons.
+    """
+    device = torch.device(device)
+    parts = list(parts)
+    refusals: list[str] = []
+    for backend in BACKENDS:
+        if not backend.made_for(device):
+            continue
+        # Layers share parts, so reasons repeat: each is said once, in the order in which it first came up.
+        found = (reason for part in parts for reason in backend.unsupported(part, device, cache_dtype))
+        reasons = list(dict.fromkeys(found))
+        if not reasons:
+            passed = f"; passed over: {'; '.join(refusals)}" if refusals else ""
+            logger.info("attention on %s: %s backend%s", device, backend.name, passed)
+            return backend()
+        refusals.append(f"{backend.name} ({', '.join(reasons)})")
+    raise ConfigError(
+        f"no attention backend serves this model on {device}: {'; '.join(refusals)}. Change `device` or "
+        "`kv_cache_dtype`"
+    )
