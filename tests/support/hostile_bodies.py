@@ -7,19 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# What a body needs beside the field under attack.
-REQUIRED: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "a", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-    "/v1/embeddings": {"input": "a"},
-    "/v1/score": {"text_1": "a", "text_2": "b"},
-    "/v1/rerank": {"query": "a", "documents": ["b"]},
-    "/v1/classify": {"input": "a"},
-    "/v1/fill-mask": {"input": "a"},
-    "/tokenize": {"prompt": "a"},
-    "/detokenize": {"tokens": [1]},
-}
-
 
 def _repeated(item: bytes, before: bytes = b"[", after: bytes = b"]") -> Callable[[int], bytes]:
     def make(size: int) -> bytes:
@@ -95,29 +82,39 @@ class Hostile:
         return f"{self.path} {self.field}: {self.shape}, {len(self.body)} bytes"
 
 
-def fields_of(document: dict[str, Any]) -> dict[str, list[str]]:
-    """The fields of each endpoint's body, by its path, as the document has them."""
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One that takes a body, as the API's document has it.
+
+    Attributes:
+        fields: names of the body's.
+        example: the first body that the document shows.
+    """
+
+    path: str
+    fields: tuple[str, ...]
+    example: dict[str, Any]
+
+    def hostile(self, field: str, shape: str, size: int) -> Hostile:
+        """The example with such a value in a field, of about that many bytes."""
+        others = {name: value for name, value in self.example.items() if name != field}
+        others |= dict.fromkeys(others.keys() & {"max_tokens", "max_completion_tokens"}, 1)
+        head = json.dumps(others).encode().removesuffix(b"}")
+        before = head + (b"," if others else b"") + json.dumps(field).encode() + b":"
+        return Hostile(self.path, field, shape, before + SHAPES[shape](size - len(before) - 1) + b"}")
+
+
+def endpoints_of(document: dict[str, Any]) -> dict[str, Endpoint]:
+    """The endpoints that take bodies, by their path."""
     found = {}
     for path, methods in document["paths"].items():
         body = methods.get("post", {}).get("requestBody")
         if body is not None:
-            schema = body["content"]["application/json"]["schema"]
-            schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
-            found[path] = list(schema["properties"])
+            content = body["content"]["application/json"]
+            schema = document["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+            example = next(iter(content["examples"].values()))["value"]
+            found[path] = Endpoint(path, tuple(schema["properties"]), example)
     return found
-
-
-def with_value(path: str, field: str, value: bytes) -> bytes:
-    """An endpoint's body with this value in a field."""
-    others = {name: item for name, item in REQUIRED[path].items() if name != field}
-    head = json.dumps(others).encode().removesuffix(b"}")
-    return head + (b"," if others else b"") + json.dumps(field).encode() + b":" + value + b"}"
-
-
-def hostile(path: str, field: str, shape: str, size: int) -> Hostile:
-    """One of them, of about that many bytes."""
-    room = size - len(with_value(path, field, b""))
-    return Hostile(path, field, shape, with_value(path, field, SHAPES[shape](room)))
 
 
 def outside_of_fields(size: int) -> Iterator[Hostile]:
