@@ -255,6 +255,22 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, packer: Callable[..., Pac
 
 
 @each_isa
+def test_results_are_rounded_as_by_torch(isa: str) -> None:
+    """Numbers of any bits: subnormal ones stay, infinities and NaN too."""
+    generator = torch.Generator().manual_seed(4)
+    bits = torch.randint(-(2**31), 2**31, (1 << 15, 1), generator=generator, dtype=torch.int64).int()
+    bits[: 1 << 13] &= -0x7F800001  # without an exponent
+    bits[1 << 13 : 1 << 14] |= 0x7F800000
+    x = bits.view(torch.float32)
+    with kernels_of(isa):
+        found = matmul(gemm.pack(torch.ones(40, 1)), x, dtype=torch.bfloat16)
+    wanted = x.bfloat16().expand(-1, 40)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    numbers = ~wanted.isnan()
+    assert torch.equal(found[numbers].view(torch.int16), wanted[numbers].view(torch.int16))
+
+
+@each_isa
 def test_unpacked_weights_are_the_packed_ones(isa: str) -> None:
     weight = torch.randn(37, 71, generator=torch.Generator().manual_seed(3))
     with kernels_of(isa):

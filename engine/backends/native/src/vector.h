@@ -81,6 +81,11 @@ OCTAVO_INLINE Vector widen(Halves halves) { return (Vector)(to_words(halves) << 
 
 // bfloat16, rounded to nearest even as torch does it: subnormal numbers stay, NaN stays NaN.
 OCTAVO_INLINE Halves narrow(Vector v) {
+#if defined(__AVX512BF16__)
+  constexpr int UNLIKE = 0x20 | 0x01 | 0x80;  // subnormal numbers and NaN, of which the instruction makes something else
+  if (_mm512_fpclass_ps_mask((__m512)v, UNLIKE) == 0) [[likely]]
+    return (Halves)_mm512_cvtneps_pbh((__m512)v);
+#endif
   const Words bits = (Words)v;
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words chosen = v == v ? rounded : (Words)(Integers{} + 0x7fc0);
