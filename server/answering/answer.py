@@ -139,11 +139,15 @@ class Run(ABC, Generic[Piece, Choice]):
         self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
         self.record = self._record(request.url.path)
         self.record.belongs_to(request)
+        # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
+        with self.record.refusals():
+            self._ticket = ticket = self.service.admit(*self.size(), self.terms)
         wanted = Wanted(self.service.drain, self._interrupted)
         if self.body.stream:
-            return EventStream(self.record.streamed(self._events()), wanted, headers)
+            return EventStream(self.record.streamed(self._events(ticket)), wanted, headers, held=ticket)
         try:
-            content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer()))
+            with ticket:
+                content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer(ticket)))
         except ClientGoneError:
             return Response(status_code=499)  # nothing reads it any more
         return Response(content, media_type="application/json", headers=headers)
@@ -159,8 +163,8 @@ class Run(ABC, Generic[Piece, Choice]):
             log_prompts=self.service.settings.log_prompts,
         )
 
-    async def _answer(self) -> str:
-        with self._admitted() as ticket:
+    async def _answer(self, ticket: Ticket) -> str:
+        with self._working(ticket):
             prompts = await self._prompts(ticket)
             maker = self.maker(prompts)
             with self._public_names(), self._generation(prompts, ticket) as generation:
@@ -184,12 +188,12 @@ class Run(ABC, Generic[Piece, Choice]):
             choices = keep_best(choices, scores, width, self.shape.n)
         return self.whole(choices, maker.usage()).model_dump_json(exclude_unset=True)
 
-    async def _events(self) -> AsyncGenerator[str, None]:
+    async def _events(self, ticket: Ticket) -> AsyncGenerator[str, None]:
         """The answer as events, one choice each; first an empty item, once the engine has accepted it."""
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
-        with self._admitted() as ticket:
+        with self._working(ticket):
             prompts = await self._prompts(ticket)
             maker = self.maker(prompts)
             with self._public_names(), self._generation(prompts, ticket) as generation:
@@ -229,12 +233,11 @@ class Run(ABC, Generic[Piece, Choice]):
         return sse(self.chunk(pieces, extra).model_dump_json(exclude_unset=True))
 
     @contextmanager
-    def _admitted(self) -> Iterator[Ticket]:
+    def _working(self, ticket: Ticket) -> Iterator[None]:
         """The request's slots; whatever ends it, they are released, and what is the server's fault counts."""
-        with self.service.admit(*self.size(), self.terms) as ticket:
-            self._ticket = ticket
+        with ticket:
             try:
-                yield ticket
+                yield
             except (ApiError, InvalidRequestError):  # refused
                 raise
             except Exception:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -95,6 +95,15 @@ class RequestRecord:
             async with aclosing(events):
                 async for event in events:
                     yield event
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """What is raised here ends the request before its work has begun."""
+        try:
+            yield
+        except Exception as problem:
+            self.__exit__(type(problem), problem, None)
+            raise
 
     def prompt(self, prompt: Prompt, num_answers: int) -> PromptTimes:
         """A prompt of the request goes to the engine; what is to be filled as it is answered."""

@@ -107,25 +107,29 @@ class PoolingRun(ABC):
             log_prompts=self.service.settings.log_prompts,
         )
         self.record.belongs_to(request)
+        # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
+        with self.record.refusals():
+            self._admission = ticket = self.service.admit_pooling(self.size(), self.terms)
         wanted = Wanted(self.service.drain, self._interrupted)
         try:
-            content = await wanted.run(request.scope, request.receive, self.record.whole(self._in_time()))
+            with ticket:
+                content = await wanted.run(request.scope, request.receive, self.record.whole(self._in_time(ticket)))
         except ClientGoneError:
             return Response(status_code=499)  # the client has gone
         return Response(content, media_type="application/json", headers=headers)
 
-    async def _in_time(self) -> bytes:
+    async def _in_time(self, ticket: Ticket) -> bytes:
         try:
             async with asyncio.timeout(self.terms.seconds_left) as limit:
-                return await self._answer()
+                return await self._answer(ticket)
         except (TimeoutError, DeadlineError) as problem:
             if not limit.expired() and not isinstance(problem, DeadlineError):
                 raise
             self._interrupted("deadline")
             raise DeadlineError from None
 
-    async def _answer(self) -> bytes:
-        with self._admitted() as ticket:
+    async def _answer(self, ticket: Ticket) -> bytes:
+        with self._working(ticket):
             inputs = await self.inputs()
             sizes = [len(item.source.token_ids) for item in inputs]
             longest = self.service.client.info.max_model_len  # of what is longer the engine will say so
@@ -138,12 +142,11 @@ class PoolingRun(ABC):
             return await asyncio.to_thread(self.render, pooled)
 
     @contextmanager
-    def _admitted(self) -> Iterator[Ticket]:
+    def _working(self, ticket: Ticket) -> Iterator[None]:
         """The request's place; however it ends, it is given back, and what is the server's fault counts."""
-        with self.service.admit_pooling(self.size(), self.terms) as ticket:
-            self._admission = ticket
+        with ticket:
             try:
-                yield ticket
+                yield
                 ticket.finished(0)
             except (ApiError, InvalidRequestError):  # refused
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -135,21 +135,35 @@ class EventStream(Response):
     The first item, which may be empty, is awaited before the status is sent: an exception up to there is
     answered as an ordinary error; a later one becomes an event with OpenAI's error body, and the end.
     When the answer is not wanted any more, the generator is cancelled where it stands.
+
+    Args:
+        events: what is sent.
+        wanted: watches over it.
+        headers: further ones.
+        held: a context that is left when the answer has ended, even if `events` has not begun.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], wanted: Wanted, headers: dict[str, str] | None = None):
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        wanted: Wanted,
+        headers: dict[str, str] | None = None,
+        held: AbstractContextManager[object] | None = None,
+    ):
         # No proxy on the way may keep or collect what is meant to arrive at once.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._wanted = wanted
+        self._held = held or nullcontext()
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._wanted.run(scope, receive, self._send_all(send))
+            with self._held:
+                await self._wanted.run(scope, receive, self._send_all(send))
         except ClientGoneError:
             logger.debug("The client left before the stream ended.")
         except ApiError as problem:
