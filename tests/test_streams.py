@@ -16,10 +16,11 @@ from support.service import PATIENCE
 
 from engine import ChoiceDelta, EngineDeadError, InvalidRequestError, RequestDelta, SamplingParams, TokenInput
 from engine.text.processor import Tokenizer
+from server.answering.streaming import Wanted
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.context import Service
-from server.door.drain import Drain
+from server.door.drain import Drain, shutting_down
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -442,7 +443,7 @@ def test_over_the_bound_is_503_and_room_is_used_again() -> None:
         calls = [api.call(stream=bool(number % 2)) for number in range(40)]
         await until(lambda: sum(call.task.done() for call in calls) == 28)
         refused = [call for call in calls if call.task.done()]
-        assert len(api.client.asked) == 12, "a refused request reached the engine"
+        await until(lambda: len(api.client.asked) == 12)
         for call in refused:
             error = problem(call)
             assert error["code"] == "overloaded"
@@ -451,10 +452,51 @@ def test_over_the_bound_is_503_and_room_is_used_again() -> None:
         go.set()
         for call in calls:
             await call.wait_end()
+        assert len(api.client.asked) == 12, "a refused request reached the engine"
         assert sum("done" in call.text or call.text.count("data:") == 5 for call in calls) == 12
         again = api.call()
         await again.wait_end()
         assert again.status == 200
+        api.check_empty()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_waits_for_no_other_turn_of_the_event_loop(stream: bool) -> None:
+    """A busy loop's turns are long, and those of a crowd that wait for one place would wait through several."""
+
+    async def scenario() -> None:
+        api = Api(silent, max_num_queued_reqs=0)
+        held = [api.call() for _ in range(7)]  # the scripted engine runs 8
+        await until(lambda: api.service.admission.num_prompts == 7)
+        crowd = [api.call(stream=stream) for _ in range(20)]
+        batch = api.call(prompt=["a", "b"], stream=stream)  # one would find a place at the door, two find none
+        for _ in range(2):  # each call's own task, and the one that notes its end
+            await asyncio.sleep(0)
+        refused = [call for call in crowd if call.task.done()]
+        assert len(refused) == 19
+        assert {problem(call)["code"] for call in [*refused, batch]} == {"overloaded"}
+        for call in [*held, *crowd]:
+            call.leave()
+            await call.wait_end()
+        api.check_empty()
+
+    run(scenario())
+
+
+def test_a_place_is_given_back_where_the_stream_never_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ended(wanted: Wanted, scope: Any, receive: Any, work: Coroutine[Any, Any, Any]) -> None:
+        work.close()
+        raise shutting_down()
+
+    monkeypatch.setattr(Wanted, "run", ended)
+
+    async def scenario() -> None:
+        api = Api(silent)
+        call = api.call(stream=True)
+        await call.wait_end()
+        assert problem(call)["code"] == "shutting_down"
         api.check_empty()
 
     run(scenario())
