@@ -26,6 +26,7 @@ from engine.process.client import EngineClient, RestartPolicy, start_engine
 from engine.text.processor import Tokenizer, load_tokenizer
 from server import logs
 from server.answering.endpoints import served_endpoints
+from server.answering.long_texts import leave_to_worker
 from server.app import create_app
 from server.config.settings import DEMOS, ServerSettings
 from server.door.accepting import Acceptor
@@ -214,6 +215,8 @@ def _load(config: EngineConfig, policy: RestartPolicy, log_format: LogFormat) ->
     lower_case = client.info.lower_case
     tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token, lower_case=lower_case)
     adopt_libraries()
+    if tokenizer is not None:
+        leave_to_worker(tokenizer)
     return client, tokenizer
 
 

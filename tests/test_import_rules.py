@@ -182,7 +182,7 @@ def test_server_and_command_line_compute_nothing(path: Path) -> None:
 MESSENGERS = (
     "engine.process.main", "engine.process.client", "engine.process.messages", "engine.process.runner",
     "engine.pooled.vectors", "server.api.reading", "server.workers.child", "server.workers.frames",
-    "server.workers.pool", "server.workers.templates",
+    "server.workers.pool", "server.workers.templates", "server.workers.texts",
 )  # fmt: skip
 
 

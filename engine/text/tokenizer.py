@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from engine.errors import InvalidRequestError
@@ -42,10 +43,13 @@ class Tokenizer:
         subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
         vocab_size: number of ids, added tokens included.
         languages: those that it knows by tokens of their own.
+        encode_long: texts of more than so many characters are encoded by that function, given the text and whether
+            special tokens are added; None: all are encoded here. It is for tokenizers that can be saved.
     """
 
     def __init__(self, hf: Any, *, lower_case: bool = False) -> None:
         self._hf = hf
+        self.encode_long: tuple[int, Callable[[str, bool], list[int]]] | None = None
         self._lower_case = lower_case
         self._fast: Any = getattr(hf, "_tokenizer", None) if getattr(hf, "is_fast", False) else None
         if self._fast is not None:
@@ -85,6 +89,15 @@ class Tokenizer:
         self._known: dict[int, bool] = {}
         self._texts: dict[int, str] = {}
         self._anchor: tuple[int, str] | None = None
+
+    @property
+    def is_fast(self) -> bool:
+        """It is the tokenizers library's, and can be saved."""
+        return self._fast is not None
+
+    def save(self, path: Path) -> None:
+        """Write what `encode` does, languages apart, as a tokenizer.json."""
+        self._fast.save(str(path))
 
     @property
     def chat_template(self) -> str | None:
@@ -129,9 +142,11 @@ class Tokenizer:
         """
         source = None if src_lang is None or not add_special_tokens else self.languages.id(src_lang, "src_lang")
         text = self._given(text)
-        if self._fast is not None:
+        if self.encode_long is not None and len(text) > self.encode_long[0]:
+            ids = self.encode_long[1](text, add_special_tokens)
+        elif self._fast is not None:
             # Not `encode`: that holds Python's lock meanwhile, and with it whatever else the process does.
-            ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            ids = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         else:
             ids = list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
         return ids if source is None else self.languages.marked(ids, source)

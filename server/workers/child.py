@@ -18,10 +18,14 @@ import msgspec
 
 from server.workers.frames import LENGTH, Job, Outcome, framed
 from server.workers.templates import Conversation, render
+from server.workers.texts import Text, tokenize
 
 MEMORY = 512 * 1024 * 1024  # bytes that a worker may have beyond what it begins with
 
-_JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {"render": (Conversation, render)}
+_JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
+    "render": (Conversation, render),
+    "tokenize": (Text, tokenize),
+}
 
 
 def main() -> None:

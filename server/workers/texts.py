@@ -1,0 +1,32 @@
+"""Long texts to token ids: the job of a worker, since a tokenizer may take 200 bytes of memory for a character."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import tokenizers
+
+
+class Text(msgspec.Struct, array_like=True):
+    """What is tokenised.
+
+    Attributes:
+        tokenizer: the path of a tokenizer.json.
+        special: the tokenizer adds its special tokens.
+    """
+
+    tokenizer: str
+    text: str
+    special: bool
+
+
+def tokenize(text: Text) -> list[int]:
+    """The text's token ids."""
+    ids: list[int] = _load(text.tokenizer).encode(text.text, add_special_tokens=text.special).ids
+    return ids
+
+
+@functools.lru_cache(maxsize=1)
+def _load(path: str) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(path)
