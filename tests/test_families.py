@@ -226,9 +226,8 @@ def test_a_refusal_names_the_nearest_and_lists_what_is_supported() -> None:
         ("codegen", "CodeGenForCausalLM", "GPTJForCausalLM"),
         ("deepseek_v3", "DeepseekV3ForCausalLM", "LlamaForCausalLM"),
         ("jamba", "JambaForCausalLM", "MixtralForCausalLM"),
-        ("nemotron", "NemotronForCausalLM", "LlamaForCausalLM"),
-        ("stablelm", "StableLmForCausalLM", "PhiForCausalLM"),
-        ("starcoder2", "Starcoder2ForCausalLM", "MistralForCausalLM"),
+        ("persimmon", "PersimmonForCausalLM", "StableLmForCausalLM"),
+        ("minimax", "MiniMaxForCausalLM", "MixtralForCausalLM"),
     ],
 )
 def test_where_no_name_is_near_settings_are(model_type: str, architecture: str, expected: str) -> None:

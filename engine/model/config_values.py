@@ -44,22 +44,23 @@ COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "original_max_position_embeddings",
-         "global_attn_every_n_layers",
-         "sliding_window_pattern", "_sliding_window_pattern"), _TOKENS,
+         "global_attn_every_n_layers", "_sliding_window_pattern", "no_rope_layer_interval"), _TOKENS,
     ),
     "relative_attention_max_distance": (1, 1 << 16),
     **dict.fromkeys(("position_buckets", "max_relative_positions"), (-1, 1 << 16)),
     **dict.fromkeys(
-        ("type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size", "rotary_dim"), _FROM_ZERO,
+        ("type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size", "rotary_dim",
+         "sliding_window_pattern"), _FROM_ZERO,
     ),
 }  # fmt: skip
 """Integers, and from where to where each may be."""
 
 NUMBERS: dict[str, str] = {
     **dict.fromkeys(
-        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "attn_logit_softcapping",
+        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "attn_logit_softcapping",
          "final_logit_softcapping", "query_pre_attn_scalar", "rope_theta", "rotary_emb_base", "global_rope_theta",
-         "local_rope_theta", "rope_local_base_freq"), "above 0",
+         "local_rope_theta", "rope_local_base_freq", "embedding_multiplier", "attention_multiplier",
+         "residual_multiplier", "logits_scaling", "logit_scale"), "above 0",
     ),
     **dict.fromkeys(("clip_qkv", "rotary_pct", "partial_rotary_factor"), "of at least 0"),
 }  # fmt: skip
@@ -75,7 +76,7 @@ _NEEDED = frozenset(
     {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"}
     | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
     | {"hidden_size", "n_embd", "d_model", "dim", "vocab_size", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
-    | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"}
+    | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}
 )
 
 

@@ -175,13 +175,18 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer."""
+    """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer.
+
+    Attributes:
+        residual_scale: multiplies what attention and feed-forward network add; their last matrices are loaded times it.
+    """
 
     placement: Placement
     attention: Attention
     ffn: FeedForward
     cross: Attention | None = None
     beside: Convolution | None = None
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,21 @@ class Transposed:
 
 
 @dataclass(frozen=True, slots=True)
+class Affine:
+    """The tensor as stored, times `factor`, plus `offset`: constants by which a model multiplies what a matrix makes,
+    or adds to a norm's weight."""
+
+    factor: float = 1.0
+    offset: float = 0.0
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [target]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        target.copy_(source.float() * self.factor + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A vector stored as a matrix of one row."""
 

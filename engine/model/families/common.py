@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.backends.attention.base import Window
@@ -20,11 +22,12 @@ from engine.model.spec import (
     Gated,
     Lm,
     ModelSpec,
+    Placement,
     Pre,
     Stack,
     Tokens,
 )
-from engine.model.table import Entry, Joined, Same, Stacked, Transform, Transposed, WeightTable
+from engine.model.table import Affine, Entry, Joined, Same, Stacked, Transform, Transposed, WeightTable
 
 # gelu_new, gelu_fast … are one function under several names: the tanh approximation.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -73,7 +76,13 @@ def even_head_dim(hidden_size: int, heads: int) -> int:
 
 
 def rotary(
-    config: Any, head_dim: int, layer_type: str | None = None, *, partial: bool = False, in_float32: bool = False
+    config: Any,
+    head_dim: int,
+    layer_type: str | None = None,
+    *,
+    partial: bool = False,
+    interleaved: bool = False,
+    in_float32: bool = False,
 ) -> Rotary:
     """The rotary part of a config whose `rope_parameters` are flat, or nested by layer type.
 
@@ -81,6 +90,7 @@ def rotary(
         head_dim: features of a head.
         layer_type: whose parameters are meant, where they are nested.
         partial: the family rotates only a share of the features, `partial_rotary_factor`.
+        interleaved: the family rotates pairs of neighbouring features.
         in_float32: the family rotates in float32, whatever the format of queries and keys.
 
     Raises:
@@ -91,21 +101,44 @@ def rotary(
     return Rotary(
         dim=dim,
         theta=theta_of(config, settings),
+        interleaved=interleaved,
         scaling=scaling_of(config, settings, dim),
         in_float32=in_float32,
     )
 
 
-def rms_decoder(config: Any, attentions: Iterable[Attention], ffn: FeedForward) -> ModelSpec:
-    """A decoder of blocks with an RMS norm before each sublayer, which differ in their attentions only."""
-    norm = Norm("rms", config.rms_norm_eps)
+def plain_decoder(
+    config: Any,
+    attentions: Iterable[Attention],
+    ffn: FeedForward,
+    *,
+    norm: Norm | None = None,
+    placement: Placement | None = None,
+    scale: float = 1.0,
+    residual_scale: float = 1.0,
+    head: Lm | None = None,
+) -> ModelSpec:
+    """A decoder whose blocks differ in their attentions only.
+
+    Args:
+        norm: of each sublayer and the end; None: RMS norms.
+        placement: of the norms; None: one before each sublayer.
+        scale: of the embedding.
+        residual_scale: of each block.
+        head: None: one without a bias or a scale.
+    """
+    norm = norm or Norm("rms", config.rms_norm_eps)
+    placement = placement or Pre(norm, norm)
     decoder = Stack(
         hidden_size=config.hidden_size,
-        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size),
-        blocks=tuple(Block(placement=Pre(norm, norm), attention=attention, ffn=ffn) for attention in attentions),
+        embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, scale=scale),
+        blocks=tuple(
+            Block(placement=placement, attention=attention, ffn=ffn, residual_scale=residual_scale)
+            for attention in attentions
+        ),
         final_norm=norm,
     )
-    return ModelSpec(encoder=None, decoder=decoder, head=Lm(tied=config.tie_word_embeddings))
+    return ModelSpec(encoder=None, decoder=decoder, head=head or Lm(tied=config.tie_word_embeddings))
 
 
 def sliding_window(size: int | None, *, causal: bool = True) -> Window | None:
@@ -301,6 +334,24 @@ def head(model: ModelSpec, source: str) -> list[Entry]:
     return entries[1:] if model.head.tied else entries
 
 
+def dense(target: str, source: str, part: Dense, names: tuple[str, str]) -> list[Entry]:
+    """The two matrices of a plain feed-forward network under `source`."""
+    up, down = names
+    return [
+        *linear(f"{target}.up", f"{source}.{up}", part.bias, 0),
+        *linear(f"{target}.down", f"{source}.{down}", part.bias, 1),
+    ]
+
+
+def residual_scaled(entries: Iterable[Entry], factor: float) -> list[Entry]:
+    """A layer's entries, what it adds to the residual stream being scaled."""
+    last = re.compile(r"\.(out|down)\.(weight|bias)$")
+    return [
+        replace(entry, transform=Affine(factor)) if factor != 1.0 and last.search(entry.target) else entry
+        for entry in entries
+    ]
+
+
 def projected_layer(target: str, source: str, block: Block) -> list[Entry]:
     """`projected_block` of a block whose feed-forward network is gated."""
     assert isinstance(block.ffn, Gated)
@@ -311,28 +362,31 @@ def projected_layer(target: str, source: str, block: Block) -> list[Entry]:
 PRE_NORMS = {"attention.before": "input_layernorm", "ffn.before": "post_attention_layernorm"}
 
 
-def rms_decoder_table(
+def decoder_table(
     model: ModelSpec,
     layer: Callable[[str, str, Block], list[Entry]] = projected_layer,
     norms: Mapping[str, str] = PRE_NORMS,
 ) -> WeightTable:
-    """The weights of a decoder with RMS norms under their usual names.
+    """The weights of a decoder whose norms are all of one kind under LLaMA's names.
 
     Args:
         layer: the entries of a block's sublayers, given the names of our block and of the stored one.
         norms: of a block.
     """
     assert model.decoder is not None
+    last = model.decoder.final_norm
+    assert last is not None
+    kinds = {"bias": last.bias, "weight": last.weight}
     entries = [
         Entry("decoder.embedding.tokens", ("model.embed_tokens.weight",), shard_axis=0),
-        Entry("decoder.final_norm.weight", ("model.norm.weight",)),
+        *norm("decoder.final_norm", "model.norm", **kinds),
         *head(model, "lm_head"),
     ]
     for i, block in enumerate(model.decoder.blocks):
         target, source = f"decoder.blocks.{i}", f"model.layers.{i}"
         for ours, theirs in norms.items():
-            entries += norm(f"{target}.{ours}", f"{source}.{theirs}", bias=False)
-        entries += layer(target, source, block)
+            entries += norm(f"{target}.{ours}", f"{source}.{theirs}", **kinds)
+        entries += residual_scaled(layer(target, source, block), block.residual_scale)
     return WeightTable(
         tuple(entries),
         prefix="model.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.model.families.common import activation, layer_window, rms_decoder_table, rotary
+from engine.model.families.common import activation, decoder_table, layer_window, rotary
 from engine.model.normalisation import Norm
 from engine.model.spec import Attention, Block, Gated, Lm, ModelSpec, Sandwich, Stack, Tokens
 from engine.model.table import Family, WeightTable
@@ -61,7 +61,7 @@ SANDWICH_NORMS = {
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    return rms_decoder_table(model, norms=SANDWICH_NORMS)
+    return decoder_table(model, norms=SANDWICH_NORMS)
 
 
 FAMILY = Family(

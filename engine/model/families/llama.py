@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, rms_decoder, rms_decoder_table, rotary
+from engine.model.families.common import activation, decoder_table, plain_decoder, rotary
 from engine.model.spec import Attention, Gated, ModelSpec
 from engine.model.table import Family
 
@@ -21,7 +21,7 @@ def spec(config: Any) -> ModelSpec:
         out_bias=config.attention_bias,
     )
     ffn = Gated(config.intermediate_size, activation(config.hidden_act), bias=config.mlp_bias)
-    return rms_decoder(config, [attention] * config.num_hidden_layers, ffn)
+    return plain_decoder(config, [attention] * config.num_hidden_layers, ffn)
 
 
 FAMILY = Family(
@@ -30,5 +30,5 @@ FAMILY = Family(
     headless=("LlamaModel",),
     brings="rotary positions, grouped queries, gated SiLU, RMS norms; every rope scaling",
     spec=spec,
-    weights=rms_decoder_table,
+    weights=decoder_table,
 )

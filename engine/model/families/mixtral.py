@@ -6,11 +6,11 @@ from typing import Any
 
 from engine.model.families.common import (
     activation,
+    decoder_table,
     experts,
     fused_experts,
+    plain_decoder,
     projected_attention,
-    rms_decoder,
-    rms_decoder_table,
     rotary,
     routed,
     sliding_window,
@@ -34,7 +34,7 @@ def spec(config: Any) -> ModelSpec:
         count=config.num_local_experts,
         active=config.num_experts_per_tok,
     )
-    return rms_decoder(config, [attention] * config.num_hidden_layers, ffn)
+    return plain_decoder(config, [attention] * config.num_hidden_layers, ffn)
 
 
 def _layer(target: str, source: str, block: Block) -> list[Entry]:
@@ -48,7 +48,7 @@ def _layer(target: str, source: str, block: Block) -> list[Entry]:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    return rms_decoder_table(model, _layer)
+    return decoder_table(model, _layer)
 
 
 FAMILY = Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, layer_window, rms_decoder_table, rotary
+from engine.model.families.common import activation, decoder_table, layer_window, rotary
 from engine.model.normalisation import Norm
 from engine.model.spec import AfterSublayer, Attention, Block, Gated, Lm, ModelSpec, Stack, Tokens, WholeProjection
 from engine.model.table import Family, WeightTable
@@ -47,7 +47,7 @@ def spec(config: Any) -> ModelSpec:
 
 def weights(model: ModelSpec) -> WeightTable:
     after = {"attention.after": "post_attention_layernorm", "ffn.after": "post_feedforward_layernorm"}
-    return rms_decoder_table(model, norms=after)
+    return decoder_table(model, norms=after)
 
 
 FAMILY = Family(

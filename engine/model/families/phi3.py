@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, linear, rms_decoder, rms_decoder_table, rotary, sliding_window
+from engine.model.families.common import activation, decoder_table, linear, plain_decoder, rotary, sliding_window
 from engine.model.spec import Attention, Block, Gated, ModelSpec
 from engine.model.table import Entry, Family, WeightTable
 
@@ -20,11 +20,11 @@ def spec(config: Any) -> ModelSpec:
         window=sliding_window(config.sliding_window),
     )
     ffn = Gated(config.intermediate_size, activation(config.hidden_act))
-    return rms_decoder(config, [attention] * config.num_hidden_layers, ffn)
+    return plain_decoder(config, [attention] * config.num_hidden_layers, ffn)
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    return rms_decoder_table(model, _layer)
+    return decoder_table(model, _layer)
 
 
 def _layer(target: str, source: str, block: Block) -> list[Entry]:

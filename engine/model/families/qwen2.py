@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, layer_windows, rms_decoder, rms_decoder_table, rotary
+from engine.model.families.common import activation, decoder_table, layer_windows, plain_decoder, rotary
 from engine.model.spec import Attention, Gated, ModelSpec
 from engine.model.table import Family
 
@@ -24,7 +24,7 @@ def spec(config: Any) -> ModelSpec:
         )
         for window in layer_windows(config)
     ]
-    return rms_decoder(config, attentions, Gated(config.intermediate_size, activation(config.hidden_act)))
+    return plain_decoder(config, attentions, Gated(config.intermediate_size, activation(config.hidden_act)))
 
 
 FAMILY = Family(
@@ -33,5 +33,5 @@ FAMILY = Family(
     headless=("Qwen2Model",),
     brings="biases of queries, keys and values only; windows in the upper layers",
     spec=spec,
-    weights=rms_decoder_table,
+    weights=decoder_table,
 )

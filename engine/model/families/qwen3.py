@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, layer_windows, rms_decoder, rms_decoder_table, rotary
+from engine.model.families.common import activation, decoder_table, layer_windows, plain_decoder, rotary
 from engine.model.normalisation import Norm
 from engine.model.spec import Attention, Gated, ModelSpec, PerHead
 from engine.model.table import Family
@@ -26,7 +26,7 @@ def spec(config: Any) -> ModelSpec:
         )
         for window in layer_windows(config)
     ]
-    return rms_decoder(config, attentions, Gated(config.intermediate_size, activation(config.hidden_act)))
+    return plain_decoder(config, attentions, Gated(config.intermediate_size, activation(config.hidden_act)))
 
 
 FAMILY = Family(
@@ -35,5 +35,5 @@ FAMILY = Family(
     headless=("Qwen3Model",),
     brings="norms of queries and keys per head",
     spec=spec,
-    weights=rms_decoder_table,
+    weights=decoder_table,
 )

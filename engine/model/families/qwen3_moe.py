@@ -7,11 +7,11 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import (
     activation,
+    decoder_table,
     experts,
     fused_experts,
     gated,
     projected_attention,
-    rms_decoder_table,
     rotary,
     routed,
     sliding_window,
@@ -79,7 +79,7 @@ def _layer(target: str, source: str, block: Block) -> list[Entry]:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    return rms_decoder_table(model, _layer)
+    return decoder_table(model, _layer)
 
 
 FAMILY = Family(

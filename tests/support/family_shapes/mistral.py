@@ -1,4 +1,4 @@
-"""Mistral: a sliding window in every layer, or none."""
+"""Mistral and Ministral: a sliding window in every layer, in some, or in none."""
 
 from typing import Any
 
@@ -27,5 +27,16 @@ SHAPES = {
         },
         eos=(3, 90),
         prompts=(2, 3, 0, 1),
+    ),
+    "ministral": FamilyShape(
+        "MinistralForCausalLM",
+        BASE | {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 10},
+        prompts=(0, 6, 1, 2),
+    ),
+    "ministral-full-layers-tied": FamilyShape(
+        "MinistralForCausalLM",
+        BASE | {"layer_types": ["full_attention"] * 2, "head_dim": 8, "tie_word_embeddings": True},
+        eos_gain=2.2,
+        prompts=(5, 6, 0, 1),
     ),
 }

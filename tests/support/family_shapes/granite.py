@@ -1,0 +1,29 @@
+"""Granite: constants that multiply embeddings, scores, residuals and logits; biases."""
+
+from typing import Any
+
+from support.family_shape import FamilyShape
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.5,
+}
+
+SHAPES = {
+    "granite": FamilyShape("GraniteForCausalLM", BASE, prompts=(0, 1, 3, 2)),
+    "granite-biases-tied": FamilyShape(
+        "GraniteForCausalLM",
+        BASE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "residual_multiplier": 1.4},
+        eos_gain=2.2,
+        seed=1,
+        prompts=(6, 7, 0, 1),
+    ),
+}
