@@ -159,7 +159,6 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
         (GEMMA_3_1B, {**SLIDING, "sliding_window": None}, r"'sliding_attention', but sliding_window is null"),
         (GEMMA_3_1B, {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping .* got 50"),
         (GEMMA_3_1B, {"use_bidirectional_attention": True}, "bidirectional attention"),
-        (GEMMA_3_4B, {}, r"'Gemma3ForConditionalGeneration' is multimodal.*nearest supported one: Gemma3ForCausalLM"),
         (OLMO_3_7B, {"sliding_window": None}, r"'sliding_attention', but sliding_window is null"),
         (OLMO_2_7B, {"hidden_act": "laplace"}, "'laplace'"),
     ],

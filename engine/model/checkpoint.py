@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from transformers import AutoConfig
 from engine.errors import ModelLoadError, NotDownloadedError, UnsupportedModelError
 from engine.model import families
 from engine.model.config_values import check_values, read_values
+from engine.model.families.language_part import language_part
+
+logger = logging.getLogger("octavo.model")
 
 # Everything a model needs, and no weights in other formats.
 _PATTERNS = (
@@ -148,7 +152,8 @@ def _unreachable(model: str, at: str) -> str:
 
 
 def read_config(path: Path) -> Any:
-    """The transformers config of a checkpoint folder; code in the checkpoint is never run.
+    """The transformers config of a checkpoint folder, of a vision-language model that of its language part; code in the
+    checkpoint is never run.
 
     Raises:
         ModelLoadError: there is no readable config, or it holds a number that no model has.
@@ -173,7 +178,10 @@ def read_config(path: Path) -> Any:
             f"{path} holds quantised weights ({method or 'method unknown'}), which are not supported. "
             "Use the checkpoint in bfloat16, float16 or float32."
         )
-    return config
+    part = language_part(config)
+    if part is not config:
+        logger.info("%s is served as a text model: images are refused.", families.architecture(config))
+    return part
 
 
 def _first_paragraph(error: Exception) -> str:

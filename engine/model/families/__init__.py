@@ -14,6 +14,7 @@ import transformers
 
 from engine.errors import OctavoError, UnsupportedModelError
 from engine.model.families.classification import base_model, classifier, with_head
+from engine.model.families.language_part import ARCHITECTURES, whole_of, without_vision
 from engine.model.missing import unsupported
 from engine.model.spec import Lm, ModelSpec, Pool
 from engine.model.table import Family, WeightTable
@@ -119,7 +120,7 @@ def is_known(values: Mapping[str, Any]) -> bool:
     """Whether a family describes the architecture that a config.json names."""
     named = values.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
-    return name in _BY_ARCHITECTURE or (base_model(name) or "") in _BY_ARCHITECTURE
+    return name in ARCHITECTURES or name in _BY_ARCHITECTURE or (base_model(name) or "") in _BY_ARCHITECTURE
 
 
 def find(config: Any) -> Family:
@@ -233,6 +234,8 @@ def weight_table(config: Any, model: ModelSpec) -> WeightTable:
     turned = model.decoder is None and family.spec(config).decoder is not None
     stored = replace(model, encoder=None, decoder=model.encoder) if turned else model
     table = family.weights(stored)
+    if whole_of(config) is not None:
+        table = without_vision(table)
     if stored.decoder is not None:
         table = with_head(table, model.head)
     if turned:

@@ -174,12 +174,12 @@ def layer_window(config: Any, layer_type: str, *, causal: bool = True) -> Window
 
 
 def layer_windows(config: Any) -> list[Window | None]:
-    """The window of each layer, by `layer_types`.
+    """The window of each layer, by `layer_types`; none where there are no types.
 
     Raises:
         UnsupportedModelError: a layer of another type, too few or too many of them, or a window of no size.
     """
-    types = config.layer_types
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if len(types) != config.num_hidden_layers:
         raise UnsupportedModelError(
             f"layer_types in the checkpoint's config must have one entry for each of num_hidden_layers "

@@ -1,0 +1,86 @@
+"""Vision-language models whose language part is a family of its own: they are served as that, without what sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engine.errors import UnsupportedModelError
+from engine.model.table import WeightTable
+
+# Those that, without an image, compute what their language part computes.
+ARCHITECTURES = frozenset(
+    {
+        "AyaVisionForConditionalGeneration",
+        "Gemma3ForConditionalGeneration",
+        "Idefics3ForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "LlavaNextForConditionalGeneration",
+        "LlavaOnevisionForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
+    }
+)
+# Language parts that transformers knows under no name of their own. Their rotary positions have three axes, on which
+# texts stand at the same places.
+_TWINS = {
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+}
+_MARK = "language_part_of"  # in the config of a language part: the architecture of the whole
+
+
+def language_part(config: Any) -> Any:
+    """The config of a vision-language model's language part; of any other model the config itself.
+
+    Raises:
+        UnsupportedModelError: the language part is no model that writes.
+    """
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    if name not in ARCHITECTURES:
+        return config
+    text = config.get_text_config(decoder=True)
+    kind = text.model_type
+    own = _TWINS.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if own is None:
+        raise UnsupportedModelError(f"{name}: its language part, {kind!r}, is no model that writes.")
+    text.architectures = [own]
+    # What the whole says of the end of its texts, and whether its head is the table of tokens.
+    text.tie_word_embeddings = config.tie_word_embeddings
+    for setting in ("dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(text, setting, None) is None:
+            setattr(text, setting, getattr(config, setting, None))
+    setattr(text, _MARK, name)
+    return text
+
+
+def whole_of(config: Any) -> str | None:
+    """The architecture that this language part's config is from, or None."""
+    name = getattr(config, _MARK, None)
+    return name if isinstance(name, str) else None
+
+
+def without_vision(table: WeightTable) -> WeightTable:
+    """A family's table, for a checkpoint that holds what sees as well."""
+    return replace(
+        table,
+        renamed=(
+            (r"^language_model\.(model|lm_head)\.", r"\1."),
+            (r"^model\.(language_model|text_model)\.", "model."),
+            *table.renamed,
+        ),
+        ignored=(*table.ignored, *_UNUSED),
+    )
+
+
+_UNUSED = (
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..*",
+    r"(model\.)?image_newline",
+)

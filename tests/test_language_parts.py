@@ -1,0 +1,171 @@
+"""Vision-language models are served as their language parts: the same tokens and hidden states as the whole without an
+image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support import reference
+from support.checkpoints import random_prompt
+from support.driving import Job, add, finish, make_engine
+from support.family_shape import fill_randomly
+from support.pages import Pages, close, load, scattered_tables
+from support.reference import MIN_MARGIN
+
+from engine import Engine, SamplingParams
+from engine.errors import UnsupportedModelError
+from engine.model.families.language_part import ARCHITECTURES
+
+VOCAB, EOS, TOKENS = 199, 7, 16
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]}}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_heads": 2}
+CLIP, SIGLIP = VISION | {"model_type": "clip_vision_model"}, VISION | {"model_type": "siglip_vision_model"}
+# Of each architecture the settings of its language part, of what sees, and of the whole.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "AyaVisionForConditionalGeneration": ({"model_type": "cohere2", "sliding_window": 9}, SIGLIP, {}),
+    "Gemma3ForConditionalGeneration": ({"head_dim": 10, "sliding_window": 9}, VISION, {}),
+    "Idefics3ForConditionalGeneration": ({"model_type": "llama"}, VISION, {}),
+    "InternVLForConditionalGeneration": (
+        {"model_type": "qwen2"}, VISION | {"image_size": [28, 28], "patch_size": [14, 14]}, {}
+    ),
+    "LlavaForConditionalGeneration": ({"model_type": "llama"}, CLIP, {}),
+    "LlavaNextForConditionalGeneration": ({"model_type": "mistral", "head_dim": 10}, CLIP, {}),
+    "LlavaOnevisionForConditionalGeneration": ({"model_type": "qwen2"}, SIGLIP, {"tie_word_embeddings": True}),
+    "Mistral3ForConditionalGeneration": (
+        {"model_type": "mistral", "head_dim": 10}, VISION | {"model_type": "pixtral", "head_dim": 8},
+        {"tie_word_embeddings": False},
+    ),
+    "Qwen2VLForConditionalGeneration": (AXES, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}, {}),
+    "Qwen2_5_VLForConditionalGeneration": (AXES, QWEN_VISION, {"tie_word_embeddings": True}),
+    "Qwen3VLForConditionalGeneration": (
+        AXES | {"head_dim": 8}, QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, {}
+    ),
+    "SmolVLMForConditionalGeneration": ({"model_type": "llama"}, VISION, {}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A whole model, its folder, and the engine that serves its language part."""
+
+    whole: Any
+    path: Path
+    engine: Engine
+
+
+def make_whole(name: str) -> Any:
+    text, vision, own = MODELS[name]
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(text_config=TEXT | text, vision_config=vision, **own)
+    config.architectures = [name]
+    torch.manual_seed(0)
+    model = model_class(config)
+    model.set_attn_implementation("eager")
+    fill_randomly(model, 0)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[EOS] *= 2.2
+    model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    path = tmp_path_factory.mktemp("whole")
+    whole = make_whole(request.param)
+    whole.save_pretrained(path)
+    engine = make_engine(path, max_model_len=96, block_size=4)
+    yield Subject(whole, path, engine)
+    engine.close()
+
+
+def test_all_of_them_are_here() -> None:
+    assert set(MODELS) == ARCHITECTURES
+
+
+def test_greedy_answers_are_those_of_the_whole(subject: Subject) -> None:
+    prompts = [random_prompt(VOCAB, seed, 2 + seed * 7 % 41) for seed in range(10)]
+    for number, prompt in enumerate(prompts):
+        add(subject.engine, str(number), Job(prompt, SamplingParams(temperature=0.0, max_tokens=TOKENS)))
+    answers = finish(subject.engine)
+    clear, reasons = 0, set()
+    for number, prompt in enumerate(prompts):
+        expected = reference.greedy(subject.whole, prompt, [EOS], TOKENS)
+        if expected.margin > MIN_MARGIN:
+            clear += 1
+            answer = answers[str(number)].outputs[0]
+            assert answer.token_ids == expected.answers[0].tokens
+            reasons.add(answer.finish_reason)
+    assert clear >= 5
+    assert reasons <= {"stop", "length"}
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_the_whole(subject: Subject) -> None:
+    lengths = [37, 1, 14]
+    prompts = [random_prompt(VOCAB, 1000 + length, length) for length in lengths]
+    found = Pages(load(subject.path, max_model_len=96), scattered_tables(lengths), reach=lengths).step(prompts)
+    for prompt, ours in zip(prompts, found, strict=True):
+        close(ours, subject.whole.model(input_ids=torch.tensor([prompt])).last_hidden_state[0])
+
+
+def test_older_names_of_the_weights_are_known(tmp_path: Path) -> None:
+    """LLaVA's parts side by side at the top, as it is stored, and below `model`, as transformers has it in memory."""
+    whole = make_whole("LlavaForConditionalGeneration")
+    whole.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    with safe_open(file, "pt") as stored:
+        assert "language_model.model.norm.weight" in set(stored.keys())
+    prompt = random_prompt(VOCAB, 3, 9)
+    answers = []
+    for _ in range(2):
+        engine = make_engine(tmp_path, max_model_len=96)
+        add(engine, "0", Job(prompt, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)))
+        answers.append(finish(engine)["0"].outputs[0].token_ids)
+        engine.close()
+        inner = {
+            name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head")
+            if name.startswith("language_model.")
+            else f"model.{name}": tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(inner, file, {"format": "pt"})
+    assert answers[0] == answers[1]
+
+
+def test_a_language_part_that_is_no_family_is_refused(tmp_path: Path) -> None:
+    make_whole("LlavaForConditionalGeneration").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"] = {"model_type": "mamba"}
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        make_engine(tmp_path)
