@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from engine.errors import UnsupportedModelError
 from engine.model.table import WeightTable
 
@@ -27,12 +25,27 @@ ARCHITECTURES = frozenset(
         "SmolVLMForConditionalGeneration",
     }
 )
-# Language parts that transformers knows under no name of their own. Their rotary positions have three axes, on which
-# texts stand at the same places.
-_TWINS = {
-    "qwen2_vl_text": "Qwen2ForCausalLM",
+# What they are built around, by the type of the inner config. Qwen's rotary positions have three axes, on which texts
+# stand at the same places.
+_FAMILIES = {
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 _MARK = "language_part_of"  # in the config of a language part: the architecture of the whole
 
@@ -41,16 +54,18 @@ def language_part(config: Any) -> Any:
     """The config of a vision-language model's language part; of any other model the config itself.
 
     Raises:
-        UnsupportedModelError: the language part is no model that writes.
+        UnsupportedModelError: the language part is none that is served.
     """
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     if name not in ARCHITECTURES:
         return config
     text = config.get_text_config(decoder=True)
-    kind = text.model_type
-    own = _TWINS.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    own = _FAMILIES.get(text.model_type)
     if own is None:
-        raise UnsupportedModelError(f"{name}: its language part, {kind!r}, is no model that writes.")
+        raise UnsupportedModelError(
+            f"{name} is built around {text.model_type!r} here; as its language part are served: "
+            f"{', '.join(sorted(_FAMILIES))}."
+        )
     text.architectures = [own]
     # What the whole says of the end of its texts, and whether its head is the table of tokens.
     text.tie_word_embeddings = config.tie_word_embeddings
