@@ -89,6 +89,17 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Swapped:
+    """The two halves along the first axis in the other order."""
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [target]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        target.copy_(torch.roll(source, len(source) // 2, 0))
+
+
+@dataclass(frozen=True, slots=True)
 class Interleaved:
     """Queries, keys and values stored group by group: `queries` query heads, then one key and one value head.
 
