@@ -225,7 +225,7 @@ def test_a_refusal_names_the_nearest_and_lists_what_is_supported() -> None:
     [
         ("codegen", "CodeGenForCausalLM", "GPTJForCausalLM"),
         ("deepseek_v3", "DeepseekV3ForCausalLM", "LlamaForCausalLM"),
-        ("jamba", "JambaForCausalLM", "MixtralForCausalLM"),
+        ("jamba", "JambaForCausalLM", "OlmoeForCausalLM"),
         ("persimmon", "PersimmonForCausalLM", "StableLmForCausalLM"),
         ("minimax", "MiniMaxForCausalLM", "MixtralForCausalLM"),
     ],

@@ -77,6 +77,7 @@ _NEEDED = frozenset(
     | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
     | {"hidden_size", "n_embd", "d_model", "dim", "vocab_size", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
     | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}
+    | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
 )
 
 

@@ -51,17 +51,18 @@ class Transposed:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """The tensor as stored, times `factor`, plus `offset`: constants by which a model multiplies what a matrix makes,
-    or adds to a norm's weight."""
+    """What `inner` fills, times `factor`, plus `offset`: constants by which a model multiplies what a matrix makes, or
+    adds to a norm's weight."""
 
     factor: float = 1.0
     offset: float = 0.0
+    inner: Transform = Same()
 
     def shapes(self, target: Size) -> list[Size]:
-        return [target]
+        return self.inner.shapes(target)
 
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
-        target.copy_(source.float() * self.factor + self.offset)
+        self.inner.fill(target, place, source.float() * self.factor + self.offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,9 +345,11 @@ def dense(target: str, source: str, part: Dense, names: tuple[str, str]) -> list
 
 def residual_scaled(entries: Iterable[Entry], factor: float) -> list[Entry]:
     """A layer's entries, what it adds to the residual stream being scaled."""
+    if factor == 1.0:
+        return list(entries)
     last = re.compile(r"\.(out|down)\.(weight|bias)$")
     return [
-        replace(entry, transform=Affine(factor)) if factor != 1.0 and last.search(entry.target) else entry
+        replace(entry, transform=Affine(factor, inner=entry.transform)) if last.search(entry.target) else entry
         for entry in entries
     ]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, decoder_table, plain_decoder, rotary
-from engine.model.spec import Attention, Gated, ModelSpec
-from engine.model.table import Family
+from engine.model.spec import Attention, Gated, ModelSpec, Pool
+from engine.model.table import Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
@@ -26,14 +28,20 @@ def spec(config: Any) -> ModelSpec:
         out_bias=config.attention_bias,
     )
     ffn = Gated(config.intermediate_size, activation(config.hidden_act), bias=config.mlp_bias)
-    return plain_decoder(config, [attention] * config.num_hidden_layers, ffn)
+    model = plain_decoder(config, [attention] * config.num_hidden_layers, ffn)
+    return ModelSpec(encoder=model.decoder, decoder=None, head=Pool())
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    table = decoder_table(replace(model, encoder=None, decoder=model.encoder))
+    entries = (replace(entry, target=re.sub(r"^decoder\.", "encoder.", entry.target)) for entry in table.entries)
+    return replace(table, entries=tuple(entries), head=None)
 
 
 FAMILY = Family(
     name="EuroBERT",
     architectures=("EuroBertModel",),
-    headless=("EuroBertModel",),
     brings="LLaMA's blocks as an encoder",
     spec=spec,
-    weights=decoder_table,
+    weights=weights,
 )

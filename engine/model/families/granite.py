@@ -1,12 +1,21 @@
-"""Granite: LLaMA's blocks with constants that multiply embeddings, scores, logits and what a layer adds."""
+"""Granite and GraniteMoE: LLaMA's or Mixtral's blocks with constants that multiply embeddings, scores, logits and what
+a layer adds."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from engine.model.families.common import activation, decoder_table, plain_decoder, rotary
-from engine.model.spec import Attention, Gated, Lm, ModelSpec
-from engine.model.table import Family
+from engine.model.families.common import (
+    activation,
+    decoder_table,
+    plain_decoder,
+    projected_attention,
+    projected_layer,
+    rotary,
+    routed,
+)
+from engine.model.spec import Attention, Block, Experts, FeedForward, Gated, Lm, ModelSpec
+from engine.model.table import Entry, Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
@@ -20,21 +29,43 @@ def spec(config: Any) -> ModelSpec:
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
     )
+    act = activation(config.hidden_act)
+    ffn: FeedForward = Gated(config.intermediate_size, act, bias=getattr(config, "mlp_bias", False))
+    if config.model_type == "granitemoe":
+        ffn = routed(
+            Gated(config.intermediate_size, act), count=config.num_local_experts, active=config.num_experts_per_tok
+        )
     return plain_decoder(
         config,
         [attention] * config.num_hidden_layers,
-        Gated(config.intermediate_size, activation(config.hidden_act), bias=config.mlp_bias),
+        ffn,
         scale=config.embedding_multiplier,
         residual_scale=config.residual_multiplier,
         head=Lm(tied=config.tie_word_embeddings, logit_scale=1 / config.logits_scaling),
     )
 
 
+def _layer(target: str, source: str, block: Block) -> list[Entry]:
+    if not isinstance(block.ffn, Experts):
+        return projected_layer(target, source, block)
+    inner, stored = f"{target}.ffn.inner", f"{source}.block_sparse_moe"
+    return [
+        *projected_attention(f"{target}.attention.inner", f"{source}.self_attn", block.attention),
+        Entry(f"{inner}.router.weight", (f"{stored}.router.layer.weight",)),
+        Entry(f"{inner}.up.weight", (f"{stored}.input_linear.weight",), shard_axis=1),
+        Entry(f"{inner}.down.weight", (f"{stored}.output_linear.weight",), shard_axis=2),
+    ]
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    return decoder_table(model, _layer)
+
+
 FAMILY = Family(
-    name="Granite",
-    architectures=("GraniteForCausalLM", "GraniteModel"),
-    headless=("GraniteModel",),
-    brings="scaled embeddings, scores, residuals and logits",
+    name="Granite and GraniteMoE",
+    architectures=("GraniteForCausalLM", "GraniteModel", "GraniteMoeForCausalLM", "GraniteMoeModel"),
+    headless=("GraniteModel", "GraniteMoeModel"),
+    brings="scaled embeddings, scores, residuals and logits; experts",
     spec=spec,
-    weights=decoder_table,
+    weights=weights,
 )

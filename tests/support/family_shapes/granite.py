@@ -1,4 +1,4 @@
-"""Granite: constants that multiply embeddings, scores, residuals and logits; biases."""
+"""Granite and GraniteMoE: constants that multiply embeddings, scores, residuals and logits; biases."""
 
 from typing import Any
 
@@ -25,5 +25,24 @@ SHAPES = {
         eos_gain=2.2,
         seed=1,
         prompts=(6, 7, 0, 1),
+    ),
+    "granite-moe": FamilyShape(
+        "GraniteMoeForCausalLM",
+        BASE | {"intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2},
+        prompts=(1, 2, 0, 3),
+    ),
+    "granite-moe-biases-tied": FamilyShape(
+        "GraniteMoeForCausalLM",
+        BASE
+        | {
+            "intermediate_size": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "residual_multiplier": 1.3,
+        },
+        eos=(3, 90),
+        prompts=(1, 11, 0, 2),
     ),
 }
