@@ -15,12 +15,12 @@ from server.pace import Mean, Pace
 LONGEST_WAIT = 60  # seconds that Retry-After asks for at most
 RESERVE = 8  # so many times smaller than a bound is what keys with little in the service have beyond it
 _LEAST_REMEMBERED = 64  # events of which a pace is made
-_CHARACTERS_PER_TOKEN = 4  # roughly, of English; an estimate until the text has been tokenised
+CHARACTERS_PER_TOKEN = 4  # roughly, of English; an estimate until the text has been tokenised
 
 
 def estimate_tokens(text: str) -> int:
     """About how many tokens a text will have."""
-    return len(text) // _CHARACTERS_PER_TOKEN + 1
+    return len(text) // CHARACTERS_PER_TOKEN + 1
 
 
 @dataclass(slots=True)

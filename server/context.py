@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -15,7 +15,7 @@ from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server.admission import Admission, Ticket
 from server.answering.prompt import Prompt, Room
-from server.answering.rendering import ChatRenderer
+from server.answering.rendering import ChatRenderer, Rendering
 from server.answering.terms import Terms
 from server.answering.turns import Turns
 from server.config.settings import ServerSettings
@@ -100,9 +100,12 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def render(
-        self, messages: Sequence[Mapping[str, str]], room: Room, *, add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], room: Room, rendering: Rendering | None = None
     ) -> Prompt:
         """Chat messages as a prompt.
+
+        Args:
+            rendering: what the template is given besides (default: nothing).
 
         Raises:
             ApiError: there is no tokenizer, its chat template takes too much time or memory or refuses these messages,
@@ -114,7 +117,7 @@ class Service:
                 f"{self.model_id} has no tokenizer, so it cannot read messages; send token ids to /v1/completions."
             )
             raise ApiError(400, message, param="messages", code="no_tokenizer")
-        return await self.renderer.prompt(self.tokenizer, messages, room, add_generation_prompt=add_generation_prompt)
+        return await self.renderer.prompt(self.tokenizer, messages, room, rendering)
 
 
 async def get_service(request: Request) -> Service:

@@ -293,12 +293,18 @@ def test_fields_that_ask_for_nothing_are_accepted_and_unknown_ones_reported() ->
         parallel_tool_calls=True, frobnicate=1,
     )  # fmt: skip
     assert answer.status_code == 200
-    assert answer.headers["x-octavo-ignored-fields"] == "frobnicate, parallel_tool_calls"
+    assert answer.headers["x-octavo-ignored-fields"] == "frobnicate"
 
 
 # ---------------------------------------------------------------- errors
 
 PART = {"type": "image_url", "image_url": {"url": "http://x"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"x": nested(depth - 1)} if depth else {}
 
 
 @pytest.mark.parametrize(
@@ -309,7 +315,14 @@ PART = {"type": "image_url", "image_url": {"url": "http://x"}}
         ({"messages": "hi"}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-        ({"messages": [*HELLO, {"role": "tool", "content": "hi"}]}, "messages[1].role"),
+        ({"messages": [*HELLO, {"role": "function", "content": "hi"}]}, "messages[1].role"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "hi"}]}, "messages[1].tool_call_id"),
+        (
+            {"messages": [*HELLO, {"role": "tool", "content": "hi", "tool_call_id": "x" * 257}]},
+            "messages[1].tool_call_id",
+        ),
+        ({"messages": [*HELLO, {"role": "assistant", "content": None}]}, "messages[1].content"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "", "reasoning": 5}]}, "messages[1].reasoning"),
         ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
@@ -320,14 +333,52 @@ PART = {"type": "image_url", "image_url": {"url": "http://x"}}
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{**HELLO[0], "name": 5}]}, "messages[0].name"),
         ({"messages": [{**HELLO[0], "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [{**HELLO[0], "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+        *[
+            ({"messages": [{"role": "assistant", "tool_calls": calls}]}, f"messages[0].tool_calls{field}")
+            for calls, field in (
+                ({"id": "a"}, ""),
+                ([CALL] * 129, ""),
+                ([CALL, 5], "[1]"),
+                ([{**CALL, "type": "custom"}], "[0].type"),
+                ([{**CALL, "id": 5}], "[0].id"),
+                ([{**CALL, "function": "f"}], "[0]"),
+                ([{**CALL, "function": {"name": "a b", "arguments": ""}}], "[0].function.name"),
+                ([{**CALL, "function": {"name": "f", "arguments": {}}}], "[0].function.arguments"),
+            )
+        ],
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{**TOOL, "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{**TOOL, "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "description": 1}}]}, "tools[0].function.description"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": nested(33)}}]}, "tools"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"x": [0] * 16384}}}]}, "tools"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"x": 2**64}}}]}, "tools"),
+        ({"tools": [TOOL]}, "tools"),  # of which this template knows nothing
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"documents": ["x"]}, "documents[0]"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {f"x{index}": 1 for index in range(65)}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "x" * 257}, "reasoning_effort"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"echo": "yes"}, "echo"),
         ({"functions": [{}]}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
         ({"logprobs": 5}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -360,6 +411,115 @@ def test_without_a_template_or_a_tokenizer_there_is_no_chat() -> None:
         assert refused["code"] == "unsupported_endpoint"
         assert lacks in refused["message"]
         assert "/v1/completions" in refused["message"]
+
+
+SHOWING = (
+    "{{ tools | tojson }}|{{ documents | tojson }}|{{ mood }}|{{ reasoning_effort }}|"
+    "{% for m in messages %}{{ m | tojson }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def shown_to_template(template: str = SHOWING, **fields: Any) -> list[str]:
+    def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterable[Step]:
+        return say(request_id, ["ok"], params)
+
+    api = Api(script, template=template, max_model_len=20_000)
+    answer = api.chat(**fields)
+    assert answer.status_code == 200, answer.text
+    return api.asked()[0].split("|")
+
+
+def test_the_template_gets_what_the_body_says_besides() -> None:
+    function = {"name": "f", "description": "does", "parameters": {"type": "object", "properties": {"z": {}, "a": {}}}}
+    tools, documents, mood, effort, messages = shown_to_template(
+        tools=[{"type": "function", "function": {**function, "strict": False}}],
+        documents=[{"title": "t", "text": "x"}],
+        chat_template_kwargs={"mood": {"of": [1, None, "é"]}},
+        reasoning_effort="low",
+    )
+    assert json.loads(tools) == [{"type": "function", "function": function}]
+    assert list(json.loads(tools)[0]["function"]["parameters"]["properties"]) == ["z", "a"], "in their order"
+    assert json.loads(documents) == [{"title": "t", "text": "x"}]
+    assert mood == "{'of': [1, None, 'é']}"
+    assert effort == "low"
+    assert messages == '{"role": "user", "content": "hi"}a:'
+
+
+def test_without_the_fields_the_template_gets_none() -> None:
+    assert shown_to_template() == ["null", "null", "", "", '{"role": "user", "content": "hi"}a:']
+
+
+def test_tools_that_are_not_to_be_called_are_not_shown() -> None:
+    assert shown_to_template(tools=[TOOL], tool_choice="none")[0] == "null"
+
+
+def test_calls_and_their_results_in_the_history() -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": '{"x": [1, "é"]}'}}
+    text = shown_to_template(
+        "{% for m in messages %}{{ m | tojson }}|{% endfor %}",
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [{**call, "index": 0}], "reasoning": "why"},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "2"}]},
+        ],
+    )
+    said, result, _ = text
+    message = json.loads(said)
+    assert message["tool_calls"] == [{**call, "function": {"name": "f", "arguments": {"x": [1, "é"]}}}]
+    assert (message["content"], message["reasoning_content"]) == ("", "why")
+    assert json.loads(result) == {"role": "tool", "content": "2", "tool_call_id": "call_1"}
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", "[" * 9999, "5"])
+def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    (text,) = shown_to_template(
+        "{{ messages[0].tool_calls[0].function.arguments | tojson }}",
+        messages=[{"role": "assistant", "tool_calls": [call]}],
+    )
+    assert json.loads(text) == (arguments or {})
+
+
+def test_a_template_that_wants_arguments_as_text_gets_that() -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": '{"x": 1}'}}
+    (text,) = shown_to_template(
+        "{{ '<' + messages[0].tool_calls[0].function.arguments + '>' }}",
+        messages=[{"role": "assistant", "tool_calls": [call]}],
+    )
+    assert text == '<{"x": 1}>'
+
+
+def test_the_last_message_can_be_continued() -> None:
+    said = [*HELLO, {"role": "assistant", "content": "Well"}]
+    for fields, text in (
+        ({}, "u:hi;a:Well;a:"),
+        ({"add_generation_prompt": False}, "u:hi;a:Well;"),
+        ({"continue_final_message": True}, "u:hi;a:Well"),
+    ):
+        assert shown_to_template(SIMPLE, messages=said, **fields) == [text]
+
+
+@pytest.mark.parametrize(
+    ("said", "fields", "role", "content"),
+    [
+        ("assistant", {"continue_final_message": True, "echo": True}, "assistant", "Well<l0>"),
+        ("assistant", {"echo": True}, "assistant", "Well<l0>"),
+        ("assistant", {"continue_final_message": True}, "assistant", "<l0>"),
+        ("user", {"echo": True}, "assistant", "<l0>"),
+        ("user", {"echo": True, "add_generation_prompt": False}, "user", "Well<l0>"),
+    ],
+)
+def test_echo(said: str, fields: dict[str, Any], role: str, content: str) -> None:
+    def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterable[Step]:
+        return say(request_id, [f"<l{index}>" for index in range(params.n)], params)
+
+    messages = [{"role": said, "content": "Well"}]
+    choices = Api(script).chat(messages=messages, n=2, **fields).json()["choices"]
+    assert choices[0]["message"] == {"role": role, "content": content, "refusal": None}
+    events = [event["choices"][0] for event in Api(script).stream(messages=messages, n=2, **fields)]
+    for choice in choices:
+        deltas = [event["delta"] for event in events if event["index"] == choice["index"]]
+        assert deltas[0]["role"] == role
+        assert "".join(delta["content"] for delta in deltas) == choice["message"]["content"]
 
 
 def test_a_template_may_refuse() -> None:

@@ -17,7 +17,10 @@ from cli import version
 from engine.text.processor import Tokenizer
 from server.app import create_app
 
-TEMPLATE = "{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+TEMPLATE = (
+    "{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ add }}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -46,6 +49,8 @@ def call(path: str, *, tokenizer: bool = True, template: str | None = TEMPLATE, 
         ({"messages": HELLO}, [EOS, *b"hi>"]),
         ({"messages": HELLO, "add_generation_prompt": False}, [EOS, *b"hi"]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, [EOS, *b"a>"]),
+        ({"messages": HELLO, "continue_final_message": True}, [EOS, *b"hi"]),
+        ({"messages": HELLO, "chat_template_kwargs": {"add": "+"}}, [EOS, *b"hi+>"]),
     ],
 )
 def test_tokenize(body: dict[str, Any], tokens: list[int]) -> None:
@@ -62,9 +67,12 @@ def test_tokenize(body: dict[str, Any], tokens: list[int]) -> None:
         ({"prompt": "a", "add_special_tokens": "yes"}, "add_special_tokens"),
         ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"messages": HELLO, "tools": [{}]}, "tools"),
+        ({"messages": HELLO, "tools": [{}]}, "tools[0].type"),
+        ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"prompt": "a", "tools": [{}]}, "tools"),
+        ({"prompt": "a", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
     ],
 )
 def test_what_cannot_be_tokenized_is_400_and_names_the_field(body: dict[str, Any], param: str) -> None:

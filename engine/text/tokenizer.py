@@ -102,10 +102,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The model's own chat template (Jinja), or None."""
-        template = getattr(self._hf, "chat_template", None)
-        if isinstance(template, Mapping):
-            template = template.get("default")
-        return template if isinstance(template, str) else None
+        return self._template("default")
 
     @property
     def template_variables(self) -> dict[str, str | list[str]]:
@@ -116,20 +113,31 @@ class Tokenizer:
             for name, value in given.items()
         }
 
-    def need_chat_template(self) -> str:
+    def need_chat_template(self, *, tools: bool = False) -> str:
         """The model's own chat template (Jinja).
+
+        Args:
+            tools: for a conversation with tools; some models have a template of their own for these.
 
         Raises:
             InvalidRequestError: there is none.
         """
-        if self.chat_template is None:
+        template = (self._template("tool_use") if tools else None) or self.chat_template
+        if template is None:
             raise InvalidRequestError(
                 "The model's tokenizer has no chat template, so chat messages cannot be turned into a prompt. "
                 "Use the completions endpoint, or pass a chat template.",
                 param="messages",
                 code="no_chat_template",
             )
-        return self.chat_template
+        return template
+
+    def _template(self, name: str) -> str | None:
+        """One of the model's chat templates; a single one has every name."""
+        template = getattr(self._hf, "chat_template", None)
+        if isinstance(template, Mapping):
+            template = template.get(name)
+        return template if isinstance(template, str) else None
 
     def encode(self, text: str, add_special_tokens: bool = True, src_lang: str | None = None) -> list[int]:
         """Text to ids.

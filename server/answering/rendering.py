@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from engine.text.processor import Tokenizer
+from server.admission import CHARACTERS_PER_TOKEN
 from server.answering.prompt import Prompt, Room, encode_fitting, most_characters
-from server.errors import ApiError
+from server.answering.tools import Tools
+from server.api.structure import check_value
+from server.api.template_fields import TemplateFields
+from server.errors import ApiError, shown
 from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, shared_workers
 from server.workers.templates import Conversation, Rendered
 
@@ -26,6 +32,88 @@ MAX_AT_ONCE = 4  # workers; more would only slow each other down
 
 # A template that tells the role apart writes it as a string, which developers in its prose are not.
 _KNOWS_DEVELOPER = re.compile(r"""["']developer["']""")
+# Mistral's templates want ids of nine letters and digits, and fail on others.
+_SHORT_IDS = re.compile(r"""id['"]?\]?\s*\|\s*length\s*!=\s*9""")
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}", re.ASCII)
+# What a template gets from the body's own fields, and the names that rendering itself needs.
+_RESERVED = frozenset(
+    {
+        "messages", "conversations", "tools", "documents", "add_generation_prompt", "continue_final_message",
+        "chat_template", "return_assistant_tokens_mask", "tokenize",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """What a template is given besides the messages, and how the prompt is to end.
+
+    Attributes:
+        tools: {"type": "function", "function": {...}} each, or None.
+        documents: objects, as the template wants them, or None.
+        variables: further names, such as enable_thinking.
+        add_generation_prompt: open the assistant's answer.
+        continue_final_message: leave the last message open instead.
+        characters: of all strings in these.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    characters: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """About how many tokens these add to the messages."""
+        return self.characters // CHARACTERS_PER_TOKEN
+
+
+def read_rendering(body: TemplateFields, tools: Tools | None) -> Rendering:
+    """What the body's fields say about it.
+
+    Args:
+        tools: those that the answer may call.
+
+    Raises:
+        ApiError: names the field that is wrong, or the one that another contradicts.
+    """
+    variables: dict[str, Any] = {}
+    characters = 0 if tools is None else tools.characters
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    if body.chat_template_kwargs:
+        characters += check_value(body.chat_template_kwargs, "chat_template_kwargs")
+        for name in body.chat_template_kwargs:
+            if not name.isidentifier() or name in _RESERVED:
+                message = (
+                    f"chat_template_kwargs must not hold {shown(name)}: it is no name that a template may be given"
+                )
+                _fail("chat_template_kwargs", f"{message} there. Fields of the body have fields of their own.")
+        variables |= body.chat_template_kwargs
+    if body.documents:
+        characters += check_value(body.documents, "documents")
+        for index, document in enumerate(body.documents):
+            if not isinstance(document, dict):
+                where = f"documents[{index}]"
+                _fail(where, f"{where} must be an object, such as with title and text, got {shown(document)}.")
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt contradict each other; send one of them."
+        _fail("continue_final_message", message)
+    opens = body.add_generation_prompt
+    return Rendering(
+        tools=None if tools is None else tools.shown,
+        documents=body.documents or None,
+        variables=variables,
+        add_generation_prompt=not body.continue_final_message if opens is None else opens,
+        continue_final_message=bool(body.continue_final_message),
+        characters=characters,
+    )
+
+
+def _fail(param: str, message: str) -> NoReturn:
+    raise ApiError(400, message, param=param, code="invalid_value")
 
 
 class ChatRenderer:
@@ -46,26 +134,32 @@ class ChatRenderer:
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
         room: Room,
-        *,
-        add_generation_prompt: bool = True,
+        rendering: Rendering | None = None,
     ) -> Prompt:
         """The rendered conversation and its token ids. The template writes the special tokens itself.
 
         The role developer is given to templates that know it; to all others it is system.
 
         Raises:
-            ApiError: the template takes too much time or memory, or the conversation is far longer than there is room.
+            ApiError: the template takes too much time or memory or knows no tools or documents, or the conversation is
+                far longer than there is room.
             InvalidRequestError: there is no template.
         """
-        template = tokenizer.need_chat_template()
-        if not _KNOWS_DEVELOPER.search(template):
-            messages = [{**item, "role": "system"} if item["role"] == "developer" else item for item in messages]
+        rendering = rendering or Rendering()
+        template = tokenizer.need_chat_template(tools=rendering.tools is not None)
+        for name, given in (("tools", rendering.tools), ("documents", rendering.documents)):
+            if given is not None and name not in template:
+                message = f"The model's chat template knows no {name}, so that the model would not see them."
+                raise ApiError(400, f"{message} Leave them out.", param=name, code="unsupported_parameter")
         conversation = Conversation(
             template=template,
-            messages=[dict(message) for message in messages],
-            variables=tokenizer.template_variables,
-            add_generation_prompt=add_generation_prompt,
+            messages=_fitted(messages, template),
+            variables={**tokenizer.template_variables, **rendering.variables},
+            add_generation_prompt=rendering.add_generation_prompt,
             longest=most_characters(room.tokens),
+            tools=rendering.tools,
+            documents=rendering.documents,
+            continue_final_message=rendering.continue_final_message,
         )
         async with self._slots:
             rendered = await self._render(conversation)
@@ -87,3 +181,23 @@ class ChatRenderer:
         except RefusedError as problem:
             message, code = f"The model's chat template does not accept these messages: {problem}", "invalid_messages"
         raise ApiError(400, message, param="messages", code=code)
+
+
+def _fitted(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Messages as this template can read them."""
+    fitted = [dict(message) for message in messages]
+    renames, shortens = not _KNOWS_DEVELOPER.search(template), bool(_SHORT_IDS.search(template))
+    for message in fitted:
+        if renames and message["role"] == "developer":
+            message["role"] = "system"
+        calls = message.get("tool_calls")
+        if shortens and calls:
+            message["tool_calls"] = [{**call, "id": _short(call["id"])} for call in calls]
+        if shortens and "tool_call_id" in message:
+            message["tool_call_id"] = _short(message["tool_call_id"])
+    return fitted
+
+
+def _short(id_: str) -> str:
+    """An id of nine letters and digits: the same one, where it is such an id."""
+    return id_ if _SHORT_ID.fullmatch(id_) else hashlib.sha256(id_.encode()).hexdigest()[:9]

@@ -10,31 +10,58 @@ from typing_extensions import TypedDict
 from engine import SamplingParams
 from server.api.fields import at_most
 from server.api.schemas import MAX_MESSAGES, GenerationBody, LiveBeams, Usage
+from server.api.template_fields import FUNCTION_NAME, TemplateFields, ToolChoice
 
+MAX_CALLS = 128  # of functions in one message
 _TEXT_PART_SCHEMA = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART_SCHEMA}]}
+_CALL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
+                "arguments": {"type": "string", "description": "A JSON object as text."},
+            },
+            "required": ["name", "arguments"],
+        },
+    },
+    "required": ["id", "type", "function"],
+}
+
+
+def _message_schema(roles: list[str], properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    shared = {"role": {"enum": roles}, "content": _CONTENT_SCHEMA, "name": {"type": ["string", "null"]}}
+    return {"type": "object", "properties": shared | properties, "required": ["role", *required]}
+
+
+_TEXT = {"type": ["string", "null"]}
+_CALLS_SCHEMA = {"type": "array", "minItems": 1, "maxItems": MAX_CALLS, "items": _CALL_SCHEMA}
 _MESSAGES_SCHEMA = {
     "type": "array",
     "minItems": 1,
     "maxItems": MAX_MESSAGES,
     "items": {
-        "type": "object",
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant"]},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART_SCHEMA}]},
-            "name": {"type": ["string", "null"]},
-        },
-        "required": ["role", "content"],
+        "anyOf": [
+            _message_schema(["system", "developer", "user"], {}, "content"),
+            _message_schema(["assistant"], {"reasoning_content": _TEXT, "reasoning": _TEXT}, "content"),
+            _message_schema(["assistant"], {"tool_calls": _CALLS_SCHEMA}, "tool_calls"),
+            _message_schema(["tool"], {"tool_call_id": {"type": "string"}}, "content", "tool_call_id"),
+        ]
     },
 }
-# Checked by `server.answering.chat.read_messages`, whose errors say which message is at fault.
+# Checked by `server.answering.messages.read_messages`, whose errors say which message is at fault.
 Messages = Annotated[list[Any], at_most(MAX_MESSAGES, "messages"), WithJsonSchema(_MESSAGES_SCHEMA)]
 
 
-class ChatCompletionRequest(GenerationBody):
+class ChatCompletionRequest(TemplateFields, GenerationBody):
     """Body of POST /v1/chat/completions. Null means the default, for every field but the messages."""
 
     messages: Messages = Field(description="The conversation so far; content is text, or a list of text parts.")
@@ -42,6 +69,13 @@ class ChatCompletionRequest(GenerationBody):
     logprobs: bool | None = Field(None, description="Report the log-probability of each token.")
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="With logprobs: report this many of the most probable tokens, too."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None, description="Whether the answer calls functions: auto (the model decides), none, required, or which one."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="One answer may call several functions (true).")
+    echo: bool | None = Field(
+        None, description="Begin the answer with the last message's text, where that has the same role."
     )
 
     def sampling(self) -> dict[str, Any]:

@@ -38,7 +38,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
-    "echo": (False,),
     "decoder_prompt": (),
     "forced_bos_token": (),
     "src_lang": (),

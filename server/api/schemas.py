@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from engine import SamplingParams
 from server.api.fields import Name, at_most, refuse_unsupported, sampling_fields, unknown_fields
+from server.api.template_fields import TemplateFields
 
 MAX_PROMPTS = 2048  # prompts in one request, as at OpenAI
 MAX_MESSAGES = 8192  # in one conversation
@@ -255,8 +256,8 @@ class CompletionResponse(BaseModel):
     beams: LiveBeams | None = None
 
 
-class TokenizeRequest(Body):
-    """Body of POST /tokenize: a prompt or messages."""
+class TokenizeRequest(TemplateFields, Body):
+    """Body of POST /tokenize: a prompt, or messages with what the template is given besides."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
     prompt: str | None = Field(None, description="Text, as for /v1/completions.")
@@ -264,7 +265,6 @@ class TokenizeRequest(Body):
         None, description="Messages, as for /v1/chat/completions."
     )
     add_special_tokens: bool | None = Field(None, description="With prompt: add those that open a text (true).")
-    add_generation_prompt: bool | None = Field(None, description="With messages: open the assistant's answer (true).")
     src_lang: Name | None = Field(None, description="With prompt: its language, as for /v1/completions.")
 
 

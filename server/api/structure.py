@@ -8,6 +8,7 @@ anything counted nor the interpreter's lock while it counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from server.errors import ApiError
 MAX_CONTAINERS = 32768
 MAX_MEMBERS = 65536
 MAX_STRINGS = 131072
+MAX_VALUE_DEPTH = 32  # of tools, and of what else a template is given
+MAX_VALUES = 16384  # in such a field
 BYTES_PER_ELEMENT = 8  # of the longest body: about what a token id has, with its comma
 _BLOCK = 1 << 20  # bytes at a time: the arrays that a block needs stay small
 
@@ -108,3 +111,43 @@ def check_structure(content: bytes, max_body_size: int) -> None:
         if count > limit:
             message = f"The body holds {count} {name}, and at most {limit} may be in one. Send less in one request."
             raise ApiError(400, message, code="body_too_complex")
+
+
+def check_value(value: Any, param: str) -> int:
+    """Refuse a value that is nested too deeply, or holds too much, to be handed on to a template or a grammar.
+
+    Args:
+        value: as JSON gives it.
+        param: the field that it came in.
+
+    Returns:
+        Characters of its strings, names included.
+
+    Raises:
+        ApiError: 400 with what is too large, and its limit.
+    """
+    characters = count = 0
+    level: list[Any] = [value]
+    for _ in range(MAX_VALUE_DEPTH + 1):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                characters += len(item)
+            elif isinstance(item, dict):
+                characters += sum(map(len, item))
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, int) and not -(2**63) <= item < 2**64:
+                raise _refused(param, f"holds an integer of {item.bit_length()} bits, and at most 64 are allowed")
+        count += len(below)
+        if count > MAX_VALUES:
+            raise _refused(param, f"holds more than {MAX_VALUES} values, which is the limit")
+        if not below:
+            return characters
+        level = below
+    raise _refused(param, f"is nested more than {MAX_VALUE_DEPTH} levels deep, which is the limit")
+
+
+def _refused(param: str, reason: str) -> ApiError:
+    return ApiError(400, f"{param} {reason}.", param=param, code="invalid_value")

@@ -9,12 +9,14 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import EngineInfo, SamplingParams
-from server.admission import estimate_tokens
 from server.answering.answer import Extra, Run
-from server.answering.chat import ChatPieces, join_pieces, read_messages
+from server.answering.chat import ChatPieces, join_pieces
 from server.answering.endpoints import require
+from server.answering.messages import Message, estimate_messages, read_messages
 from server.answering.prompt import Prompt, Room
+from server.answering.rendering import Rendering, read_rendering
 from server.answering.size import AnswerSize
+from server.answering.tools import read_tools
 from server.api import examples
 from server.api.chat_schemas import (
     ChatChoice,
@@ -49,7 +51,12 @@ async def create_chat_completion(
         message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")
     shape = shape_of(body, service)
-    run = _ChatRun(service, body, shape, arrival, messages=read_messages(body.messages))
+    messages = read_messages(body.messages)
+    tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if tools is not None and tools.forced:
+        message = "tool_choice can only be auto or none: calls cannot be enforced."
+        raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+    run = _ChatRun(service, body, shape, arrival, messages=messages, rendering=read_rendering(body, tools))
     return await run.respond(request)
 
 
@@ -58,14 +65,16 @@ class _ChatRun(Run[ChatPiece, ChatChoice]):
     id_prefix = "chatcmpl"
     bytes_per_logprob = 400
     body: ChatCompletionRequest
-    messages: list[dict[str, str]] = field(kw_only=True)
+    messages: list[Message] = field(kw_only=True)
+    rendering: Rendering = field(kw_only=True)
 
     def size(self) -> tuple[int, int]:
-        tokens = sum(estimate_tokens(message["content"]) for message in self.messages)
+        tokens = estimate_messages(self.messages) + self.rendering.num_tokens
         return 1, min(tokens, self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
-        prompt = await self.service.render(self.messages, Room(self.service.client.info.max_model_len, "messages"))
+        room = Room(self.service.client.info.max_model_len, "messages")
+        prompt = await self.service.render(self.messages, room, self.rendering)
         params = self.shape.params
         if params.max_tokens is None:
             limit = _default_max_tokens(params, self.service.client.info, len(prompt.token_ids))
@@ -76,7 +85,11 @@ class _ChatRun(Run[ChatPiece, ChatChoice]):
         return [prompt]
 
     def maker(self, prompts: list[Prompt]) -> ChatPieces:
-        return ChatPieces(prompts, self.shape, self.service.tokenizer)
+        # As in vLLM: without an answer that is opened, the last message is what goes on.
+        last = self.messages[-1]
+        role = "assistant" if self.rendering.add_generation_prompt else last["role"]
+        echoed = last["content"] if self.body.echo and last["role"] == role else ""
+        return ChatPieces(prompts, self.shape, self.service.tokenizer, role=role, echoed=echoed)
 
     def join(self, pieces: list[ChatPiece]) -> list[ChatChoice]:
         return join_pieces(pieces, logprobs=self.shape.logprobs is not None)

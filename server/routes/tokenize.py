@@ -10,9 +10,11 @@ from fastapi import APIRouter, Body, Response
 
 from engine.text.processor import Tokenizer
 from server.admission import estimate_tokens
-from server.answering.chat import read_messages
+from server.answering.messages import estimate_messages, read_messages
 from server.answering.prompt import Room, check_token_ids, encode_fitting
+from server.answering.rendering import read_rendering
 from server.answering.seq2seq import read_decoder, refuse_chat
+from server.answering.tools import read_tools
 from server.api import examples
 from server.api.fields import ignored_header
 from server.api.reading import StrictJsonRoute
@@ -64,13 +66,16 @@ async def tokenize(
         if body.src_lang is not None:
             raise ApiError(400, "src_lang goes with prompt, not with messages.", param="src_lang", code="invalid_value")
         refuse_chat(service, "messages")
-        opens_answer = body.add_generation_prompt is not False
-        messages = read_messages(body.messages)
-        with service.tokenizing.reserve(1, sum(estimate_tokens(message["content"]) for message in messages)):
+        messages, tools = read_messages(body.messages), read_tools(body.tools)
+        rendering = read_rendering(body, tools)
+        with service.tokenizing.reserve(1, estimate_messages(messages) + rendering.num_tokens):
             room = _Countable.of(service, "messages")
-            prompt = await service.render(messages, room, add_generation_prompt=opens_answer)
+            prompt = await service.render(messages, room, rendering)
         tokens = prompt.token_ids
     else:
+        for name in ("tools", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
+            if getattr(body, name):
+                raise ApiError(400, f"{name} goes with messages, not with prompt.", param=name, code="invalid_value")
         tokenizer = _tokenizer(service, "prompt")
         special = body.add_special_tokens is not False
         text = body.prompt or ""

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from transformers.utils.chat_template_utils import render_jinja_template
+
+_MOST_SAID = 1000  # characters of what a template says about its failure
+# A template that tells a missing content from an empty one may take the latter for an answer without calls.
+_KNOWS_NO_CONTENT = re.compile(r"""(?<!_)content['"]?\]?\s+is\s+(not\s+)?none""")
+
+Messages = list[dict[str, Any]]
 
 
 class Conversation(msgspec.Struct, array_like=True):
@@ -13,17 +23,23 @@ class Conversation(msgspec.Struct, array_like=True):
 
     Attributes:
         template: a Jinja template.
-        messages: {"role": ..., "content": ...} each.
-        variables: further names that the template may use: the tokenizer's special tokens.
+        messages: {"role": ..., "content": ...} each; arguments of tool calls are JSON as text.
+        variables: further names that the template may use: the tokenizer's special tokens, and a client's.
         add_generation_prompt: end with what opens the assistant's answer.
         longest: characters of the text; of a longer one only the length is told.
+        tools: as OpenAI's, or None.
+        documents: or None.
+        continue_final_message: end with the last message's text, without what closes it.
     """
 
     template: str
-    messages: list[dict[str, Any]]
+    messages: Messages
     variables: dict[str, Any]
     add_generation_prompt: bool
     longest: int
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    continue_final_message: bool = False
 
 
 class Rendered(msgspec.Struct, array_like=True):
@@ -39,16 +55,58 @@ def render(conversation: Conversation) -> Rendered:
     Raises:
         ValueError: the template refuses these messages, or fails on them; its words.
     """
+    refusal: Exception | None = None
+    for messages in _forms(conversation):
+        try:
+            text = _render(conversation, messages)
+        except MemoryError:
+            raise
+        except Exception as problem:  # a template may fail in any way on messages that it was not made for
+            refusal = refusal or problem
+        else:
+            return Rendered(text if len(text) <= conversation.longest else None, len(text))
+    raise ValueError((str(refusal) or type(refusal).__name__)[:_MOST_SAID]) from refusal
+
+
+def _forms(conversation: Conversation) -> Iterator[Messages]:
+    """The messages in the forms that templates want calls in, the best first.
+
+    The documentation of `transformers` has it that arguments are objects; some templates were made for text, and fail
+    on objects. Where an answer held calls and no text, its content is missing or empty.
+    """
+    messages = conversation.messages
+    if not any("tool_calls" in message for message in messages):
+        yield messages
+        return
+    contents = (None, "") if _KNOWS_NO_CONTENT.search(conversation.template) else ("",)
+    for content, objects in itertools.product(contents, (True, False)):
+        yield [_with_calls(message, content, objects) if "tool_calls" in message else message for message in messages]
+
+
+def _render(conversation: Conversation, messages: Messages) -> str:
+    texts, _ = render_jinja_template(
+        conversations=[messages],
+        tools=conversation.tools,
+        documents=conversation.documents,
+        chat_template=conversation.template,
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+        **conversation.variables,
+    )
+    return str(texts[0])
+
+
+def _with_calls(message: dict[str, Any], empty: str | None, objects: bool) -> dict[str, Any]:
+    calls = message["tool_calls"]
+    if objects:
+        calls = [{**call, "function": _with_object(call["function"])} for call in calls]
+    return {**message, "content": message["content"] or empty, "tool_calls": calls}
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    text = function["arguments"]
     try:
-        texts, _ = render_jinja_template(
-            conversations=[conversation.messages],
-            chat_template=conversation.template,
-            add_generation_prompt=conversation.add_generation_prompt,
-            **conversation.variables,
-        )
-    except MemoryError:
-        raise
-    except Exception as problem:  # a template may fail in any way on messages that it was not made for
-        raise ValueError(str(problem) or type(problem).__name__) from problem
-    text = str(texts[0])
-    return Rendered(text if len(text) <= conversation.longest else None, len(text))
+        arguments = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):  # a model may have written anything
+        return function
+    return {**function, "arguments": arguments} if isinstance(arguments, dict) else function

@@ -1,0 +1,147 @@
+"""The functions that an answer may call: checked, and as chat templates want them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from server.api.structure import check_value
+from server.api.template_fields import FUNCTION_NAME, MAX_FUNCTION_NAME
+from server.errors import ApiError, shown
+
+_NAME = re.compile(FUNCTION_NAME, re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """A function that an answer may call.
+
+    Attributes:
+        name: unique in its request.
+        parameters: a JSON schema of the arguments, an object; None where any are allowed.
+        strict: the arguments must match that schema.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """The functions of a request, and which of them its answer calls.
+
+    Attributes:
+        functions: in the order of the request.
+        shown: the same as the template gets them: {"type": "function", "function": {...}} each.
+        choice: auto, or required: at least one.
+        named: the one that must be called, if any is.
+        parallel: an answer may hold several calls.
+        characters: of all strings in `shown`.
+    """
+
+    functions: tuple[Function, ...]
+    shown: list[dict[str, Any]]
+    choice: str = "auto"
+    named: str | None = None
+    parallel: bool = True
+    characters: int = 0
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all functions."""
+        return frozenset(function.name for function in self.functions)
+
+    @property
+    def callable(self) -> tuple[Function, ...]:
+        """Those that the answer may call."""
+        return tuple(item for item in self.functions if self.named in (None, item.name))
+
+    @property
+    def forced(self) -> bool:
+        """The answer must hold a call."""
+        return self.choice == "required" or self.named is not None
+
+
+def read_tools(given: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> Tools | None:
+    """The tools of a request; None where its answer is to call none.
+
+    Args:
+        given: as OpenAI's `tools`.
+        choice: as `tool_choice`: none, auto, required, or the function that must be called.
+        parallel: as `parallel_tool_calls`.
+
+    Raises:
+        ApiError: names the first thing that is wrong.
+    """
+    if not given:
+        if choice not in (None, "none"):
+            _fail("tool_choice", f"tool_choice is {shown(choice)}, but there are no tools. Send them as tools.")
+        return None
+    characters = check_value(list(given), "tools")
+    functions, shown_ = [], []
+    for index, tool in enumerate(given):
+        function = _read_tool(tool, f"tools[{index}]")
+        functions.append(function)
+        # What a function has besides is shown, too; strict is no concern of the model.
+        described = {name: value for name, value in tool["function"].items() if name != "strict" and value is not None}
+        shown_.append({"type": "function", "function": described})
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        _fail("tools", f"tools holds two functions of the name {shown(twice)}; a call could not tell them apart.")
+    kind, named = _read_choice(choice, names)
+    if kind == "none":
+        return None
+    return Tools(
+        functions=tuple(functions),
+        shown=shown_,
+        choice=kind,
+        named=named,
+        parallel=parallel is not False,
+        characters=characters,
+    )
+
+
+def _read_tool(tool: Any, where: str) -> Function:
+    if not isinstance(tool, dict):
+        _fail(where, f'{where} must be an object such as {{"type": "function", "function": ...}}, got {shown(tool)}.')
+    kind = tool.get("type")
+    if kind != "function":
+        message = f"{where}.type is {shown(kind)}, which is not supported; only 'function' is."
+        _fail(f"{where}.type", message, code="unsupported_parameter")
+    function, where = tool.get("function"), f"{where}.function"
+    if not isinstance(function, dict):
+        _fail(where, f"{where} must be an object with name, description and parameters, got {shown(function)}.")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        allowed = f"1 to {MAX_FUNCTION_NAME} of the characters a-z A-Z 0-9 _ . -"
+        _fail(f"{where}.name", f"{where}.name must be {allowed}, got {shown(name)}.")
+    _check_type(function, "description", str, "a string", where)
+    _check_type(function, "parameters", dict, "a JSON schema, which is an object", where)
+    _check_type(function, "strict", bool, "true or false", where)
+    return Function(name=name, parameters=function.get("parameters"), strict=bool(function.get("strict")))
+
+
+def _check_type(function: Mapping[str, Any], name: str, kind: type, wanted: str, where: str) -> None:
+    value = function.get(name)
+    if value is not None and not isinstance(value, kind):
+        _fail(f"{where}.{name}", f"{where}.{name} must be {wanted}, got {shown(value)}.")
+
+
+def _read_choice(choice: Any, names: Sequence[str]) -> tuple[str, str | None]:
+    if choice is None or choice in ("none", "auto", "required"):
+        return choice or "auto", None
+    if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(choice.get("function"), dict):
+        wanted = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        _fail("tool_choice", f"tool_choice must be {wanted}, got {shown(choice)}.")
+    name = choice["function"].get("name")
+    if name not in names:
+        _fail("tool_choice", f"tool_choice names the function {shown(name)}, which is not among the tools.")
+    return "auto", name
+
+
+def _fail(param: str, message: str, code: str = "invalid_value") -> NoReturn:
+    raise ApiError(400, message, param=param, code=code)

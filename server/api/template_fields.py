@@ -1,0 +1,73 @@
+"""What a chat template is given besides the messages, as fields of a body: tools, documents, variables."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, WithJsonSchema
+
+from server.api.fields import Name, at_most
+
+MAX_TOOLS = 128  # functions in one request, as at OpenAI
+MAX_DOCUMENTS = 1024
+MAX_VARIABLES = 64  # of chat_template_kwargs
+MAX_FUNCTION_NAME = 64  # characters
+FUNCTION_NAME = r"[a-zA-Z0-9_.-]{1,64}"
+
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments."},
+        "strict": {"type": ["boolean", "null"], "description": "The arguments must match the schema."},
+    },
+    "required": ["name"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+}
+_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
+# Checked by `server.answering.tools`, whose errors say which tool is at fault.
+Tools = Annotated[
+    list[Any], at_most(MAX_TOOLS, "tools"), WithJsonSchema({"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL})
+]
+ToolChoice = Annotated[Any, WithJsonSchema(_CHOICE)]
+_DOCUMENTS = {
+    "type": "array",
+    "maxItems": MAX_DOCUMENTS,
+    "items": {"type": "object", "properties": {"title": {"type": "string"}, "text": {"type": "string"}}},
+}
+
+
+class TemplateFields(BaseModel):
+    """The fields of all bodies with messages."""
+
+    tools: Tools | None = Field(None, description="Functions that the answer may call.")
+    documents: Annotated[list[Any], at_most(MAX_DOCUMENTS, "documents"), WithJsonSchema(_DOCUMENTS)] | None = Field(
+        None, description="Documents for templates that show them to the model."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
+        None, description="Variables for the model's template, such as enable_thinking."
+    )
+    reasoning_effort: Name | None = Field(None, description="A variable of that name for the model's template.")
+    add_generation_prompt: bool | None = Field(
+        None, description="Open the assistant's answer (true, unless continue_final_message is)."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Leave the last message open: the answer goes on from its end."
+    )

@@ -1,0 +1,141 @@
+"""Conversations with tools, calls and results, rendered by real templates: the same as transformers makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_client import hf_byte_tokenizer
+
+from engine import InvalidRequestError
+from engine.text.processor import Tokenizer
+from server.answering.messages import read_messages
+from server.answering.prompt import Room
+from server.answering.rendering import ChatRenderer, Rendering
+from server.answering.tools import read_tools
+from server.errors import ApiError
+from server.workers.pool import WorkerPool
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "chat_templates" / "models" / "templates"
+ROOM = Room(100_000, "messages")
+ARGUMENTS = {"a": 2, "b": "drei é"}
+FUNCTION = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "one"},
+            "b": {"type": "string", "description": "two"},
+        },
+        "required": ["a", "b"],
+    },
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CONVERSATION = [
+    {"role": "user", "content": "What is it?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "abcdef123", "type": "function", "function": {"name": "add", "arguments": json.dumps(ARGUMENTS)}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "abcdef123", "content": "five"},
+]
+# What transformers' sandbox or its own arguments do not allow.
+REFUSED = {"Kimi-K2-Instruct", "Kimi-K2-Thinking", "fireworks-ai-llama-3-firefunction-v2", "llama-cpp-deepseek-r1"}
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    hf = hf_byte_tokenizer()
+    hf.chat_template, hf.bos_token = (TEMPLATES / f"{name}.jinja").read_text(), "<eos>"
+    return Tokenizer(hf)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+def render(pool: WorkerPool, tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
+    renderer = ChatRenderer(workers=pool)
+    prompt = asyncio.run(renderer.prompt(tokenizer, read_messages(messages), ROOM, Rendering(**options)))
+    assert prompt.text is not None
+    return prompt.text
+
+
+def as_documented(messages: list[dict[str, Any]], content: str | None, arguments: Any) -> list[dict[str, Any]]:
+    """In a form that templates take: transformers' documentation has arguments as objects."""
+    function = {"name": "add", "arguments": arguments}
+    call = {"id": "abcdef123", "type": "function", "function": function}
+    return [{**item, "content": content, "tool_calls": [call]} if "tool_calls" in item else item for item in messages]
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+@pytest.mark.slow
+def test_real_templates_render_calls_as_transformers_does(pool: WorkerPool) -> None:
+    rendered, ignorant, refused = set(), set(), set()
+    tools = read_tools(TOOLS)
+    assert tools is not None
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        tokenizer = tokenizer_of(path.stem)
+        try:
+            text = render(pool, tokenizer, CONVERSATION, tools=tools.shown)
+        except ApiError as problem:
+            (ignorant if problem.param == "tools" else refused).add(path.stem)
+            continue
+        expected = []
+        for content, arguments in itertools.product(("", None), (ARGUMENTS, json.dumps(ARGUMENTS))):
+            with contextlib.suppress(InvalidRequestError):
+                messages = as_documented(CONVERSATION, content, arguments)
+                expected.append(tokenizer.apply_chat_template(messages, tools=TOOLS))
+        assert text == expected[0], f"{path.stem}: not the documented form, where the template takes that"
+        assert "five" in text, path.stem
+        assert "drei" in text or path.stem in ("ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct")
+        rendered.add(path.stem)
+    assert refused == REFUSED
+    assert all("tools" not in (TEMPLATES / f"{name}.jinja").read_text() for name in ignorant)
+    assert len(rendered) >= 40
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+def test_a_template_that_tells_missing_from_empty_content_shows_the_call(pool: WorkerPool) -> None:
+    text = render(pool, tokenizer_of("deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), CONVERSATION)
+    call = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{json.dumps(ARGUMENTS)}\n```<｜tool▁call▁end｜>"
+    assert call in text, "its arguments are text"
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+def test_ids_of_other_services_suit_mistrals_template(pool: WorkerPool) -> None:
+    foreign = json.loads(json.dumps(CONVERSATION).replace("abcdef123", "call_F00fK8qb2bGnXzYwVuTs"))
+    text = render(pool, tokenizer_of("mistralai-Mistral-Nemo-Instruct-2407"), foreign)
+    (call_id,) = {part[:9] for part in text.split('id": "')[1:]}
+    assert call_id.isalnum()
+    assert "abcdef123" in render(pool, tokenizer_of("mistralai-Mistral-Nemo-Instruct-2407"), CONVERSATION)
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="no chat templates beside the checkout")
+def test_variables_reach_a_real_template(pool: WorkerPool) -> None:
+    qwen, hello = tokenizer_of("Qwen-Qwen3-0.6B"), [{"role": "user", "content": "hi"}]
+    assert render(pool, qwen, hello).endswith("<|im_start|>assistant\n")
+    without = render(pool, qwen, hello, variables={"enable_thinking": False})
+    assert without.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_model_may_have_a_template_of_its_own_for_tools(pool: WorkerPool) -> None:
+    hf = hf_byte_tokenizer()
+    hf.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+    tokenizer = Tokenizer(hf)
+    assert render(pool, tokenizer, CONVERSATION) == "plain"
+    assert render(pool, tokenizer, CONVERSATION, tools=TOOLS) == "1 tools"
+    hf.chat_template = {"default": "tools plain"}
+    assert render(pool, tokenizer, CONVERSATION, tools=TOOLS) == "tools plain"
