@@ -18,6 +18,8 @@ from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server import errors
 from server.admission import Admission
+from server.answering.formats import Formats, choose_formats
+from server.answering.parsing import AnswerReader
 from server.answering.prompt import Room
 from server.answering.turns import Turns
 from server.api import documentation, openapi
@@ -108,7 +110,8 @@ def create_app(
         memory: what the process may have (default: as much as it gets).
 
     Raises:
-        ConfigError: the file with API keys cannot be read, Redis cannot be used, or requests cannot be traced.
+        ConfigError: the file with API keys cannot be read, Redis cannot be used, requests cannot be traced, or a parser
+            is not known.
     """
 
     @asynccontextmanager
@@ -184,6 +187,7 @@ def create_app(
         turns=turns,
         live=LiveFeed(client, drain, settings.stream_keepalive),
         tokenizing=make_admission(client.info, settings, metrics),
+        answers=make_reader(tokenizer, settings),
         drain=drain,
         memory=memory,
         settings=settings,
@@ -195,6 +199,23 @@ def create_app(
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
     return app
+
+
+def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> AnswerReader:
+    """What reads the answers of a model with this tokenizer.
+
+    Raises:
+        ConfigError: the settings name a format that there is not.
+    """
+    if tokenizer is None:
+        return AnswerReader(Formats())
+    formats = choose_formats(
+        tokenizer.all_chat_templates,
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+        tokenizer.response_template,
+    )
+    return AnswerReader(formats, tokenizer.special_texts(), tokenizer.token_id)
 
 
 def needed_bodies(info: EngineInfo) -> dict[str, int]:

@@ -14,6 +14,8 @@ from engine import EngineDeadError
 from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server.admission import Admission, Ticket
+from server.answering.formats import Formats
+from server.answering.parsing import AnswerReader
 from server.answering.prompt import Prompt, Room
 from server.answering.rendering import ChatRenderer, Rendering
 from server.answering.terms import Terms
@@ -43,6 +45,7 @@ class Service:
         drain: whether the service stops.
         memory: whether the process has too much.
         renderer: renders chat messages.
+        answers: how the model's answers to them are read.
         reading: held while a large body is read, so that memory is needed for one at a time.
         settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
@@ -60,6 +63,7 @@ class Service:
     drain: Drain = field(default_factory=Drain)
     memory: MemoryGuard = field(default_factory=MemoryGuard)
     renderer: ChatRenderer = field(default_factory=ChatRenderer)
+    answers: AnswerReader = field(default_factory=lambda: AnswerReader(Formats()))
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -169,11 +169,11 @@ def test_server_and_command_line_use_six_doors_of_the_engine(path: Path) -> None
     }
 
 
-# Counting the signs of a body is no model's work, and a chat template is rendered as transformers does it.
-COUNTS, RENDERS = "server.api.structure", "server.workers.templates"
+# Counting the signs of a body is no model's work, and transformers renders chat templates and parses answers to them.
+COUNTS, RENDERS, PARSES = "server.api.structure", "server.workers.templates", "server.answering.parsing"
 
 
-@pytest.mark.parametrize("path", cases("server", "cli", but=(COUNTS, RENDERS)))
+@pytest.mark.parametrize("path", cases("server", "cli", but=(COUNTS, RENDERS, PARSES)))
 def test_server_and_command_line_compute_nothing(path: Path) -> None:
     assert not offenders(path, "torch", "transformers", "safetensors", "numpy")
 

@@ -73,6 +73,7 @@ class OutputProcessor:
         prompt_token_ids: the prompt that the answer continues (the decoder's, for encoder-decoder models).
         params: the request's.
         keep_logprobs: `outputs` hold log-probabilities, too; a stream, which hands them on, needs none kept.
+        shown_special: special tokens whose text is shown although others' is not.
 
     Raises:
         InvalidRequestError: stop strings are asked for, but there is no tokenizer.
@@ -90,6 +91,7 @@ class OutputProcessor:
         params: SamplingParams,
         *,
         keep_logprobs: bool = True,
+        shown_special: frozenset[int] = frozenset(),
     ) -> None:
         if tokenizer is None and params.stop_strings:
             raise InvalidRequestError(
@@ -100,8 +102,12 @@ class OutputProcessor:
             )
         stops = StopStrings(params.stop_strings) if params.stop_strings else None
         self._tokenizer = tokenizer
+        hidden: frozenset[int] = frozenset()
+        if tokenizer is not None and params.skip_special_tokens:
+            hidden = tokenizer.special_ids - shown_special if shown_special else tokenizer.special_ids
         self._choices = [
-            _Choice(index, tokenizer, prompt_token_ids, params, stops, keep_logprobs) for index in range(params.n)
+            _Choice(index, tokenizer, prompt_token_ids, params, stops, keep_logprobs, hidden)
+            for index in range(params.n)
         ]
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.num_cached_tokens = 0
@@ -155,6 +161,7 @@ class _Choice:
         params: SamplingParams,
         stops: StopStrings | None,
         keep_logprobs: bool,
+        hidden: frozenset[int],
     ) -> None:
         self.index = index
         self._keeps_logprobs = keep_logprobs
@@ -163,6 +170,7 @@ class _Choice:
         self._detokenizer = None if tokenizer is None else tokenizer.detokenizer(prompt_token_ids)
         self._matcher = None if stops is None else StopMatcher(stops)
         self._skip_special = params.skip_special_tokens
+        self._hidden = hidden  # special tokens without text
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens or 0
         self._output = CompletionOutput(index=index)
@@ -206,12 +214,12 @@ class _Choice:
             return "", len(ids), None
         shown = ids[:-1] if self._hides_last(delta) else ids
         if self._matcher is None:
-            text = self._detokenizer.append(self._tokenizer.visible(shown, self._skip_special))
+            text = self._detokenizer.append(self._tokenizer.without(shown, self._hidden))
             return (text + self._detokenizer.finish() if delta.finish_reason else text), len(ids), None
         before = len(self._output.token_ids)
         pieces = []
         for count, token in enumerate(shown, 1):
-            piece = self._detokenizer.append(self._tokenizer.visible((token,), self._skip_special))
+            piece = self._detokenizer.append(self._tokenizer.without((token,), self._hidden))
             accept = before + count > self._min_tokens
             piece, stop = self._matcher.feed(piece, accept=accept, include=self._include_stop)
             pieces.append(piece)

@@ -132,6 +132,18 @@ class Tokenizer:
             )
         return template
 
+    @property
+    def all_chat_templates(self) -> str:
+        """All chat templates of the model, joined; "" where there is none."""
+        template = getattr(self._hf, "chat_template", None)
+        return "\n".join(template.values()) if isinstance(template, Mapping) else str(template or "")
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How the model's answers are to be parsed (`transformers`' response template), or None."""
+        template = getattr(self._hf, "response_template", None)
+        return template if isinstance(template, Mapping) else None
+
     def _template(self, name: str) -> str | None:
         """One of the model's chat templates; a single one has every name."""
         template = getattr(self._hf, "chat_template", None)
@@ -215,8 +227,20 @@ class Tokenizer:
 
     def visible(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """The ids that have text: known to the tokenizer and, if asked, not special."""
-        hidden = self._special if skip_special_tokens else frozenset()
+        return self.without(ids, self._special if skip_special_tokens else frozenset())
+
+    def without(self, ids: Sequence[int], hidden: frozenset[int]) -> list[int]:
+        """The ids that are known to the tokenizer and not hidden."""
         return [token for token in ids if token not in hidden and self._is_known(token)]
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of the special tokens."""
+        return self._special
+
+    def special_texts(self) -> dict[int, str]:
+        """How texts write the special tokens, by their ids."""
+        return {token: self.written(token) for token in sorted(self._special)}
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """A detokenizer for one answer to that prompt; it is to be given visible ids only."""

@@ -98,6 +98,7 @@ class Run(ABC, Generic[Piece, Choice]):
     created: int = field(default_factory=lambda: int(time.time()))
     record: RequestRecord = field(init=False)
     terms: Terms = field(init=False)
+    shown_special: frozenset[int] = frozenset()  # special tokens by which the answer is read
     _ticket: Ticket | None = None
     _size: int = 0  # bytes of memory that the answer may take
     _around: dict[int, tuple[str, str]] = field(default_factory=dict)  # of a choice's plain text in an event
@@ -266,7 +267,16 @@ class Run(ABC, Generic[Piece, Choice]):
         return prompts
 
     def _generation(self, prompts: list[Prompt], ticket: Ticket) -> Generation:
-        return Generation(self.service, self.request_id, prompts, self.shape.params, self.terms, self.record, ticket)
+        return Generation(
+            self.service,
+            self.request_id,
+            prompts,
+            self.shape.params,
+            self.terms,
+            self.record,
+            ticket,
+            self.shown_special,
+        )
 
     @contextmanager
     def _public_names(self) -> Iterator[None]:

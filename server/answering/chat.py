@@ -10,8 +10,10 @@ from engine.text.processor import ChoiceText
 from server.answering.generation import Update
 from server.answering.pieces import LOWEST_LOGPROB, PieceMaker, PlainText
 from server.api.chat_schemas import (
+    ChatCall,
     ChatChoice,
     ChatDelta,
+    ChatFunction,
     ChatLogprobs,
     ChatMessage,
     ChatPiece,
@@ -35,17 +37,8 @@ class ChatPieces(PieceMaker[ChatPiece]):
 
     def make(self, update: Update, choice: ChoiceText, index: int, first: bool) -> list[ChatPiece]:
         """The choice's piece, unless it says nothing, and the opening before the first."""
-        made = []
-        if first:
-            opening = ChatDelta(role=self.role, content="")
-            fields = self.prompt_fields(update)
-            made.append(ChatPiece(index=index, delta=opening, logprobs=None, finish_reason=None, **fields))
-            if self.echoed:
-                made.append(self.plain(PlainText(index, self.echoed)))
-        logprobs = None
-        if self.shape.logprobs is not None and choice.logprobs:
-            content = [self._describe(*pair) for pair in zip(choice.token_ids, choice.logprobs, strict=True)]
-            logprobs = ChatLogprobs.model_construct(content=content, refusal=None)  # no copy, no validation
+        made = self.opening(update, index) if first else []
+        logprobs = self.describe(choice)
         shows_ids = self.shape.return_token_ids and choice.token_ids
         if choice.text or choice.finish_reason or logprobs or shows_ids:
             delta = ChatDelta(content=choice.text)
@@ -56,6 +49,21 @@ class ChatPieces(PieceMaker[ChatPiece]):
                 piece.token_ids = list(choice.token_ids)
             made.append(piece)
         return made
+
+    def opening(self, update: Update, index: int) -> list[ChatPiece]:
+        """What comes before a choice's first news: the role, and what is echoed."""
+        delta, fields = ChatDelta(role=self.role, content=""), self.prompt_fields(update)
+        made = [ChatPiece(index=index, delta=delta, logprobs=None, finish_reason=None, **fields)]
+        if self.echoed:
+            made.append(self.plain(PlainText(index, self.echoed)))
+        return made
+
+    def describe(self, choice: ChoiceText) -> ChatLogprobs | None:
+        """The log-probabilities of the choice's new tokens, if asked for."""
+        if self.shape.logprobs is None or not choice.logprobs:
+            return None
+        content = [self._describe(*pair) for pair in zip(choice.token_ids, choice.logprobs, strict=True)]
+        return ChatLogprobs.model_construct(content=content, refusal=None)  # no copy, no validation
 
     def plain(self, news: PlainText) -> ChatPiece:
         """The piece that says no more than this."""
@@ -86,11 +94,10 @@ def join_pieces(pieces: Iterable[ChatPiece], *, logprobs: bool) -> list[ChatChoi
 
 def _join_one(pieces: Sequence[ChatPiece], *, logprobs: bool) -> ChatChoice:
     first, last = pieces[0], pieces[-1]
-    text = "".join(piece.delta.content for piece in pieces)
     tokens = [entry for piece in pieces if piece.logprobs is not None for entry in piece.logprobs.content]
     whole = ChatChoice(
         index=first.index,
-        message=ChatMessage(role=first.delta.role or "assistant", content=text, refusal=None),
+        message=_join_message([piece.delta for piece in pieces]),
         logprobs=ChatLogprobs.model_construct(content=tokens, refusal=None) if logprobs else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
@@ -99,3 +106,24 @@ def _join_one(pieces: Sequence[ChatPiece], *, logprobs: bool) -> ChatChoice:
     if last.token_ids is not None:
         whole.token_ids = [token for piece in pieces for token in piece.token_ids or ()]
     return whole
+
+
+def _join_message(deltas: Sequence[ChatDelta]) -> ChatMessage:
+    text = "".join(delta.content or "" for delta in deltas)
+    message = ChatMessage(role=deltas[0].role or "assistant", content=text, refusal=None)
+    if any(delta.reasoning_content is not None for delta in deltas):
+        message.reasoning_content = "".join(delta.reasoning_content or "" for delta in deltas)
+        message.reasoning = message.reasoning_content
+    calls: dict[int, ChatCall] = {}
+    arguments: dict[int, list[str]] = {}
+    for news in (news for delta in deltas for news in delta.tool_calls or ()):
+        if news.id is not None:
+            function = ChatFunction(name=news.function.name or "", arguments="")
+            calls[news.index] = ChatCall(id=news.id, type="function", function=function)
+        arguments.setdefault(news.index, []).append(news.function.arguments)
+    for index, call in calls.items():
+        call.function.arguments = "".join(arguments[index])
+    if calls:
+        message.tool_calls = list(calls.values())
+        message.content = text or None
+    return message

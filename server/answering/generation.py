@@ -64,6 +64,7 @@ class Generation:
         terms: of all prompts.
         record: is told what happens.
         ticket: its slots are released as the prompts end.
+        shown_special: special tokens whose text is shown although others' is not.
 
     Raises:
         InvalidRequestError: a prompt was refused; the others are aborted.
@@ -80,6 +81,7 @@ class Generation:
         terms: Terms,
         record: RequestRecord,
         ticket: Ticket,
+        shown_special: frozenset[int] = frozenset(),
     ):
         self._client = service.client
         self._metrics = service.metrics
@@ -93,7 +95,13 @@ class Generation:
                 request_id=f"{request_id}-{index}",
                 prompt=prompt,
                 times=record.prompt(prompt, params.n),
-                processor=OutputProcessor(service.tokenizer, prompt.continued, params, keep_logprobs=not record.stream),
+                processor=OutputProcessor(
+                    service.tokenizer,
+                    prompt.continued,
+                    params,
+                    keep_logprobs=not record.stream,
+                    shown_special=shown_special,
+                ),
                 unfinished=set(range(params.n)),
             )
             for index, prompt in enumerate(prompts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,9 @@ _KNOWS_DEVELOPER = re.compile(r"""["']developer["']""")
 # Mistral's templates want ids of nine letters and digits, and fail on others.
 _SHORT_IDS = re.compile(r"""id['"]?\]?\s*\|\s*length\s*!=\s*9""")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}", re.ASCII)
+# Phi-4-mini's template reads tools from the system's message, as a JSON text; the words are of its model card.
+_TOOLS_OF_MESSAGE = re.compile(r"""message(\.tools|\[['"]tools['"]\])""")
+_HAS_TOOLS = "You are a helpful assistant with some tools."
 # What a template gets from the body's own fields, and the names that rendering itself needs.
 _RESERVED = frozenset(
     {
@@ -153,7 +157,7 @@ class ChatRenderer:
                 raise ApiError(400, f"{message} Leave them out.", param=name, code="unsupported_parameter")
         conversation = Conversation(
             template=template,
-            messages=_fitted(messages, template),
+            messages=_fitted(messages, template, rendering.tools),
             variables={**tokenizer.template_variables, **rendering.variables},
             add_generation_prompt=rendering.add_generation_prompt,
             longest=most_characters(room.tokens),
@@ -183,9 +187,15 @@ class ChatRenderer:
         raise ApiError(400, message, param="messages", code=code)
 
 
-def _fitted(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+def _fitted(
+    messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
     """Messages as this template can read them."""
     fitted = [dict(message) for message in messages]
+    if tools is not None and _TOOLS_OF_MESSAGE.search(template):
+        if fitted[0]["role"] not in ("system", "developer"):
+            fitted.insert(0, {"role": "system", "content": _HAS_TOOLS})
+        fitted[0]["tools"] = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     renames, shortens = not _KNOWS_DEVELOPER.search(template), bool(_SHORT_IDS.search(template))
     for message in fitted:
         if renames and message["role"] == "developer":

@@ -115,12 +115,31 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class ChatFunction(BaseModel):
+    """A function that is called, with its arguments: JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class ChatCall(BaseModel):
+    """A call of a function; a message of the role tool names its result by `id`."""
+
+    id: str
+    type: str = "function"
+    function: ChatFunction
+
+
 class ChatMessage(BaseModel):
-    """What the assistant says."""
+    """What the assistant says, or the functions that it calls; content is null where there is none besides. What it
+    thought before has two names, which say the same."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ChatCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatChoice(BaseModel):
@@ -148,11 +167,30 @@ class ChatCompletionResponse(BaseModel):
     usage: Usage | None = None
 
 
+class FunctionDelta(BaseModel):
+    """What is new of a called function: its name at first, then more of the arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(BaseModel):
+    """What is new of the call with this index; its id, type and function's name come first."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(BaseModel):
-    """What is new in a message: its role at first, then text."""
+    """What is new in a message: its role at first, then text, reasoning or calls."""
 
     role: str | None = None
-    content: str
+    content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatPiece(BaseModel):

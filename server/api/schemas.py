@@ -188,6 +188,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(BaseModel):
+    """Part of `Usage`, where reasoning is told apart: its tokens, with the marks around it."""
+
+    reasoning_tokens: int = 0
+
+
 class Usage(BaseModel):
     """Tokens of the whole request. Answers that best_of threw away count too."""
 
@@ -195,6 +201,7 @@ class Usage(BaseModel):
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionLogprobs(BaseModel):

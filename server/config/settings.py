@@ -17,6 +17,7 @@ from pydantic import model_validator as check_model
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine import ConfigError, EngineConfig, parse_bytes
+from server.answering.formats import CALLS, REASONING, check_name
 from server.config.sources import VariableSource
 from server.config.wording import allowed, choices, did_you_mean, field_docs, is_switch
 
@@ -84,6 +85,9 @@ class ServerSettings(BaseModel):
             the recent pace; what would wait longer is refused with 503; 0: the two bounds above alone count (default:
             half as long as a first token takes while there is room).
         prefix_cache_scope: where keys are set, the requests that share cached pages: those of the same key, or all.
+        tool_call_parser: how the model writes calls of functions: a name from the documentation, none, or auto: as its
+            chat template says.
+        reasoning_parser: how it marks what it thinks before it answers: a name, none, or auto.
         stream_keepalive: seconds of silence after which a stream sends a comment; 0 for never.
         stream_stall_timeout: seconds after which a client that takes nothing of its answer loses its
             connection.
@@ -130,6 +134,8 @@ class ServerSettings(BaseModel):
     max_num_queued_tokens: int | None = Field(default=None, ge=1)
     max_queue_time: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     prefix_cache_scope: Literal["key", "global"] = "key"
+    tool_call_parser: str = Field(default="auto", min_length=1)
+    reasoning_parser: str = Field(default="auto", min_length=1)
     stream_keepalive: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     max_n: int = Field(default=128, ge=1)
@@ -202,6 +208,12 @@ class ServerSettings(BaseModel):
             # As browsers write it.
             origins.append(re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", origin.rstrip("/")))
         return tuple(origins)
+
+    @check_field("tool_call_parser", "reasoning_parser")
+    @classmethod
+    def _check_parser(cls, value: str, info: ValidationInfo) -> str:
+        check_name(CALLS if info.field_name == "tool_call_parser" else REASONING, value)
+        return value
 
     @check_field("root_path")
     @classmethod

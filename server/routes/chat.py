@@ -13,10 +13,12 @@ from server.answering.answer import Extra, Run
 from server.answering.chat import ChatPieces, join_pieces
 from server.answering.endpoints import require
 from server.answering.messages import Message, estimate_messages, read_messages
+from server.answering.parsed_chat import ParsedChatPieces
+from server.answering.parsing import Parsing
 from server.answering.prompt import Prompt, Room
 from server.answering.rendering import Rendering, read_rendering
 from server.answering.size import AnswerSize
-from server.answering.tools import read_tools
+from server.answering.tools import Tools, read_tools
 from server.api import examples
 from server.api.chat_schemas import (
     ChatChoice,
@@ -56,7 +58,7 @@ async def create_chat_completion(
     if tools is not None and tools.forced:
         message = "tool_choice can only be auto or none: calls cannot be enforced."
         raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
-    run = _ChatRun(service, body, shape, arrival, messages=messages, rendering=read_rendering(body, tools))
+    run = _ChatRun(service, body, shape, arrival, messages=messages, rendering=read_rendering(body, tools), tools=tools)
     return await run.respond(request)
 
 
@@ -67,6 +69,8 @@ class _ChatRun(Run[ChatPiece, ChatChoice]):
     body: ChatCompletionRequest
     messages: list[Message] = field(kw_only=True)
     rendering: Rendering = field(kw_only=True)
+    tools: Tools | None = field(kw_only=True)
+    parsing: Parsing | None = None
 
     def size(self) -> tuple[int, int]:
         tokens = estimate_messages(self.messages) + self.rendering.num_tokens
@@ -75,6 +79,10 @@ class _ChatRun(Run[ChatPiece, ChatChoice]):
     async def prompts(self) -> list[Prompt]:
         room = Room(self.service.client.info.max_model_len, "messages")
         prompt = await self.service.render(self.messages, room, self.rendering)
+        final = self.messages[-1]["content"] if self.rendering.continue_final_message else None
+        self.parsing = self.service.answers.parsing(self.tools, prompt.text or "", final)
+        if self.parsing is not None:
+            self.shown_special = self.parsing.shown_special
         params = self.shape.params
         if params.max_tokens is None:
             limit = _default_max_tokens(params, self.service.client.info, len(prompt.token_ids))
@@ -89,7 +97,11 @@ class _ChatRun(Run[ChatPiece, ChatChoice]):
         last = self.messages[-1]
         role = "assistant" if self.rendering.add_generation_prompt else last["role"]
         echoed = last["content"] if self.body.echo and last["role"] == role else ""
-        return ChatPieces(prompts, self.shape, self.service.tokenizer, role=role, echoed=echoed)
+        if self.parsing is None:
+            return ChatPieces(prompts, self.shape, self.service.tokenizer, role=role, echoed=echoed)
+        return ParsedChatPieces(
+            prompts, self.shape, self.service.tokenizer, role=role, echoed=echoed, parsing=self.parsing
+        )
 
     def join(self, pieces: list[ChatPiece]) -> list[ChatChoice]:
         return join_pieces(pieces, logprobs=self.shape.logprobs is not None)

@@ -1,0 +1,428 @@
+"""Reads the calls of functions that an answer holds, while they are written."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from server.answering.parts import Call, Part, Text
+
+_ALPHABET = string.ascii_letters + string.digits
+_ID_LENGTH = 9  # what Mistral's templates take; others take any
+_MAX_HEAD = 512  # characters before a call's arguments
+_SPACE = " \t\r\n"
+_STRUCTURE = re.compile(r'["{}\[\],]|[\s]')
+_STRING_END = re.compile(r'["\\]')
+
+
+def new_id() -> str:
+    """A call's id."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
+
+
+class Calls:
+    """The calls of one answer: numbers them and tells of them.
+
+    Args:
+        names: of functions that may be called; None for any.
+        most: calls beyond so many are left out.
+    """
+
+    def __init__(self, names: frozenset[str] | None = None, most: int | None = None):
+        self._names = names
+        self._most = most
+        self.count = 0
+
+    @property
+    def strict(self) -> bool:
+        """What is not clearly a call is none."""
+        return self._names is not None
+
+    def knows(self, name: str) -> bool:
+        """A call of that name is one."""
+        return self._names is None or name in self._names
+
+    def begin(self, name: str) -> Calls.Open:
+        """A new call."""
+        index = self.count
+        if self._most is not None and index >= self._most:
+            return Calls.Open(None, name)
+        self.count += 1
+        return Calls.Open(index, name)
+
+    class Open:
+        """A call whose arguments are being written."""
+
+        def __init__(self, index: int | None, name: str):
+            self._index = index
+            self._name: str | None = name
+            self._has_arguments = False
+
+        def told(self) -> Iterable[Part]:
+            """Its name, unless that has been told."""
+            if self._name is not None and self._index is not None:
+                yield Call(self._index, new_id(), self._name)
+            self._name = None
+
+        def more(self, arguments: str) -> Iterable[Part]:
+            """More of its arguments."""
+            if arguments and self._index is not None:
+                self._has_arguments = True
+                yield Call(self._index, arguments=arguments)
+
+        def end(self) -> Iterable[Part]:
+            """All of it is written; without arguments it gets an empty object."""
+            yield from self.told()
+            if not self._has_arguments:
+                yield from self.more("{}")
+
+
+class Region(Protocol):
+    """A part of the answer that should hold calls."""
+
+    def feed(self, text: str) -> Iterable[Part]:
+        """More of what is written there."""
+
+    def close(self, closing: str) -> Iterable[Part]:
+        """It has ended, with that mark; "" at the answer's end."""
+
+
+class _Value:
+    """Follows one JSON value to its end, without looking at what it means."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = self._began = False
+
+    def end(self, text: str, at: int) -> int | None:
+        """Where in the text, from `at` on, the value ends; None if it goes on after it."""
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            found = (_STRING_END if self._in_string else _STRUCTURE).search(text, at)
+            if found is None:
+                self._began = True
+                return None
+            place, sign = found.start(), found.group()
+            self._began = self._began or place > at
+            if self._in_string:
+                at = place + 1
+                self._escaped = sign == "\\"
+                self._in_string = self._escaped
+                if sign == '"' and not self._depth:
+                    return at
+                continue
+            if not self._depth and self._began and sign not in '"{[':
+                return place  # a number or a word ends before what follows
+            at = place + 1
+            if sign == '"':
+                self._in_string = self._began = True
+            elif sign in "{[":
+                self._depth += 1
+                self._began = True
+            elif sign in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at
+        return None
+
+
+class _MalformedError(Exception):
+    """What is written is no call."""
+
+
+class _Reader(ABC):
+    """What reads a region while it is written keeps what it cannot decide about yet in `_rest`.
+
+    Where no call has begun in it, all of the region is text: the mark that opened it, too. What is neither call nor
+    text, within a call that has been told or behind it, is left out.
+
+    Args:
+        opening: what opened the region.
+        closes: a mark ends it; what follows calls in a region without one is text.
+    """
+
+    def __init__(self, calls: Calls, opening: str, *, closes: bool):
+        self._calls = calls
+        self._closes = closes
+        self._raw = opening  # all since the last call ended; shown if nothing comes of it
+        self._rest = ""
+        self._failed = self._left_out = False  # what follows is text, or nothing
+        self._told = False  # the call that is being written
+
+    def feed(self, text: str) -> Iterable[Part]:
+        if self._failed:
+            if not self._left_out:
+                yield Text(text)
+            return
+        if not self._told:
+            self._raw += text
+        self._rest += text
+        try:
+            yield from self._read()
+        except _MalformedError:
+            yield from self._fail()
+
+    def close(self, closing: str) -> Iterable[Part]:
+        if self._failed:
+            if closing and not self._left_out:
+                yield Text(closing)
+        elif self._told:
+            yield from self._cut()
+        elif not self._is_between():
+            self._raw += closing
+            yield from self._fail()
+        elif not self._closes and self._rest.strip():
+            yield Text(self._rest)
+
+    def _fail(self) -> Iterable[Part]:
+        self._failed = True
+        self._left_out = self._told or (self._closes and self._is_between())
+        if self._told:
+            yield from self._cut()
+        elif self._raw and not self._left_out:
+            yield Text(self._raw)
+        self._rest = self._raw = ""
+
+    def _call_ended(self) -> None:
+        self._raw, self._told = self._rest, False
+
+    @abstractmethod
+    def _read(self) -> Iterable[Part]:
+        """Take as much of `_rest` as is certain."""
+
+    @abstractmethod
+    def _is_between(self) -> bool:
+        """A call has been read, and no other has begun since."""
+
+    @abstractmethod
+    def _cut(self) -> Iterable[Part]:
+        """The answer ended within a call that was told."""
+
+
+class ObjectCalls(_Reader):
+    """JSON objects with a name and arguments, one, several or a list of them."""
+
+    def __init__(self, calls: Calls, opening: str, *, closes: bool):
+        super().__init__(calls, opening, closes=closes)
+        self._step: Callable[[], Iterable[Part] | None] = self._separators
+        self._one = False  # a call has been read
+
+    def _is_between(self) -> bool:
+        return self._one and self._step == self._separators
+
+    def _cut(self) -> Iterable[Part]:
+        return self._open.end() if self._open is not None and not self._has_arguments else ()
+
+    def _read(self) -> Iterable[Part]:
+        while (parts := self._step()) is not None:
+            yield from parts
+
+    def _skip(self, signs: str) -> bool:
+        """Leave these out; whether anything follows."""
+        self._rest = self._rest.lstrip(signs)
+        return bool(self._rest)
+
+    def _take(self, sign: str) -> None:
+        if not self._rest.startswith(sign):
+            raise _MalformedError
+        self._rest = self._rest[1:]
+
+    # Each step returns the parts that it made, or None when it needs more text.
+
+    def _separators(self) -> Iterable[Part] | None:
+        # Small models write a brace too many.
+        if not self._skip(_SPACE + ("[],;}" if self._one else "[")):
+            return None
+        if self._one:
+            self._raw = self._rest
+        self._take("{")
+        self._name: str | None = None
+        self._early = ""  # arguments that came before the name
+        self._open: Calls.Open | None = None
+        self._has_arguments = self._complete = False
+        self._step = self._key
+        return ()
+
+    def _key(self) -> Iterable[Part] | None:
+        if not self._skip(_SPACE + ","):
+            return None
+        if self._rest.startswith("}"):
+            return self._end_object()
+        key = self._string()
+        if key is None:
+            return None
+        self._current = key
+        self._step = self._colon
+        return ()
+
+    def _colon(self) -> Iterable[Part] | None:
+        if not self._skip(_SPACE):
+            return None
+        self._take(":")
+        self._step = self._value
+        return ()
+
+    def _value(self) -> Iterable[Part] | None:
+        if not self._skip(_SPACE):
+            return None
+        if self._current == "name":
+            name = self._string()
+            if name is None:
+                return None
+            if not name or not self._calls.knows(name):
+                raise _MalformedError
+            self._name, self._step = name, self._key
+            return self._tell(self._early) if self._has_arguments else ()
+        self._span_reader, self._seen = _Value(), 0
+        if self._current in ("arguments", "parameters") and not self._has_arguments:
+            self._step = self._arguments if self._rest[0] in "{[" else self._scalar
+            self._has_arguments = self._step == self._arguments
+        elif self._current in ("type", "id", "arguments", "parameters") or not self._calls.strict:
+            self._step = self._other
+        else:
+            raise _MalformedError
+        return ()
+
+    def _other(self) -> Iterable[Part] | None:
+        """A value that means nothing here."""
+        return None if self._span() is None else ()
+
+    def _scalar(self) -> Iterable[Part] | None:
+        """Arguments that some models write as a string that holds JSON, or as null."""
+        end = self._span_reader.end(self._rest, self._seen)
+        if end is None:
+            self._seen = len(self._rest)
+            return None
+        text, self._rest = self._rest[:end], self._rest[end:]
+        if text.startswith('"'):
+            text = _decoded(text)
+        self._has_arguments, self._step = True, self._key
+        return self._more("{}" if text.strip() in ("", "null") else text)
+
+    def _arguments(self) -> Iterable[Part] | None:
+        before = len(self._rest)
+        text = self._span()
+        if text is not None:
+            return self._more(text)
+        if not before:
+            return None
+        text, self._rest = self._rest, ""
+        return self._more(text)
+
+    def _span(self) -> str | None:
+        """The rest of the value, where it ends; else nothing is taken, but it is remembered what was seen."""
+        end = self._span_reader.end(self._rest, 0)
+        if end is None:
+            if self._step == self._other:
+                self._rest = ""
+            return None
+        text, self._rest = self._rest[:end], self._rest[end:]
+        self._step = self._key
+        return text
+
+    def _string(self) -> str | None:
+        """The JSON string at the beginning; None if it is not whole."""
+        if not self._rest.startswith('"'):
+            raise _MalformedError
+        end = _Value().end(self._rest, 0)
+        if (len(self._rest) if end is None else end) > _MAX_HEAD:
+            raise _MalformedError  # a name is not so long
+        if end is None:
+            return None
+        text, self._rest = self._rest[:end], self._rest[end:]
+        return _decoded(text)
+
+    def _more(self, arguments: str) -> Iterable[Part]:
+        if self._name is None:
+            self._early += arguments
+            return ()
+        return self._tell(arguments)
+
+    def _tell(self, arguments: str) -> Iterable[Part]:
+        assert self._name is not None
+        if self._open is None:
+            self._open = self._calls.begin(self._name)
+        self._told = True
+        return [*self._open.told(), *self._open.more(arguments)]
+
+    def _end_object(self) -> Iterable[Part]:
+        if self._name is None:
+            raise _MalformedError
+        self._rest = self._rest[1:]
+        parts = [*self._tell("")]
+        assert self._open is not None
+        parts += self._open.end()
+        self._step, self._one = self._separators, True
+        self._call_ended()
+        return parts
+
+
+def _decoded(text: str) -> str:
+    try:
+        decoded = json.loads(text, strict=False)
+    except ValueError:
+        raise _MalformedError from None
+    assert isinstance(decoded, str)
+    return decoded
+
+
+class NamedCalls(_Reader):
+    """A name with marks around it, then the arguments as a JSON value; one such call or several.
+
+    Args:
+        head: the pattern of what stands before the arguments, with the group `name`.
+    """
+
+    def __init__(self, calls: Calls, opening: str, head: re.Pattern[str], *, closes: bool):
+        super().__init__(calls, opening, closes=closes)
+        self._head = head
+        self._open: Calls.Open | None = None
+        self._began = self._one = False
+
+    def _is_between(self) -> bool:
+        return self._one
+
+    def _cut(self) -> Iterable[Part]:
+        assert self._open is not None
+        return () if self._began else self._open.end()
+
+    def _read(self) -> Iterable[Part]:
+        while True:
+            if self._open is None and not self._find_name():
+                return
+            assert self._open is not None
+            yield from self._open.told()
+            if not self._began:
+                self._rest = self._rest.lstrip()
+            if not self._rest:
+                return
+            self._began = True
+            end = self._value.end(self._rest, 0)
+            yield from self._open.more(self._rest[:end])
+            self._rest = "" if end is None else self._rest[end:]
+            if end is None:
+                return
+            self._open, self._one = None, True
+            self._call_ended()
+
+    def _find_name(self) -> bool:
+        """Whether the beginning of a call is whole."""
+        text = self._rest.lstrip()
+        found = self._head.match(text)
+        if found is None:
+            if len(text) > _MAX_HEAD:
+                raise _MalformedError
+            return False
+        if not self._calls.knows(found["name"]):
+            raise _MalformedError
+        self._rest = text[found.end() :]
+        self._open, self._value, self._began, self._told = self._calls.begin(found["name"]), _Value(), False, True
+        return True

@@ -1,0 +1,196 @@
+"""How families of models write calls of functions, and their reasoning: data files, and which of them a model needs.
+
+A file in `call_formats` says by which texts of a chat template the format is known (`all` of these, `none` of those),
+in which regions of an answer calls stand, how they are read there, and how an answer that must hold one writes it. A
+file in `reasoning_formats` says the same of reasoning. Regions are those of `transformers`' response templates.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine import ConfigError
+
+_HERE = Path(__file__).parent
+AUTO, NONE, OWN = "auto", "none", "response_template"
+CALLS, REASONING = "call_formats", "reasoning_formats"  # folders
+SETTINGS = {CALLS: "tool_call_parser", REASONING: "reasoning_parser"}
+_MARKS = ("open", "open_pattern", "close", "close_pattern")
+_PLAIN = ({"type": "function", "function": "{content}"}, {"function": "{content}"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """How a model of the family writes calls: first, then begin NAME middle ARGUMENTS end for each, then last.
+
+    Attributes:
+        between: stands between two calls; None where there can be only one.
+    """
+
+    first: str
+    begin: str
+    middle: str
+    end: str
+    between: str | None
+    last: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """A way to write calls.
+
+    Attributes:
+        name: by which settings know it.
+        models: some that write so.
+        regions: where calls stand, as fields of a response template have it: open or open_pattern, close or
+            close_pattern (else to the end); `shown` is what the pattern stands for in a text.
+        drops: marks around several calls, which are not shown.
+        head: where a region holds a name and then arguments as JSON: the pattern of what stands before these, with
+            the group `name`. None where it holds objects with a name and arguments, or a list of such.
+        field: where a region is parsed whole when it has closed: the other keys of the response template's field.
+        known_names_only: what calls no function of the request is text; for formats without marks of their own.
+        writing: None where calls cannot be enforced.
+    """
+
+    name: str
+    models: str
+    regions: Sequence[Mapping[str, Any]]
+    drops: Sequence[str] = ()
+    head: str | None = None
+    field: Mapping[str, Any] | None = None
+    known_names_only: bool = False
+    writing: Writing | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """A way to mark reasoning: the texts before and after it."""
+
+    name: str
+    models: str
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """How one model's answers are read. Both None: as they are."""
+
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    also: Sequence[str]
+    all: Sequence[str]
+    none: Sequence[str]
+    said: Mapping[str, Any] = field(repr=False)
+
+    def suits(self, template: str) -> bool:
+        return all(text in template for text in self.all) and not any(text in template for text in self.none)
+
+
+@functools.cache
+def _files(folder: str) -> tuple[_File, ...]:
+    files = []
+    for path in sorted((_HERE / folder).glob("*.json")):
+        said = json.loads(path.read_text(encoding="utf-8"))
+        files.append(_File(path.stem, said.get("also", ()), said["all"], said["none"], said))
+    return tuple(files)
+
+
+def check_name(folder: str, name: str) -> None:
+    """Refuse what is no format's name.
+
+    Raises:
+        ConfigError: lists the names that there are.
+    """
+    files = _files(folder)
+    known = [AUTO, NONE, *sorted(name for file in files for name in (file.name, *file.also))]
+    if name not in known:
+        raise ConfigError(f"{SETTINGS[folder]} must be one of {', '.join(known)}, got {name!r}.")
+
+
+def _find(folder: str, wanted: str, template: str) -> _File | None:
+    check_name(folder, wanted)
+    for file in () if wanted == NONE else _files(folder):
+        if file.suits(template) if wanted == AUTO else wanted in (file.name, *file.also):
+            return file
+    return None
+
+
+def choose_formats(
+    templates: str, calls: str = AUTO, reasoning: str = AUTO, response_template: Mapping[str, Any] | None = None
+) -> Formats:
+    """How the answers of a model are read.
+
+    Args:
+        templates: its chat templates, all together; "" where it has none.
+        calls, reasoning: auto, none or the name of a format.
+        response_template: the model's own, which comes before the files with auto.
+
+    Raises:
+        ConfigError: there is no format of that name; lists those that there are.
+    """
+    call_file = _find(CALLS, calls, templates)
+    reasoning_file = _find(REASONING, reasoning, templates)
+    found = Formats(
+        calls=None if call_file is None else _call_format(call_file),
+        reasoning=None
+        if reasoning_file is None
+        else ReasoningFormat(
+            name=reasoning_file.name,
+            models=reasoning_file.said["models"],
+            open=reasoning_file.said["open"],
+            close=reasoning_file.said["close"],
+        ),
+    )
+    own = Formats() if response_template is None else _own_formats(response_template)
+    return Formats(
+        calls=own.calls if calls == AUTO and own.calls is not None else found.calls,
+        reasoning=own.reasoning if reasoning == AUTO and own.reasoning is not None else found.reasoning,
+    )
+
+
+def _own_formats(template: Mapping[str, Any]) -> Formats:
+    """What a checkpoint says itself. Reasoning between patterns is left to the files."""
+    fields = template.get("fields")
+    fields = fields if isinstance(fields, Mapping) else {}
+    calls, reasoning = fields.get("tool_calls"), None
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        said = fields.get(name)
+        if isinstance(said, Mapping) and isinstance(said.get("open"), str) and isinstance(said.get("close"), str):
+            reasoning = ReasoningFormat(name=OWN, models="", open=said["open"], close=said["close"])
+            break
+    if not isinstance(calls, Mapping):
+        return Formats(reasoning=reasoning)
+    region = {name: calls[name] for name in _MARKS if name in calls}
+    others = {name: value for name, value in calls.items() if name not in _MARKS}
+    # The form that can be read while it is written.
+    plain = others.get("content") == "json" and others.get("transform") in _PLAIN and not others.get("content_args")
+    return Formats(
+        calls=CallFormat(name=OWN, models="", regions=[region], field=None if plain else others), reasoning=reasoning
+    )
+
+
+def _call_format(file: _File) -> CallFormat:
+    said, reads = file.said, file.said["reads"]
+    as_data = {} if isinstance(reads, str) else dict(reads)
+    head = as_data.pop("head", None)
+    return CallFormat(
+        name=file.name,
+        models=said["models"],
+        regions=said["regions"],
+        drops=said.get("drops", ()),
+        head=head,
+        field=as_data or None,
+        known_names_only=bool(said.get("known_names_only")),
+        writing=None if said["writes"] is None else Writing(**said["writes"]),
+    )

@@ -1,0 +1,290 @@
+"""An answer's text into text, reasoning and calls of functions, while it is written.
+
+Regions are found by `transformers`' ResponseParser. What stands in them is read here as it comes, since that parser
+tells of a call only when it is complete, and fails on one that is not. However the text is cut into pieces, the parts
+add up to the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser, parse_response
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from server.answering.calls import Calls, NamedCalls, ObjectCalls, Region
+from server.answering.formats import CallFormat, Formats, ReasoningFormat
+from server.answering.parts import Call, Part, Reasoning, Text
+from server.answering.tools import Tools
+
+_CALLS = "calls_"  # how regions of calls are named, their numbers behind
+_SPACE = " \t\r\n"
+# Fed behind the answer's end: no mark holds it, so that whatever might have been the beginning of one is settled.
+_END = "\0"
+_ANYWHERE = {"start_anchor_pattern": r"\A"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsing:
+    """How the answers to one request are read.
+
+    Attributes:
+        formats: those of the model, as far as they are used.
+        template: the regions, compiled.
+        tools: the functions that may be called; None where calls are text.
+        shown_special: special tokens without whose text the answer cannot be read.
+        begins_in_reasoning: the prompt has opened it.
+        reasoning_ends_with: the token that ends it, where that is one; its tokens can be counted then.
+    """
+
+    formats: Formats
+    template: Any
+    tools: Tools | None
+    shown_special: frozenset[int]
+    begins_in_reasoning: bool
+    reasoning_ends_with: int | None = None
+
+
+class AnswerReader:
+    """Knows how one model writes answers.
+
+    Args:
+        formats: how it writes calls and reasoning.
+        special: how texts write its special tokens, by their ids.
+        token_id: the id of a token by its text; None where there is none.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        special: Mapping[int, str] | None = None,
+        token_id: Callable[[str], int | None] = lambda text: None,
+    ):
+        self.formats = formats
+        self._special = special or {}
+        self._reasoning_end = None if formats.reasoning is None else token_id(formats.reasoning.close)
+        self._templates: dict[bool, Any] = {}
+        self._shown = {calls: self._marks(calls) for calls in (False, True)}
+
+    def _marks(self, calls: bool) -> frozenset[int]:
+        """The special tokens among the marks that tell parts from each other, those of calls included or not."""
+        texts: list[str] = []
+        if self.formats.reasoning is not None:
+            texts += [self.formats.reasoning.open, self.formats.reasoning.close]
+        if calls and (found := self.formats.calls) is not None:
+            texts += [found.head or "", str(found.field)]
+            texts += [text for region in found.regions for text in region.values()] + [*found.drops]
+        marks = "\n".join(texts)
+        return frozenset(token for token, text in self._special.items() if text in marks or re.escape(text) in marks)
+
+    def parsing(self, tools: Tools | None, prompt: str, final: str | None = None) -> Parsing | None:
+        """How answers to a prompt are read; None where they are text as they are.
+
+        Args:
+            tools: the functions that they may call.
+            prompt: as the template wrote it.
+            final: the text of a last message that the answers go on with.
+        """
+        calls = self.formats.calls if tools is not None else None
+        reasoning = self.formats.reasoning
+        if calls is None and reasoning is None:
+            return None
+        formats = Formats(calls=calls, reasoning=reasoning)
+        if (template := self._templates.get(calls is not None)) is None:
+            template = self._templates[calls is not None] = load_response_template(_regions(formats))
+        return Parsing(
+            formats=formats,
+            template=template,
+            tools=tools if calls is not None else None,
+            shown_special=self._shown[calls is not None],
+            begins_in_reasoning=reasoning is not None and _begins_in(reasoning, prompt, final),
+            reasoning_ends_with=self._reasoning_end,
+        )
+
+
+def _begins_in(reasoning: ReasoningFormat, prompt: str, final: str | None) -> bool:
+    mark = reasoning.open.strip()
+    if final is not None:
+        return final.rfind(mark) > final.rfind(reasoning.close)
+    return prompt.rstrip().endswith(mark)  # anywhere else it may be a user's
+
+
+def _regions(formats: Formats) -> dict[str, Any]:
+    """A response template whose values are the text that stands in each region: nothing in it can fail."""
+    as_text = {"content": "text", "content_args": {"strip": False}, "repeats": True}
+    fields: dict[str, Any] = {"content": as_text}
+    if formats.reasoning is not None:
+        fields["reasoning"] = {"open": formats.reasoning.open, "close": formats.reasoning.close, **as_text}
+    if formats.calls is not None:
+        for index, region in enumerate(formats.calls.regions):
+            marks = {name: text for name, text in region.items() if name != "shown"}
+            if formats.calls.field is not None:
+                # What opened it belongs to the value: the function's name may stand there.
+                pattern = marks.pop("open_pattern", None) or re.escape(marks.pop("open"))
+                marks |= {
+                    "open_pattern": f"(?P<opening_>{pattern})",
+                    "transform": {"opening": "{opening_}", "content": "{content}"},
+                }
+            fields[f"{_CALLS}{index}"] = {**marks, **as_text}
+        if formats.calls.drops:
+            fields["dropped"] = {"open": list(formats.calls.drops), "close_pattern": "", **as_text}
+    return {**_ANYWHERE, "fields": fields}
+
+
+@dataclass(slots=True)
+class AnswerParser:
+    """Reads one answer.
+
+    Attributes:
+        called: it holds a call.
+        reasoned: it holds reasoning, maybe an empty one.
+        reasons: what comes next is reasoning.
+    """
+
+    parsing: Parsing
+    called: bool = False
+    reasoned: bool = False
+    reasons: bool = False
+    _parser: Any = field(init=False)
+    _calls: Calls = field(init=False)
+    _region: Region | None = None
+    _kind: type[Part] | None = None  # of the last part
+    _space: str = ""  # that may turn out to stand between parts
+    _between: bool = False  # space that comes now stands between parts
+    _texted: bool = False  # it holds text
+    _ends_in_call: bool = False
+    _cut: bool = False  # the answer ended within a region of calls
+
+    def __post_init__(self) -> None:
+        formats, tools = self.parsing.formats, self.parsing.tools
+        clear = formats.calls is None or not formats.calls.known_names_only
+        self._calls = Calls(
+            names=None if clear or tools is None else tools.names,
+            most=1 if tools is not None and not tools.parallel else None,
+        )
+        begins = self.parsing.begins_in_reasoning and formats.reasoning is not None
+        self._parser = ResponseParser(
+            self.parsing.template, prefix=formats.reasoning.open if begins and formats.reasoning is not None else ""
+        )
+        list(self._parts(self._parser.initial_events))
+
+    def feed(self, text: str) -> list[Part]:
+        """More of the answer."""
+        return self._tidied(self._parts(self._parser.feed(text)))
+
+    def finish(self) -> list[Part]:
+        """The answer has ended: what was held back."""
+        events = self._parser.feed(_END)
+        _, last = self._parser.finalize()
+        events += last
+        ending = next(event for event in reversed(events) if event["type"] == "region_chunk")
+        ending["text"] = ending["text"].removesuffix(_END)
+        self._cut = ending["field"].startswith(_CALLS)
+        parts = self._tidied(self._parts(events))
+        if self._space and not self._between and not self._ends_in_call:
+            parts.append(Reasoning(self._space) if self._kind is Reasoning else Text(self._space))
+        return parts
+
+    def _parts(self, events: Iterable[Mapping[str, Any]]) -> Iterable[Part]:
+        for event in events:
+            name, kind = event["field"], event["type"]
+            if name == "content":
+                if kind == "region_chunk":
+                    yield Text(event["text"])
+            elif name == "reasoning":
+                self.reasoned, self.reasons = True, kind != "region_close"
+                if kind == "region_chunk":
+                    yield Reasoning(event["text"])
+                else:
+                    self._space, self._between, self._kind = "", True, Reasoning
+            elif name.startswith(_CALLS):
+                yield from self._in_region(int(name.removeprefix(_CALLS)), event)
+
+    def _in_region(self, index: int, event: Mapping[str, Any]) -> Iterable[Part]:
+        """News of a region that should hold calls."""
+        format, kind = self.parsing.formats.calls, event["type"]
+        assert format is not None
+        region = format.regions[index]
+        if format.field is not None:
+            if kind == "region_close":
+                yield from self._whole(format, region, event["value"])
+            return
+        if kind == "region_open":
+            opening = region.get("shown", region.get("open", ""))
+            closes = "close" in region or "close_pattern" in region
+            if format.head is None:
+                self._region = ObjectCalls(self._calls, opening, closes=closes)
+            else:
+                self._region = NamedCalls(self._calls, opening, re.compile(format.head), closes=closes)
+        elif self._region is not None:
+            if kind == "region_chunk":
+                yield from self._region.feed(event["text"])
+            else:
+                yield from self._region.close("" if self._cut else region.get("close", ""))
+                self._region = None
+
+    def _whole(self, format: CallFormat, region: Mapping[str, Any], value: Mapping[str, str]) -> Iterable[Part]:
+        """A region that is read when it has closed."""
+        text = value["opening"] + value["content"]
+        cut, text = text.endswith(_END), text.removesuffix(_END)
+        calls = [] if cut and len(region) > 1 else _read_whole(format, region, text, self.parsing.tools)
+        if not calls:
+            yield Text(text if cut else text + region.get("close", ""))
+        for name, arguments in calls:
+            call = self._calls.begin(name)
+            yield from call.told()
+            yield from call.more(arguments)
+
+    def _tidied(self, parts: Iterable[Part]) -> list[Part]:
+        """Parts without the space that stands between them, neighbours of a kind joined."""
+        made: list[Part] = []
+        for part in parts:
+            if isinstance(part, Call):
+                self._space, self._between, self._kind, self.called = "", not self._texted, Call, True
+                self._ends_in_call = True
+                made.append(part)
+                continue
+            kind = type(part)
+            if kind is not self._kind:
+                self._between = self._between or kind is Reasoning
+                if kind is Reasoning or self._kind is Reasoning:
+                    self._space = ""
+                self._kind = kind
+            text = self._space + part.text
+            if self._between:
+                text = text.lstrip(_SPACE)
+            kept = text.rstrip(_SPACE)
+            self._space = text[len(kept) :]
+            if kept:
+                self._between = self._ends_in_call = False
+                self._texted = self._texted or kind is Text
+                last = made[-1] if made else None
+                if last is not None and type(last) is kind:
+                    assert not isinstance(last, Call)
+                    last.text += kept
+                else:
+                    made.append(kind(kept))
+        return made
+
+
+def _read_whole(
+    format: CallFormat, region: Mapping[str, Any], text: str, tools: Tools | None
+) -> Sequence[tuple[str, str]]:
+    """Names and arguments of the calls in a region; none if it cannot be read."""
+    assert format.field is not None
+    transform = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+    fields = {"tool_calls": {**region, "transform": transform, **format.field, "repeats": True}}
+    try:
+        read = parse_response(text, {**_ANYWHERE, "fields": fields}, prefix="", tools=tools and tools.shown)
+        calls = [call["function"] for call in read["tool_calls"]]
+        return [(str(call["name"]), _as_text(call["arguments"])) for call in calls]
+    except Exception:  # a model may have written anything, and a checkpoint may bring the patterns
+        return []
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
