@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.driving import BOTH_DEPTHS, Job, add, finish, preempt_all, run, run_alone, tokens_of
 from support.jobs import MIXED, VOCAB, beams, greedy, prompt, sampled
 from test_isolation import faults
 
 from engine import Engine, InvalidRequestError, SamplingParams
+from engine.execution.runner import ModelRunner
 from engine.interface import generation as resolving
 from engine.interface.constraints import AllowedTokens, Constraint, allow
 from engine.interface.sampling_table import mask_words
+from engine.process.runner import ProcessExecutor
 from engine.scheduling.plan import StepPlan
 
 ALLOWED = [5, 17, 31, 32, 33, 64, 100, 255]
@@ -142,6 +145,47 @@ def test_rows_with_a_constraint_do_not_run_ahead(counting: None, engines: Callab
     assert one.stats().num_steps_ahead == 0
     run(one, [JOBS[0], Job(prompt(8, 5), greedy(25))])
     assert one.stats().num_steps_ahead > 5
+
+
+def test_masks_are_filled_when_the_forward_pass_has_begun(
+    counting: None, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here behind it, since a CPU does nothing meanwhile; with a runner in another process while that computes."""
+    said: list[str] = []
+    hidden, fill = ModelRunner._hidden, Counting.fill
+
+    def computing(self: ModelRunner, plan: StepPlan) -> torch.Tensor:
+        said.append("forward")
+        return hidden(self, plan)
+
+    def filling(self: Counting, mask_row: np.ndarray) -> None:
+        waiting = isinstance(one.executor, ProcessExecutor) and len(one.executor._expected)
+        said.append(f"fill beside {waiting}" if waiting else "fill")
+        fill(self, mask_row)
+
+    monkeypatch.setattr(ModelRunner, "_hidden", computing)
+    monkeypatch.setattr(Counting, "fill", filling)
+    one = engines()
+    said.clear()
+    expected = run(one, JOBS[:2])
+    assert said[:4] == ["forward", "fill", "fill", "forward"]
+    said.clear()
+    one = engines(distributed_executor_backend="mp")
+    assert run(one, JOBS[:2]) == expected
+    assert set(said) == {"fill beside 1"}
+
+    failed = []
+
+    def fail(plan: StepPlan) -> None:
+        if not failed and plan.sampling is not None and len(plan.sampling.masked) > 1:
+            failed.append(plan)
+            raise RuntimeError("made by the test")
+
+    monkeypatch.setattr(
+        Counting, "fill", lambda self, mask_row: fail(one.scheduler.in_flight.newest.plan) or fill(self, mask_row)
+    )
+    assert run(one, JOBS[:2]) == expected  # the runner does not wait for masks that do not come
+    assert failed
 
 
 def test_memory_that_is_short(counting: None, engines: Callable[..., Engine]) -> None:

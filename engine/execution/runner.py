@@ -124,12 +124,15 @@ class ModelRunner:
         recorded = self.graphs if self.graphs is not None and self.graphs.serves(plan) else None
         hidden = self._hidden(plan) if recorded is None else recorded.run(plan)
         candidates: StepResult | LateResult | None = None
+        sampling = None
         if plan.sampling is not None:
             candidates = None if recorded is None else recorded.sample(plan.sampling)
             if candidates is None:
-                rows = _rows(hidden, plan.sampling.rows, plan.num_tokens)
-                candidates = self._sample(self._logits(rows), plan.sampling)
-        step = PendingStep(candidates=candidates or StepResult.empty(), sampling=plan.sampling)
+                logits = self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens))
+                # A GPU computes all that meanwhile; a CPU is done, and fills masks by all of its threads.
+                sampling = plan.sampling.filled()
+                candidates = self._sample(logits, sampling)
+        step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
         if plan.pooling:
             step.pooled = self._pooler.pool(hidden, plan)
         if plan.prompt_logprobs is not None:

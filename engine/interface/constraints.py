@@ -1,19 +1,19 @@
 """Which tokens may come next in an answer, asked anew for each token: what grammars and lists of tokens have in common.
 
-A sequence owns its constraint, and is the only one that has it: a fork of the sequence gets a fork. A mask of the
-vocabulary is filled when a step is planned, and travels with the plan: so plans stay arrays alone, which other
-processes and repeated steps can read. A sequence that has a constraint is planned only once its last token is known.
+A sequence owns its constraint, and is the only one that has it: a fork of the sequence gets a fork. The masks of a step
+are filled when its forward pass has begun, and sampling needs them when that is over: so a device computes meanwhile. A
+sequence that has a constraint is planned only once its last token is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from engine.interface.sampling_table import MaskRow, mask_words
+from engine.interface.sampling_table import MaskRow, Masks, mask_words
 
 
 class Constraint(Protocol):
@@ -37,6 +37,35 @@ class Constraint(Protocol):
 
     def fork(self) -> Constraint:
         """The same state, which goes its own way."""
+
+
+@runtime_checkable
+class FillsTogether(Protocol):
+    """A constraint that is filled sooner together with others of its kind."""
+
+    @staticmethod
+    def fill_together(constraints: Sequence[Constraint], places: Sequence[int], masks: Masks) -> None:
+        """`fill` of several of this class, each into the row of `masks` at its place."""
+
+
+@runtime_checkable
+class Forcing(Protocol):
+    """A constraint that often allows a single token, several times in a row."""
+
+    def forced(self) -> Sequence[int]:
+        """Tokens of which each is the only one that `fill` allows after those before it; none where that is unknown.
+        Changes no state."""
+
+
+@runtime_checkable
+class Failing(Protocol):
+    """A constraint that may turn out to be too costly.
+
+    Attributes:
+        problem: why it can go on no more, None while it can; then it allows no token at all.
+    """
+
+    problem: str | None
 
 
 class AllowedTokens:
@@ -67,6 +96,20 @@ class AllowedTokens:
     def fork(self) -> AllowedTokens:
         """Itself: it has no state."""
         return self
+
+
+def fill_masks(constraints: Sequence[Constraint], places: Sequence[int], masks: Masks) -> None:
+    """Let each constraint fill the row of `masks` at its place."""
+    kinds: dict[type[Constraint], list[int]] = {}
+    for number, constraint in enumerate(constraints):
+        kinds.setdefault(type(constraint), []).append(number)
+    for numbers in kinds.values():
+        first = constraints[numbers[0]]
+        if isinstance(first, FillsTogether):
+            first.fill_together([constraints[i] for i in numbers], [places[i] for i in numbers], masks)
+        else:
+            for i in numbers:
+                constraints[i].fill(masks[places[i]])
 
 
 def allow(mask_row: MaskRow, ids: Iterable[int]) -> None:

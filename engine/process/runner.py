@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, get_origin
@@ -34,7 +35,7 @@ from engine.execution.pending import PendingStep
 from engine.host.cpus import engine_environment
 from engine.host.logs import LogFormat, adopt_libraries, configure, configured
 from engine.host.signals import leave_signals_to_parent, signals_held
-from engine.interface.sampling_table import EDIT, TABLE
+from engine.interface.sampling_table import EDIT, TABLE, Masks
 from engine.scheduling.plan import Int32, StepPlan, StepResult
 
 logger = logging.getLogger("octavo.process")
@@ -55,10 +56,21 @@ class Start(msgspec.Struct, tag=True):
     log_format: LogFormat | None
 
 
-class Launch(msgspec.Struct, tag=True):
-    """`Executor.launch`."""
+class Launch(msgspec.Struct, tag=True, omit_defaults=True):
+    """`Executor.launch`.
+
+    Attributes:
+        masks_follow: the next message has the masks of the plan's sampling.
+    """
 
     plan: StepPlan
+    masks_follow: bool = False
+
+
+class Filled(msgspec.Struct, tag=True):
+    """The masks of the step that was launched, filled while it computes; None: that failed. It has no answer."""
+
+    masks: Masks | None
 
 
 class Copy(msgspec.Struct, tag=True):
@@ -119,8 +131,8 @@ def _unpack(kind: Any, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-_orders: msgspec.msgpack.Decoder[Start | Launch | Copy | Trial | Release] = msgspec.msgpack.Decoder(
-    Start | Launch | Copy | Trial | Release, dec_hook=_unpack
+_orders: msgspec.msgpack.Decoder[Start | Launch | Filled | Copy | Trial | Release] = msgspec.msgpack.Decoder(
+    Start | Launch | Filled | Copy | Trial | Release, dec_hook=_unpack
 )
 _replies: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure, dec_hook=_unpack)
 
@@ -190,7 +202,16 @@ class ProcessExecutor:
         return self._process.pid
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        return PendingStep(candidates=self._send(Launch(plan)))
+        batch = plan.sampling
+        if batch is None or batch.fill is None:
+            return PendingStep(candidates=self._send(Launch(plan)))
+        late = self._send(Launch(replace(plan, sampling=replace(batch, fill=None)), masks_follow=True))
+        masks: Masks | None = None
+        try:
+            masks = batch.fill()
+        finally:
+            self._post(Filled(masks))
+        return PendingStep(candidates=late)
 
     def copy_pages(self, copies: Int32) -> None:
         self._send(Copy(copies)).answer()
@@ -242,15 +263,21 @@ class ProcessExecutor:
             raise
 
     def _send(self, message: msgspec.Struct) -> _Late:
-        data, late = _encoder.encode(message), _Late(self)
+        late = _Late(self)
+        self._post(message, late)
+        return late
+
+    def _post(self, message: msgspec.Struct, late: _Late | None = None) -> None:
+        """Send a message, and expect its answer if it has one."""
+        data = _encoder.encode(message)
         try:
             with self._undivided():
-                self._expected.append(late)
+                if late is not None:
+                    self._expected.append(late)
                 for runner in self._runners:
                     runner.send_bytes(data)
         except OSError as error:
             raise self._ended() from error
-        return late
 
     def _ended(self) -> EngineDeadError:
         assert self._process is not None
@@ -302,7 +329,11 @@ def _serve(line: Connection, gone: Callable[[], None] = lambda: None) -> None:
     due: SimpleQueue[PendingStep | Answer | Failure] = SimpleQueue()
     threading.Thread(target=_answer, args=(line, due, gone), name="octavo-answers", daemon=True).start()
     while (data := orders.get()) is not None:
-        due.put(_carry_out(executor, _orders.decode(data)))
+        order = _orders.decode(data)
+        if isinstance(order, Launch) and order.masks_follow:
+            due.put(_launch_masked(executor, order.plan, orders))
+        else:
+            due.put(_carry_out(executor, order))
 
 
 def _read(line: Connection, orders: SimpleQueue[bytes | None], gone: Callable[[], None]) -> None:
@@ -327,7 +358,34 @@ def _answer(line: Connection, due: SimpleQueue[PendingStep | Answer | Failure], 
         gone()
 
 
-def _carry_out(executor: Executor, order: Start | Launch | Copy | Trial | Release) -> PendingStep | Answer | Failure:
+def _launch_masked(executor: Executor, plan: StepPlan, orders: SimpleQueue[bytes | None]) -> PendingStep | Failure:
+    """Launch a step whose masks are the next message, which is waited for where they are needed."""
+    taken: list[Filled] = []
+
+    def take() -> Masks:
+        if not taken:
+            data = orders.get()
+            filled = None if data is None else _orders.decode(data)
+            taken.append(filled if isinstance(filled, Filled) else Filled(None))
+        masks = taken[0].masks
+        if masks is None:
+            raise RunnerError("the masks of the step could not be filled")
+        return masks
+
+    try:
+        assert plan.sampling is not None
+        return executor.launch(replace(plan, sampling=replace(plan.sampling, fill=take)))
+    except Exception as error:
+        return _failure(error)
+    finally:
+        if not taken:  # it failed before: the message is not the next step's
+            with contextlib.suppress(RunnerError):
+                take()
+
+
+def _carry_out(
+    executor: Executor, order: Start | Launch | Filled | Copy | Trial | Release
+) -> PendingStep | Answer | Failure:
     try:
         if isinstance(order, Launch):
             return executor.launch(order.plan)
@@ -335,8 +393,10 @@ def _carry_out(executor: Executor, order: Start | Launch | Copy | Trial | Releas
             executor.copy_pages(order.copies)
         elif isinstance(order, Trial):
             executor.trial()
-        else:
+        elif isinstance(order, Release):
             executor.release()
+        else:
+            raise RunnerError(f"{type(order).__name__} is no order of its own")
         return Answer()
     except Exception as error:
         return _failure(error)

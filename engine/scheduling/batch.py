@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from engine.interface.constraints import allow
-from engine.interface.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, mask_words, new_version
+from engine.interface.constraints import Constraint, allow, fill_masks
+from engine.interface.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, Masks, mask_words, new_version
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.philox import uniforms
 from engine.scheduling.plan import (
@@ -272,21 +273,31 @@ def _edits(rows: Seq[Row]) -> EditList:
 
 
 def _masks(rows: Seq[Row]) -> dict[str, Any]:
-    """What constraints leave of the vocabulary; of one that is complete the end of the answer."""
+    """Which rows have constraints, and what fills their masks when these are needed."""
     masked = [i for i, row in enumerate(rows) if row.sequence.constraint is not None]
     if not masked:
         return {}
-    first = rows[masked[0]].sequence.constraint
-    assert first is not None
-    masks = np.zeros((len(masked), mask_words(first.vocab_size)), dtype=np.uint32)
-    for mask, i in zip(masks, masked, strict=True):
-        decoding, constraint = rows[i].group.request.decoding, rows[i].sequence.constraint
-        assert constraint is not None
+    return {"masked": _int32(masked), "fill": partial(_fill, [rows[i] for i in masked])}
+
+
+def _fill(rows: Seq[Row]) -> Masks:
+    """What constraints leave of the vocabulary; of one that is complete the end of the answer.
+
+    An end that comes too early for `min_tokens` or `min_length` is left out, unless nothing else may come.
+    """
+    constraints: list[Constraint] = [row.sequence.constraint for row in rows if row.sequence.constraint is not None]
+    masks = np.zeros((len(rows), mask_words(constraints[0].vocab_size)), dtype=np.uint32)
+    open_places = [place for place, constraint in enumerate(constraints) if not constraint.is_complete]
+    fill_masks([constraints[place] for place in open_places], open_places, masks)
+    for place, (row, constraint) in enumerate(zip(rows, constraints, strict=True)):
         if constraint.is_complete:
-            allow(mask, decoding.eos_ids | decoding.stop_ids)
-        else:
-            constraint.fill(mask)
-    return {"masked": _int32(masked), "masks": masks}
+            allow(masks[place], row.group.request.decoding.eos_ids | row.group.request.decoding.stop_ids)
+        elif row.group.has_bans and (early := _early_ends(row)):
+            ends = np.zeros_like(masks[place])
+            allow(ends, early)
+            if (rest := masks[place] & ~ends).any():
+                masks[place] = rest
+    return masks
 
 
 def _num_draws(group: SequenceGroup) -> int:
@@ -329,11 +340,8 @@ def banned_tokens(row: Row) -> set[int]:
     """Tokens that must not come next, as the logits processors of `transformers` have it."""
     decoding, sequence = row.group.request.decoding, row.sequence
     banned = set(decoding.suppress_tokens)
-    if sequence.constraint is None or not sequence.constraint.is_complete:  # else nothing but an end may come
-        if row.num_output < decoding.min_tokens:
-            banned |= decoding.stop_ids
-        if sequence.num_prompt + row.num_output < decoding.min_length:
-            banned |= decoding.eos_ids
+    if sequence.constraint is None:  # else its mask heeds them
+        banned |= _early_ends(row)
     # With a forced BOS after a single prompt token, the first free choice is the second one.
     begin = 1 if sequence.num_prompt == 1 and decoding.forced_bos_token_id is not None else 0
     if decoding.begin_suppress_tokens and row.num_output == begin:
@@ -346,6 +354,16 @@ def banned_tokens(row: Row) -> set[int]:
     if decoding.bad_words:
         banned.update(_word_ends(decoding.bad_words, tokens))
     return banned
+
+
+def _early_ends(row: Row) -> frozenset[int]:
+    """Tokens that end an answer, and may not come yet."""
+    decoding, ends = row.group.request.decoding, frozenset[int]()
+    if row.num_output < decoding.min_tokens:
+        ends |= decoding.stop_ids
+    if row.sequence.num_prompt + row.num_output < decoding.min_length:
+        ends |= decoding.eos_ids
+    return ends
 
 
 def forced_tokens(row: Row) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ T tokens run in R rows (a row is one sequence's chunk); S of the T tokens are sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ class SamplingBatch:
         masked: [M] rows that have a mask, ascending.
         masks: [M, words] of each the tokens that may come, a bit each (`mask_words`); the others are impossible, as
             if they were banned.
+        fill: gives `masks`, where they are not there yet (`filled`); None: they are.
         spans: [N + 1] the first of each sampled row's tokens, of which there are several where tokens are drafted;
             None: each row has one.
         drafts: [S] the token that was drafted to be sampled there; -1 for the last one of a row. None with `spans`.
@@ -52,6 +54,12 @@ class SamplingBatch:
     drafts: Int32 | None = None
     version: int = field(default_factory=new_version)
     edits_version: int = field(default_factory=new_version)
+    fill: Callable[[], Masks] | None = None
+
+    def filled(self) -> SamplingBatch:
+        """The same with its masks. To be asked for once, when the forward pass has begun: on a device they are made
+        while it computes."""
+        return self if self.fill is None else replace(self, masks=self.fill(), fill=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
