@@ -43,6 +43,7 @@ from engine.interface.request import (
     TokenInput,
 )
 from engine.interface.sampling_table import FILTERS
+from engine.interface.structured import StructuredOutputsParams
 from engine.interface.values import MAX_LISTED_IDS, NumberRange
 from engine.pooled import (
     ClassificationOutput,
@@ -114,6 +115,7 @@ __all__ = [
     "ScoreOutput",
     "Seq2SeqInput",
     "Span",
+    "StructuredOutputsParams",
     "TokenClassificationOutput",
     "TokenInput",
     "TokenLogprobs",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import random
 import time
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,14 @@ from engine.execution.executor import Executor, LocalExecutor
 from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
 from engine.execution.starting import start
+from engine.host.cpus import choose_threads
 from engine.interface.cache_map import CacheMap
 from engine.interface.generation import GenerationDefaults, load_defaults, resolve
 from engine.interface.inputs import check_terms, decoder_start, read_input, read_pooling_input
-from engine.interface.outputs import CompletionOutput, EngineStats, RequestDelta, RequestOutput
+from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.interface.pooling import check_task, resolve_pooling
 from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
+from engine.interface.structured import StructuredOutputsParams
 from engine.model.checkpoint import read_config
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import StepBudget
@@ -30,11 +35,17 @@ from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.mapping import draw_map
 from engine.scheduling.scheduler import Scheduler
 from engine.stepping import Stepping
+from engine.text.grammars import Grammars
+from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_loading import load_tokenizer
 
 logger = logging.getLogger("octavo.engine")
 
 # Seconds a step should stay under on a CPU: how long a new request, or a client that leaves, may have to wait.
 CPU_STEP_TIME = 0.25
+
+# Threads that fill masks of grammars.
+MOST_MASK_THREADS = 8
 
 # Tokens that a step of whole inputs may always hold: no stream waits for one, and fewer waste a busy machine's time.
 WHOLE_STEP = 64.0
@@ -79,6 +90,8 @@ class Engine:
             rotary_shifts=facts.rotary_shifts,
         )
         self.scheduler = Scheduler(limits, BlockPool(info.num_blocks))
+        # On a GPU a step of one token a row is recorded, and takes less time than one that checks some more.
+        self.scheduler.drafts_forced_tokens = device.type == "cpu"
         step_time = config.max_step_time
         if step_time is None:
             step_time = CPU_STEP_TIME if device.type == "cpu" else 0.0
@@ -100,6 +113,13 @@ class Engine:
             default_forced_bos_token_id=values.get("forced_bos_token_id"),
             default_max_new_tokens=values.get("max_new_tokens"),
             default_max_length=values.get("max_length"),
+        )
+        self._grammars = Grammars(
+            partial(_load_tokenizer, config, info),
+            self.info.vocab_size,
+            self.defaults.eos_ids,
+            opens_texts=self.info.max_encoder_len is not None,
+            threads=min(choose_threads(config.threads, os.environ).count, MOST_MASK_THREADS),
         )
         self._random = random.Random(config.seed)
         self._outputs: dict[str, RequestOutput] = {}
@@ -166,6 +186,7 @@ class Engine:
             vocab_size=self.info.vocab_size,
             random_seed=self._random.getrandbits(64),
             prompt_name="decoder_prompt" if encoder_input else "prompt",
+            constraint=None if params.structured_outputs is None else self._grammars.get(params.structured_outputs),
         )
         if decoding.num_beams > self.config.max_num_beams:
             raise InvalidRequestError(
@@ -184,6 +205,11 @@ class Engine:
             outputs=[CompletionOutput(index=i) for i in range(decoding.n)],
             finished=False,
         )
+
+    def prepare(self, structured: StructuredOutputsParams) -> Future[Any] | None:
+        """Begin to compile what an answer must look like, in a thread, so that `add_request` finds it; None where it is
+        compiled. What cannot be used is raised by the future, as `add_request` would raise it."""
+        return self._grammars.begin(structured)
 
     def _tell_crossing(self, request: Request) -> None:
         """Say it, the first time as a warning, where an answer may pass the length of pretraining."""
@@ -284,6 +310,18 @@ class Engine:
             info.num_blocks, info.block_size, tokens, info.kv_cache_dtype, info.full_requests, info.max_model_len,
             info.max_num_seqs,
         )  # fmt: skip
+
+
+def _load_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
+    """The model's tokenizer, which grammars need."""
+    if config.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        config.tokenizer or info.model_path,
+        revision=config.revision if config.tokenizer else None,
+        hf_token=config.hf_token,
+        lower_case=info.lower_case,
+    )
 
 
 def _start(config: EngineConfig) -> Executor:

@@ -32,6 +32,7 @@ from engine import (
     UnsupportedModelError,
 )
 from engine.interface.outputs import BeamMove, BeamMoves, EngineInfo, Pooled
+from engine.interface.structured import StructuredOutputsParams
 from engine.process.main import Loop
 from engine.process.messages import (
     Abort,
@@ -61,6 +62,9 @@ EVERYTHING = SamplingParams(
     stream_beams=True,
 )  # fmt: skip
 
+# What cannot be asked for together with all that.
+APART = {"structured_outputs": SamplingParams(structured_outputs=StructuredOutputsParams(json={"b": [1], "a": "é"}))}
+
 POOLING = PoolingParams(
     task="fill_mask", pooling="mean_sqrt_len", normalize=True, dimensions=7, use_activation=False, positions=[3, 1],
     top_k=9, skip_tokens=2,
@@ -80,13 +84,14 @@ def added(input: Any, params: Any, **terms: Any) -> Add:
     "params",
     [
         EVERYTHING,
+        *APART.values(),
         SamplingParams(),
         SamplingParams(stop="one", early_stopping=True),
         SamplingParams(num_beams=4, n=2, early_stopping=False),
         PoolingParams(pooling="cls", normalize=False),
         POOLING,
     ],
-    ids=["everything", "nothing", "one stop", "beams", "pooling", "all of pooling"],
+    ids=["everything", *APART, "nothing", "one stop", "beams", "pooling", "all of pooling"],
 )
 def test_parameters(params: SamplingParams | PoolingParams) -> None:
     command = added([1, 2, 3], params, priority=-3, cache_salt="salt", deadline=12.5, tenant="t")
@@ -104,7 +109,9 @@ def test_everything_is_everything(full: SamplingParams | PoolingParams) -> None:
     unset = [
         field.name for field in dataclasses.fields(full) if getattr(full, field.name) == getattr(plain, field.name)
     ]
-    assert unset == []
+    assert unset == (list(APART) if isinstance(full, SamplingParams) else [])
+    for name, params in APART.items():
+        assert getattr(params, name) != getattr(SamplingParams(), name)
 
 
 @pytest.mark.parametrize("ids", [[], (4, 5), range(3)])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import InvalidRequestError, ModelLoadError
-from engine.interface.constraints import AllowedTokens
+from engine.interface.constraints import AllowedTokens, Constraint
 from engine.interface.request import Decoding, SamplingParams
 from engine.interface.sampling_table import FILTERS, REQUESTED
 from engine.interface.values import brief
@@ -198,10 +198,12 @@ def resolve(
     vocab_size: int,
     random_seed: int,
     prompt_name: str = "prompt",
+    constraint: Constraint | None = None,
 ) -> Decoding:
     """Complete a request's parameters with the model's defaults and check them against its limits.
 
     Args:
+        constraint: that of `structured_outputs`.
         prompt_len: tokens before the answer; of an encoder-decoder model those of the decoder.
         prompt_name: what a request calls them.
 
@@ -270,7 +272,7 @@ def resolve(
         forced_bos_token_id=pick("forced_bos_token_id", params.forced_bos_token_id, None),
         forced_eos_token_ids=tuple(sorted(_ids(pick("forced_eos_token_id", params.forced_eos_token_id, None)))),
         stream_beams=params.stream_beams,
-        constraint=AllowedTokens(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None,
+        constraint=AllowedTokens(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else constraint,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from engine.interface.constraints import Constraint
 from engine.interface.pooling import Pooling, PoolingParams
 from engine.interface.sampling_table import FILTERS, REQUESTED
+from engine.interface.structured import StructuredOutputsParams
 from engine.interface.values import (
     IDS,
     MAX_INT,
@@ -140,6 +141,9 @@ class SamplingParams:
         forced_bos_token_id: the second token of a sequence whose prompt is a single token.
         forced_eos_token_id: the last token when max_tokens is reached.
         stream_beams: tell after each step which beams go on and which end; in a stream, and of a beam search only.
+        structured_outputs: what the answer must look like: JSON of a schema, a choice, what a regular expression or a
+            grammar describes. It ends as soon as it is complete, whatever min_tokens says; one that max_tokens or a
+            stop string cuts off is not complete.
     """
 
     max_tokens: int | None = None
@@ -177,6 +181,7 @@ class SamplingParams:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
     stream_beams: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -204,6 +209,7 @@ class SamplingParams:
             fail("early_stopping", f'early_stopping must be true, false or "never", got {brief(early)}.')
         self._check_stop()
         self._check_bias()
+        self._check_structured()
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             fail("min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
         if self.num_beams is not None and self.num_beams > 1:
@@ -223,6 +229,17 @@ class SamplingParams:
                 fail("stop", f"stop must hold non-empty strings, got {brief(text)}.")
             if len(text) > MAX_STOP_LENGTH:
                 fail("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters, got one of {len(text)}.")
+
+    def _check_structured(self) -> None:
+        given: Any = self.structured_outputs
+        if given is None:
+            return
+        if not isinstance(given, StructuredOutputsParams):
+            fail("structured_outputs", f"structured_outputs must be StructuredOutputsParams, got {brief(given)}.")
+        if self.ignore_eos:
+            fail("ignore_eos", "ignore_eos cannot be used with structured output, which ends where it is complete.")
+        if self.allowed_token_ids is not None:
+            fail("allowed_token_ids", "allowed_token_ids cannot be used with structured output, which allows others.")
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -24,6 +25,7 @@ from engine.errors import OctavoError, RequestFailedError
 from engine.host.logs import adopt_libraries, configure
 from engine.host.signals import leave_signals_to_parent
 from engine.interface.outputs import EngineStats, RequestDelta
+from engine.interface.request import SamplingParams
 from engine.process.messages import (
     GOODBYE,
     Abort,
@@ -123,6 +125,9 @@ class Loop:
         self._channel = channel
         self._num_commands = 0
         self._num_steps = 0  # that the client knows of
+        self._compiling: dict[str, tuple[Add, Future[Any]]] = {}  # requests whose grammars are, by their ids
+        self._woken, self._wake = socket.socketpair()  # readable once one of these is compiled
+        self._woken.setblocking(False)
 
     def run(self) -> None:
         """Serve; ends only with an exception, which is the process's end."""
@@ -146,29 +151,70 @@ class Loop:
             self._num_commands += 1
             command = decode_command(data)
             if isinstance(command, Abort):
-                self._engine.abort_request(command.request_id, command.choice)
+                if self._compiling.pop(command.request_id, None) is None:
+                    self._engine.abort_request(command.request_id, command.choice)
             elif isinstance(command, Look):
                 looked = True
             elif isinstance(command, Add):
-                error = self._add(command)
-                if error is None:
-                    accepted.append(RequestDelta(request_id=command.request_id, choices=()))
-                else:
-                    failed[command.request_id] = Failed.of(error)
+                if not self._waits(command):
+                    self._answer(command, self._add(command), accepted, failed)
             else:
                 failed[command[0]] = Failed.of(command[1])
-        if self._num_commands != before:
+        if self._compiling:
+            self._add_compiled(accepted, failed)
+        if self._num_commands != before or accepted or failed:
             # At once: the step may take a while.
             self._tell(accepted, failed, self._engine.stats(), self._look() if looked else None)
 
+    @staticmethod
+    def _answer(
+        command: Add, error: OctavoError | None, accepted: list[RequestDelta], failed: dict[str, Failed]
+    ) -> None:
+        if error is None:
+            accepted.append(RequestDelta(request_id=command.request_id, choices=()))
+        else:
+            failed[command.request_id] = Failed.of(error)
+
+    def _waits(self, command: Add) -> bool:
+        """Whether a request's grammar is being compiled; steps go on meanwhile."""
+        params = command.params
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return False
+        compiled = self._engine.prepare(params.structured_outputs)
+        if compiled is None:
+            return False
+        self._compiling[command.request_id] = command, compiled
+        compiled.add_done_callback(lambda _: self._wake.send(b"\0"))
+        return True
+
+    def _add_compiled(self, accepted: list[RequestDelta], failed: dict[str, Failed]) -> None:
+        """Add the requests whose grammars are compiled by now; refuse those whose cannot be."""
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+        for request_id, (command, compiled) in list(self._compiling.items()):
+            if compiled.done():
+                del self._compiling[request_id]
+                self._answer(command, _refusal(compiled) or self._add(command), accepted, failed)
+
     def _commands(self) -> Iterator[bytes]:
         if not self._engine.has_unfinished_requests():
-            yield self._channel.recv()
+            if self._compiling:
+                self._wait()
+            else:
+                yield self._channel.recv()
         while True:
             try:
                 yield self._channel.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+
+    def _wait(self) -> None:
+        """Wait for a command, or until a grammar is compiled."""
+        poller = zmq.Poller()
+        poller.register(self._channel, zmq.POLLIN)
+        poller.register(self._woken.fileno(), zmq.POLLIN)
+        poller.poll()
 
     def _add(self, command: Add) -> OctavoError | None:
         try:
@@ -204,6 +250,15 @@ class Loop:
     ) -> None:
         self._num_steps = stats.num_steps
         self._channel.send(encode(News(deltas, failed, stats, self._num_commands, cache_map)))
+
+
+def _refusal(compiled: Future[Any]) -> OctavoError | None:
+    """Why a grammar could not be compiled, if so."""
+    error = compiled.exception()
+    if error is None or isinstance(error, OctavoError):
+        return error
+    logger.error("a grammar could not be compiled", exc_info=error)
+    return RequestFailedError(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

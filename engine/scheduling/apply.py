@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from engine.interface.constraints import Failing
 from engine.interface.outputs import (
     BeamMove,
     BeamMoves,
@@ -112,7 +113,9 @@ def apply_candidates(group: SequenceGroup, answer: Answer, rows: Seq[int], promp
     ranking, first = answer.rankings.get(group), rows[0]
     if ranking is None and (group.beam is not None or not answer.failed.isdisjoint(rows)):
         # The sampler says NaN for both.
-        message = "no token is possible: the model's output is not a number (NaN), or every token is banned"
+        message = _problem(group) or (
+            "no token is possible: the model's output is not a number (NaN), or every token is banned"
+        )
         return Outcome(final_abort(group, "error", message), [], dropped=list(group.sequences))
     prompt_logprobs = group.prompt_logprobs if prompt_logprobs_complete else None
     if prompt_logprobs is not None and any(map(_is_nan, prompt_logprobs)):
@@ -133,6 +136,15 @@ def apply_candidates(group: SequenceGroup, answer: Answer, rows: Seq[int], promp
             first_token_time=None if group.started else time.monotonic(),
         )
     return outcome
+
+
+def _problem(group: SequenceGroup) -> str | None:
+    """Why a constraint of the group allows no token any more, if that is so."""
+    for sequence in group.sequences:
+        constraint = sequence.constraint
+        if isinstance(constraint, Failing) and constraint.problem is not None:
+            return constraint.problem
+    return None
 
 
 def apply_pooled(group: SequenceGroup, row: Row, answer: PooledRow) -> Outcome | None:
@@ -342,7 +354,8 @@ def _apply_beams(group: SequenceGroup, beam: BeamSearch, ranking: Ranking, answe
     if step.endings:
         group.kept = beam.merge(group.kept, [_hypothesis(group, answer, first, ending) for ending in step.endings])
     if step.done and not group.kept:
-        delta = final_abort(group, "error", "no token is possible: every token is banned for all beams")
+        message = _problem(group) or "no token is possible: every token is banned for all beams"
+        delta = final_abort(group, "error", message)
         return Outcome(delta, [], dropped=list(parents))
     live, forks, dropped = _extend(group, parents, step.live)
     for place, sequence in enumerate(live):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.interface.constraints import Constraint
+from engine.interface.constraints import Constraint, Forcing
 from engine.interface.request import Request
 from engine.interface.sampling_table import mask_words
 from engine.scheduling.plan import Int32
@@ -52,6 +52,22 @@ def drafts_of(drafter: Drafter, group: SequenceGroup, sequence: Sequence, most: 
             ):
                 break
             sequence = sequence.gone_on(decoding, token)
+        drafts.append(token)
+    return tuple(drafts)
+
+
+def forced_drafts(group: SequenceGroup, sequence: Sequence, most: int) -> tuple[int, ...]:
+    """Tokens that must follow a sequence whose tokens are all known, as far as its constraint knows. They are certain;
+    as drafts they are computed together, and each is given its log-probability."""
+    decoding, constraint = group.request.decoding, sequence.constraint
+    most = min(most, decoding.max_tokens - 1 - sequence.num_output)
+    if most <= 0 or not isinstance(constraint, Forcing):
+        return ()
+    drafts: list[int] = []
+    for place, token in enumerate(constraint.forced()[:most]):
+        other = decoding.forced_after(sequence.num_tokens + place, sequence.num_output + place)
+        if token in decoding.stop_ids or other:
+            break
         drafts.append(token)
     return tuple(drafts)
 

@@ -26,7 +26,7 @@ from engine.scheduling.apply import (
 from engine.scheduling.batch import LastStep, build_plan
 from engine.scheduling.block_pool import BlockPool, PageHasher
 from engine.scheduling.budget import UNLIMITED, StepLimit
-from engine.scheduling.drafting import Drafter, drafts_of
+from engine.scheduling.drafting import Drafter, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
@@ -43,6 +43,7 @@ class Scheduler:
 
     Attributes:
         drafter: expects tokens of sequences that decode, so that a step may check several; None: none are expected.
+        drafts_forced_tokens: several tokens of which each is the only one that a constraint allows are one step's.
 
     Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
     `schedule_ahead()` may give the next one; answers are applied in the order of the plans.
@@ -58,6 +59,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.drafter = drafter
+        self.drafts_forced_tokens = True
         self._hasher = hasher or PageHasher()
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting = WaitingQueue()
@@ -160,7 +162,9 @@ class Scheduler:
     def _schedule(self, limit: StepLimit | Callable[[], StepLimit], ahead: bool) -> StepPlan | None:
         self._expire()
         step = Step(self.config.max_num_batched_tokens, ahead=ahead)
-        if self.drafter is not None:
+        if self.drafter is not None or (
+            self.drafts_forced_tokens and any(group.may_be_forced for group in self._running)
+        ):
             step.limit = limit() if callable(limit) else limit
             self._leave_for_drafts(step)
         chunked = []
@@ -318,10 +322,13 @@ class Scheduler:
 
     def _with_drafts(self, step: Step, rows: list[Row]) -> list[Row]:
         """The rows of a decoding group with drafts, if there is room: no running request gives up anything for them."""
-        assert self.drafter is not None
         left, drafted = step.num_drafts, []
         for row in rows:
-            drafts = drafts_of(self.drafter, row.group, row.sequence, left)
+            drafts: tuple[int, ...] = ()
+            if self.drafts_forced_tokens and row.group.may_be_forced:
+                drafts = forced_drafts(row.group, row.sequence, left)
+            if not drafts and self.drafter is not None:
+                drafts = drafts_of(self.drafter, row.group, row.sequence, left)
             drafted.append(row.drafting(drafts) if drafts else row)
             left -= len(drafts)
         if self._missing(drafted) - self._missing(rows) > self.pool.num_available - step.kept_pages:

@@ -10,7 +10,7 @@ from enum import Enum
 
 import numpy as np
 
-from engine.interface.constraints import Constraint
+from engine.interface.constraints import Constraint, Forcing
 from engine.interface.outputs import TokenLogprobs
 from engine.interface.request import Decoding, Request
 from engine.interface.sampling_table import REQUESTED, neutral_rows
@@ -245,6 +245,7 @@ class SequenceGroup:
         has_penalties, has_bans, has_forced_tokens: sampling heeds such.
         has_edits: or biases, or favoured tokens.
         has_changing_edits: which tokens are penalised, banned or forced changes as the answer grows.
+        may_be_forced: its constraint may tell tokens that must come.
         heeds_tokens: how a token is sampled depends on which ones came before, not on their number alone.
     """
 
@@ -312,6 +313,7 @@ class SequenceGroup:
         )
         self.draws = self.beam is None and decoding.temperature > 0.0
         self.seed = decoding.seed
+        self.may_be_forced = isinstance(decoding.constraint, Forcing) and self.beam is None
         self.heeds_tokens = self.has_penalties or bool(
             decoding.constraint is not None
             or decoding.no_repeat_ngram_size

@@ -276,6 +276,26 @@ class Tokenizer:
             return found if found.decode(errors="replace") == text else None
         return None
 
+    def all_token_bytes(self, size: int) -> list[bytes | None]:
+        """`token_bytes` of the ids below `size`, sooner than one by one; b"" for those that are not known."""
+        if self._anchor is None:
+            self._anchor = self._find_anchor()
+        before, before_text = self._anchor
+        if self._fast is None or not before_text:
+            return [self.token_bytes(token) for token in range(size)]
+        known = [token for token in range(size) if self._fast.id_to_token(token) is not None]
+        texts = self._fast.decode_batch([[before, token] for token in known], skip_special_tokens=False)
+        found: list[bytes | None] = [b""] * size
+        for token, text in zip(known, texts, strict=True):
+            plain = text.startswith(before_text) and REPLACEMENT not in text and token not in self._special
+            found[token] = text[len(before_text) :].encode() if plain else self.token_bytes(token)
+        self._texts.clear()  # few of them will be asked for again
+        return found
+
+    def special_ids(self, size: int) -> list[int]:
+        """Special tokens, among the ids below `size`."""
+        return sorted(token for token in self._special if token < size)
+
     def describe(self, entry: TokenLogprobs) -> TokenLogprobs:
         """The same log-probabilities with every `decoded_token` filled in."""
         return {token: Logprob(item.logprob, item.rank, self.token_text(token)) for token, item in entry.items()}

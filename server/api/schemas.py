@@ -148,7 +148,8 @@ class GenerationBody(_SamplingBody):
 
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingParams)}
+        names = [field.name for field in dataclasses.fields(SamplingParams) if field.name in type(self).model_fields]
+        given = {name: getattr(self, name) for name in names}
         return {name: value for name, value in given.items() if value is not None}
 
     def ignored_fields(self) -> list[str]:

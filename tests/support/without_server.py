@@ -21,6 +21,8 @@ PACKAGES = {
     "httptools",
     "httpx",
     "jinja2",
+    "jsonschema_rs",
+    "llguidance",
     "matplotlib",
     "msgspec",
     "openai",

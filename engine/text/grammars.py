@@ -1,0 +1,372 @@
+"""What an answer must look like, compiled: the constraints of structured output, by llguidance.
+
+llguidance reads JSON schemas, regular expressions and Lark grammars, and says which tokens may come next: a few
+microseconds a token for most grammars. It is imported when the first one is asked for; the engine runs without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from engine.errors import InvalidRequestError
+from engine.interface.constraints import Constraint
+from engine.interface.sampling_table import MaskRow, Masks
+from engine.interface.structured import StructuredOutputsParams
+from engine.text.schemas import narrow_formats, overlapping, place_of
+from engine.text.tokenizer import Tokenizer
+from engine.text.vocabulary import Vocabulary
+
+logger = logging.getLogger("octavo.grammar")
+
+MOST_CACHED = 32  # grammars: one may take megabytes, which hold the states that its answers have met
+DEFAULT_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # without an end a model may go on with it for ever
+_WALK = 48  # bytes of each answer that a trial of a grammar begins: one of low letters, one of high ones
+# What a grammar may cost: states take about 2 kB each, 14,000 units of fuel a millisecond.
+LIMITS = {"max_lexer_states": 25_000, "step_lexer_fuel": 100_000, "step_max_items": 50_000, "verbose_errors": False}
+
+
+def _llguidance() -> Any:
+    """The library.
+
+    Raises:
+        InvalidRequestError: it is not installed.
+    """
+    try:
+        import llguidance
+    except ImportError as error:
+        raise InvalidRequestError(
+            "structured output needs the package llguidance, which is not installed where the model runs: "
+            "pip install llguidance.",
+            param="structured_outputs",
+            code="unsupported_parameter",
+        ) from error
+    return llguidance
+
+
+def _refused(
+    params: StructuredOutputsParams, problem: str, place: tuple[str, str] | None = None
+) -> InvalidRequestError:
+    name = params.kind
+    where = "" if place is None else f' (keyword "{place[0]}" at {place[1]})'
+    what = {"json": "the JSON schema", "grammar": "the grammar", "regex": "the regular expression"}.get(name, name)
+    message = f"{what} cannot be used{where}: {' '.join(problem.split())}"
+    return InvalidRequestError(message, param=f"structured_outputs.{name}", code="invalid_grammar")
+
+
+def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool = False) -> str:
+    """A request's grammar as llguidance reads it.
+
+    Args:
+        may_open_with_space: an answer may begin with a space, which its text then does not have.
+
+    Raises:
+        InvalidRequestError: it cannot be understood, or would allow what it should not.
+    """
+    parts: dict[str, dict[str, Any]] = {}
+    kind = params.kind
+    if kind == "json":
+        top = _add_schema(parts, "json", json.loads(str(params.json)), params)
+    elif kind == "json_object":
+        top = _add_schema(parts, "json", {"type": "object"}, params)
+    elif kind == "structural_tag":
+        top = _add_tags(parts, params)
+    elif kind == "regex":
+        made = json.loads(_llguidance().LLMatcher.grammar_from_regex(str(params.regex)))
+        top = _add_lark(parts, "regex", made["grammars"][0]["lark_grammar"])
+    elif kind == "choice":
+        choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice or ())
+        top = _add_lark(parts, "choice", f"start: {choices}")
+    else:
+        text = str(params.grammar)
+        if "::=" in text and not re.search(r"^\s*\??\w+\s*:(?!:=)", text, re.MULTILINE):
+            raise _refused(params, "it is written in GBNF (::=); write it in Lark, whose rules are `name: ...`.")
+        top = _add_lark(parts, "lark", text)
+    if may_open_with_space:
+        parts["opening"] = {"lark_grammar": f'start: " "? @{top}'}
+        top = "opening"
+    ordered = [top, *(name for name in parts if name != top)]
+    return json.dumps({"grammars": [{"name": name, **parts[name]} for name in ordered]})
+
+
+def _add_lark(parts: dict[str, dict[str, Any]], name: str, text: str) -> str:
+    parts[name] = {"lark_grammar": text}
+    return name
+
+
+def _add_schema(parts: dict[str, dict[str, Any]], name: str, schema: Any, params: StructuredOutputsParams) -> str:
+    if schema is False:
+        raise _refused(params, "it allows no value.", ("false", "#"))
+    schema = {} if schema is True else {key: value for key, value in schema.items() if key != "x-guidance"}
+    if (path := overlapping(schema)) is not None:
+        raise _refused(
+            params,
+            "two of its schemas may hold for the same value, or cannot be told apart here; use anyOf, or give each a "
+            "property that is required and has another const.",
+            ("oneOf", path.removesuffix("/oneOf")),
+        )
+    narrow_formats(schema)
+    options: dict[str, Any] = {"coerce_one_of": True, "lenient": False}
+    if params.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = params.whitespace_pattern or DEFAULT_WHITESPACE
+    parts[name] = {"json_schema": {**schema, "x-guidance": options}}
+    return name
+
+
+def _add_tags(parts: dict[str, dict[str, Any]], params: StructuredOutputsParams) -> str:
+    """Free text with tags in it: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
+    given = json.loads(str(params.structural_tag))
+    structures, triggers = given.get("structures"), given.get("triggers")
+    if not isinstance(structures, list) or not structures or not isinstance(triggers, list) or not triggers:
+        raise _refused(params, 'it must hold "structures" and "triggers", two lists that are not empty.')
+    names = [f"tag_{number}" for number in range(len(structures))]
+    lines = [f"start: ({' | '.join(names)})* free", "free: TEXT", r"TEXT: /(.|\n)*/"]
+    for name, tag in zip(names, structures, strict=True):
+        begin, end, schema = (
+            (tag.get(key) for key in ("begin", "end", "schema")) if isinstance(tag, dict) else [None] * 3
+        )
+        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict | bool):
+            raise _refused(params, 'each of its structures must have "begin" and "end", texts, and "schema".')
+        trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
+        if trigger is None:
+            raise _refused(params, f"no trigger is what {begin!r} begins with.")
+        _add_schema(parts, f"schema_{name}", schema, params)
+        before, after = _quoted(begin.removeprefix(trigger)), _quoted(end)
+        lines += [
+            f"{name}_trigger[lazy]: TEXT {_quoted(trigger)}",
+            f"{name}: {name}_trigger {before} @schema_{name} {after}",
+        ]
+    return _add_lark(parts, "tags", "\n".join(lines))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _check_compiled(params: StructuredOutputsParams, matcher: Any) -> None:
+    problem: str = matcher.get_error()
+    if problem:
+        place = None
+        if params.kind == "json":
+            place = place_of(json.loads(str(params.json)), problem)
+        raise _refused(params, problem, place)
+
+
+class Trial:
+    """Compiles grammars without a model, for a process that may be ended when that takes too long."""
+
+    def __init__(self) -> None:
+        library = _llguidance()
+        self._library = library
+        self._limits = library.LLParserLimits(**LIMITS)
+        self._tokens = single_bytes(library)
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Compile a grammar, and begin an answer.
+
+        Raises:
+            InvalidRequestError: it cannot be used.
+        """
+        text = grammar_text(params)
+        # Special tokens are not known here; where a grammar names some, only the model's tokenizer tells.
+        failed, messages = self._library.LLMatcher.validate_grammar_with_warnings(text, limits=self._limits)
+        if failed:
+            place = place_of(json.loads(str(params.json)), messages[0]) if params.kind == "json" else None
+            raise _refused(params, messages[0], place)
+        if any("no tokenizer" in message for message in messages):
+            return
+        first = self._library.LLMatcher(self._tokens, text, limits=self._limits, log_level=0)
+        _check_compiled(params, first)
+        for choose in (min, max):
+            matcher = first.deep_copy()
+            for _ in range(_WALK):
+                mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+                allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[:256]).tolist()
+                if matcher.is_stopped() or not allowed:
+                    break
+                matcher.consume_token(choose([byte for byte in allowed if 32 < byte < 127] or allowed))
+            _check_compiled(params, matcher)
+
+
+def single_bytes(library: Any) -> Any:
+    """llguidance's view of a vocabulary of single bytes, which has each byte's value as its token; 256 ends answers."""
+    return library.LLTokenizer(library.TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=[256])
+
+
+class _Bytes:
+    """A vocabulary of single bytes."""
+
+    eos_token_id = 256
+    bos_token_id = None
+
+    def __init__(self) -> None:
+        self.tokens = [*(bytes([value]) for value in range(255)), b"", b"</s>"]
+        self.special_token_ids = [self.eos_token_id]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+class GrammarConstraint:
+    """An answer's way through a grammar.
+
+    Args:
+        matcher: llguidance's, which is this constraint's alone.
+        vocab_size: tokens of the model.
+        pool: fills masks of several answers at a time.
+
+    Attributes:
+        problem: why it can go on no more: the grammar takes too much; None while it can.
+    """
+
+    __slots__ = ("_matcher", "_pool", "problem", "vocab_size")
+
+    def __init__(self, matcher: Any, vocab_size: int, pool: Any, problem: str | None = None):
+        self._matcher, self.vocab_size, self._pool = matcher, vocab_size, pool
+        self.problem = problem
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow but the end of the answer."""
+        return self.problem is None and bool(self._matcher.is_stopped())
+
+    def accept(self, token: int) -> None:
+        """The answer goes on with this token."""
+        if self.problem is None and not self._matcher.consume_token(token):
+            self._note()
+
+    def fill(self, mask_row: MaskRow) -> None:
+        """Write which tokens may come next."""
+        self.fill_together([self], [0], mask_row[None])
+
+    @staticmethod
+    def fill_together(constraints: Sequence[Constraint], places: Sequence[int], masks: Masks) -> None:
+        """`fill` of several of them at once."""
+        mine = [one for one in constraints if isinstance(one, GrammarConstraint)]
+        work = [(one._matcher, place) for one, place in zip(mine, places, strict=True) if one.problem is None]
+        if not work:
+            return
+        # llguidance's own function for it wants int32.
+        mine[0]._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+        for one, place in zip(mine, places, strict=True):
+            if one.problem is None and one._matcher.is_error():
+                one._note()
+                masks[place] = 0  # llguidance would end the answer
+
+    def forced(self) -> Sequence[int]:
+        """Tokens of which each is the only one that may come."""
+        if self.problem is not None or self._matcher.is_stopped():
+            return ()
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
+    def fork(self) -> GrammarConstraint:
+        """The same state, which goes its own way."""
+        return GrammarConstraint(self._matcher.deep_copy(), self.vocab_size, self._pool, self.problem)
+
+    def _note(self) -> None:
+        self.problem = f"the grammar cannot be followed any further: {' '.join(self._matcher.get_error().split())}"
+        logger.warning("%s", self.problem)
+
+
+class Grammars:
+    """The grammars of a model's requests, compiled once each.
+
+    Args:
+        tokenizer: gives the model's tokenizer, or None where there is none; asked when the first grammar comes.
+        vocab_size: tokens of the model.
+        eos_ids: those that end its answers.
+        opens_texts: answers are texts of their own, not the continuation of one (encoder-decoder models).
+        threads: that fill masks.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], Tokenizer | None],
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        *,
+        opens_texts: bool,
+        threads: int,
+    ):
+        self._load, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
+        self._opens_texts, self._threads = opens_texts, threads
+        self._ready: _Ready | None = None
+        self._compiled: OrderedDict[StructuredOutputsParams, GrammarConstraint] = OrderedDict()
+        self._pending: dict[StructuredOutputsParams, Future[GrammarConstraint]] = {}
+        self._lock = threading.Lock()
+        self._worker: ThreadPoolExecutor | None = None
+
+    def get(self, params: StructuredOutputsParams) -> GrammarConstraint:
+        """The first state of a grammar, of which each answer has a fork; compiles it where that is not done yet.
+
+        Raises:
+            InvalidRequestError: it cannot be used, or this model can have no grammars.
+        """
+        with self._lock:
+            found = self._compiled.get(params)
+            if found is not None:
+                self._compiled.move_to_end(params)
+                return found
+        made = self._compile(params)
+        with self._lock:
+            self._compiled[params] = made
+            while len(self._compiled) > MOST_CACHED:
+                self._compiled.popitem(last=False)
+        return made
+
+    def begin(self, params: StructuredOutputsParams) -> Future[GrammarConstraint] | None:
+        """Compile a grammar in a thread; None where it is compiled already."""
+        with self._lock:
+            if params in self._compiled:
+                return None
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
+            return self._worker.submit(self.get, params)
+
+    def _compile(self, params: StructuredOutputsParams) -> GrammarConstraint:
+        library = _llguidance()
+        ready = self._ready or self._prepare(library)
+        text = grammar_text(params, may_open_with_space=ready.may_open_with_space)
+        matcher = library.LLMatcher(ready.tokens, text, limits=ready.limits, log_level=0)
+        _check_compiled(params, matcher)
+        return GrammarConstraint(matcher, self._vocab_size, ready.pool)
+
+    def _prepare(self, library: Any) -> _Ready:
+        """What all grammars of the model share. Large vocabularies take a second or two."""
+        tokenizer = self._load()
+        if tokenizer is None or not self._eos_ids:
+            lack = "tokenizer" if tokenizer is None else "token that ends answers (eos_token_id)"
+            raise InvalidRequestError(
+                f"structured output needs a {lack}, and this model has none.",
+                param="structured_outputs",
+                code="unsupported_parameter",
+            )
+        vocabulary = Vocabulary(tokenizer, self._vocab_size, self._eos_ids)
+        self._ready = _Ready(
+            tokens=library.LLTokenizer(
+                library.TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._eos_ids
+            ),
+            limits=library.LLParserLimits(**LIMITS),
+            pool=library.LLExecutor(self._threads),
+            may_open_with_space=self._opens_texts and vocabulary.opens_without_space,
+        )
+        return self._ready
+
+
+class _Ready:
+    """What llguidance needs to know of a model."""
+
+    def __init__(self, tokens: Any, limits: Any, pool: Any, may_open_with_space: bool):
+        self.tokens, self.limits, self.pool = tokens, limits, pool
+        self.may_open_with_space = may_open_with_space

@@ -1,0 +1,80 @@
+"""A model's vocabulary as bytes: what each token adds to a text, and how a text becomes tokens in the middle of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.errors import InvalidRequestError
+from engine.text.tokenizer import Tokenizer
+
+# In front of a text that is to be tokenised as if it went on: no tokenizer joins it with what follows.
+_BEFORE = "\x02"
+_LONGEST = 128  # bytes of a token that the greedy way looks for
+
+
+class Vocabulary:
+    """The tokens of a model as llguidance wants them (its `TokenizerWrapper`).
+
+    Args:
+        tokenizer: the model's.
+        size: ids of the model; those that the tokenizer does not know have no bytes, and never come.
+        eos_ids: tokens that end answers.
+
+    Attributes:
+        tokens: the bytes of each token within a text, empty for those that have none or whose are not known.
+        special_token_ids: tokens that no text stands for; a grammar can name them.
+        opens_without_space: the first token of a text loses the space that it begins with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]):
+        self.tokens = [self._plain(found) for found in tokenizer.all_token_bytes(size)]
+        self.special_token_ids = sorted({*tokenizer.special_ids(size), *eos_ids})
+        for token in self.special_token_ids:
+            self.tokens[token] = self.tokens[token] or f"<[{token}]>".encode()
+        self.eos_token_id = eos_ids[0]
+        self.bos_token_id = None
+        self._tokenizer = tokenizer
+        self._special = special = frozenset(self.special_token_ids)
+        self._ids: dict[bytes, int] = {}
+        for token, found in enumerate(self.tokens):
+            if found and token not in special:
+                self._ids.setdefault(found, token)
+        self._before = tokenizer.encode(_BEFORE, add_special_tokens=False)
+        spaced = next((t for t, b in enumerate(self.tokens) if b[:1] == b" " and b.strip() and t not in special), None)
+        self.opens_without_space = spaced is not None and not tokenizer.decode([spaced]).startswith(" ")
+
+    @staticmethod
+    def _plain(found: bytes | None) -> bytes:
+        """The bytes as far as they can be used: a first byte of 0xFF, which no text has, marks special tokens."""
+        return b"" if found is None or found[:1] == b"\xff" else found
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """The tokens of a text that stands within another one, the way the tokenizer writes it where that is known."""
+        data = text.encode() if isinstance(text, str) else text
+        try:
+            plain = data.decode()
+            for before in ([], self._before):
+                ids = self._tokenizer.encode(_BEFORE * bool(before) + plain, add_special_tokens=False)
+                rest = ids[len(before) :]
+                same = ids[: len(before)] == before and b"".join(map(self._bytes, rest)) == data
+                if same and self._special.isdisjoint(rest):
+                    return rest
+        except (UnicodeDecodeError, InvalidRequestError):
+            pass  # part of a character
+        return self._greedy(data)
+
+    def _bytes(self, token: int) -> bytes:
+        return self.tokens[token] if token < len(self.tokens) else b"\xff"
+
+    def _greedy(self, data: bytes) -> list[int]:
+        """The longest token that fits, again and again; as far as there is one."""
+        ids: list[int] = []
+        start = 0
+        while start < len(data):
+            ends = range(min(len(data), start + _LONGEST), start, -1)
+            end = next((end for end in ends if data[start:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[data[start:end]])
+            start = end
+        return ids
