@@ -292,10 +292,6 @@ class Tokenizer:
         self._texts.clear()  # few of them will be asked for again
         return found
 
-    def special_ids(self, size: int) -> list[int]:
-        """Special tokens, among the ids below `size`."""
-        return sorted(token for token in self._special if token < size)
-
     def describe(self, entry: TokenLogprobs) -> TokenLogprobs:
         """The same log-probabilities with every `decoded_token` filled in."""
         return {token: Logprob(item.logprob, item.rank, self.token_text(token)) for token, item in entry.items()}
