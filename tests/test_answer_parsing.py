@@ -22,7 +22,8 @@ from server.answering.tools import Tools, read_tools
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "chat_templates" / "models" / "templates"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
 FUNCTIONS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("add", "see.it")]
-ARGUMENTS = '{"a": 2, "b": "x}\\"{ é</tool"}'  # what looks like the end of something
+MARKS = "</tool_call><|/tool_call|><｜tool▁call▁end｜>"
+ARGUMENTS = f'{{"a": 2, "b": "x}}\\"{{ é{MARKS}"}}'  # what looks like the end of something
 VALUES = '{"a": 2, "b": "x y"}'
 
 

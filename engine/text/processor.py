@@ -104,7 +104,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         hidden: frozenset[int] = frozenset()
         if tokenizer is not None and params.skip_special_tokens:
-            hidden = tokenizer.special_ids - shown_special if shown_special else tokenizer.special_ids
+            hidden = tokenizer.special_token_ids - shown_special if shown_special else tokenizer.special_token_ids
         self._choices = [
             _Choice(index, tokenizer, prompt_token_ids, params, stops, keep_logprobs, hidden)
             for index in range(params.n)

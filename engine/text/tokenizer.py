@@ -234,7 +234,7 @@ class Tokenizer:
         return [token for token in ids if token not in hidden and self._is_known(token)]
 
     @property
-    def special_ids(self) -> frozenset[int]:
+    def special_token_ids(self) -> frozenset[int]:
         """The ids of the special tokens."""
         return self._special
 

@@ -8,7 +8,6 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from server.answering.parts import Call, Part, Text
 
@@ -16,7 +15,7 @@ _ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # what Mistral's templates take; others take any
 _MAX_HEAD = 512  # characters before a call's arguments
 _SPACE = " \t\r\n"
-_STRUCTURE = re.compile(r'["{}\[\],]|[\s]')
+_STRUCTURE = re.compile(r'["{}\[\],\s]|[^\w:.+-]')  # or what JSON has nowhere but in strings
 _STRING_END = re.compile(r'["\\]')
 
 
@@ -82,20 +81,24 @@ class Calls:
                 yield from self.more("{}")
 
 
-class Region(Protocol):
-    """A part of the answer that should hold calls."""
+def _beginning(text: str, mark: str) -> int:
+    """How many characters at the text's end may be the beginning of a mark."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
-    def feed(self, text: str) -> Iterable[Part]:
-        """More of what is written there."""
 
-    def close(self, closing: str) -> Iterable[Part]:
-        """It has ended, with that mark; "" at the answer's end."""
+class _MalformedError(Exception):
+    """What is written is no call."""
 
 
 class _Value:
-    """Follows one JSON value to its end, without looking at what it means."""
+    """Follows one JSON value to its end, without looking at what it means.
+
+    Attributes:
+        broken: it ended with what is no JSON.
+    """
 
     def __init__(self) -> None:
+        self.broken = False
         self._depth = 0
         self._in_string = self._escaped = self._began = False
 
@@ -121,6 +124,9 @@ class _Value:
                 continue
             if not self._depth and self._began and sign not in '"{[':
                 return place  # a number or a word ends before what follows
+            if sign not in '"{}[],' and not sign.isspace():
+                self.broken = True
+                return place
             at = place + 1
             if sign == '"':
                 self._in_string = self._began = True
@@ -134,69 +140,87 @@ class _Value:
         return None
 
 
-class _MalformedError(Exception):
-    """What is written is no call."""
+class Region(ABC):
+    """A part of an answer that should hold calls, read while it is written.
 
-
-class _Reader(ABC):
-    """What reads a region while it is written keeps what it cannot decide about yet in `_rest`.
-
-    Where no call has begun in it, all of the region is text: the mark that opened it, too. What is neither call nor
-    text, within a call that has been told or behind it, is left out.
+    It ends with its mark, but not with one within a string. Where no call has begun in it, all of it is text: the marks
+    around it, too. What is neither call nor text, within a call that has been told or behind it, is left out.
 
     Args:
-        opening: what opened the region.
-        closes: a mark ends it; what follows calls in a region without one is text.
+        opening: what opened it.
+        closing: the mark that ends it; None where it goes on to the answer's end, and what follows calls is text.
+
+    Attributes:
+        ended: its mark has come.
+        rest: what has not been read: once it has ended, what stands behind it.
     """
 
-    def __init__(self, calls: Calls, opening: str, *, closes: bool):
+    def __init__(self, calls: Calls, opening: str, closing: str | None):
         self._calls = calls
-        self._closes = closes
+        self._closing = closing
         self._raw = opening  # all since the last call ended; shown if nothing comes of it
-        self._rest = ""
         self._failed = self._left_out = False  # what follows is text, or nothing
         self._told = False  # the call that is being written
+        self.ended = False
+        self.rest = ""
 
     def feed(self, text: str) -> Iterable[Part]:
-        if self._failed:
-            if not self._left_out:
-                yield Text(text)
-            return
-        if not self._told:
+        """More of what is written."""
+        if not self._told and not self._failed:
             self._raw += text
-        self._rest += text
-        try:
-            yield from self._read()
-        except _MalformedError:
-            yield from self._fail()
+        self.rest += text
+        if not self._failed:
+            try:
+                yield from self._read()
+            except _MalformedError:
+                yield from self._fail()
+        if self._failed or self._is_between():
+            yield from self._look_for_end()
 
-    def close(self, closing: str) -> Iterable[Part]:
+    def close(self) -> Iterable[Part]:
+        """The answer has ended within it."""
         if self._failed:
-            if closing and not self._left_out:
-                yield Text(closing)
+            if self.rest and not self._left_out:
+                yield Text(self.rest)
         elif self._told:
             yield from self._cut()
         elif not self._is_between():
-            self._raw += closing
-            yield from self._fail()
-        elif not self._closes and self._rest.strip():
-            yield Text(self._rest)
+            yield Text(self._raw)
+        elif self._closing is None and self.rest.strip():
+            yield Text(self.rest)
 
     def _fail(self) -> Iterable[Part]:
+        """It goes on as text, or as nothing."""
         self._failed = True
-        self._left_out = self._told or (self._closes and self._is_between())
+        self._left_out = self._told or (self._closing is not None and self._is_between())
         if self._told:
             yield from self._cut()
-        elif self._raw and not self._left_out:
-            yield Text(self._raw)
-        self._rest = self._raw = ""
+        elif not self._left_out:
+            self.rest = self._raw
+        self._raw = ""
+
+    def _look_for_end(self) -> Iterable[Part]:
+        shown, at = self._failed and not self._left_out, -1
+        if self._closing is not None:
+            at = self.rest.find(self._closing)
+            self.ended = at >= 0
+        if self.ended:
+            end = at + len(self._closing or "")
+            said, self.rest = self.rest[:end], self.rest[end:]
+        elif self._failed:
+            kept = _beginning(self.rest, self._closing or "")
+            said, self.rest = self.rest[: len(self.rest) - kept], self.rest[len(self.rest) - kept :]
+        else:
+            said = ""
+        if shown and said:
+            yield Text(said)
 
     def _call_ended(self) -> None:
-        self._raw, self._told = self._rest, False
+        self._raw, self._told = self.rest, False
 
     @abstractmethod
     def _read(self) -> Iterable[Part]:
-        """Take as much of `_rest` as is certain."""
+        """Take as much of `rest` as is certain."""
 
     @abstractmethod
     def _is_between(self) -> bool:
@@ -207,11 +231,11 @@ class _Reader(ABC):
         """The answer ended within a call that was told."""
 
 
-class ObjectCalls(_Reader):
+class ObjectCalls(Region):
     """JSON objects with a name and arguments, one, several or a list of them."""
 
-    def __init__(self, calls: Calls, opening: str, *, closes: bool):
-        super().__init__(calls, opening, closes=closes)
+    def __init__(self, calls: Calls, opening: str, closing: str | None):
+        super().__init__(calls, opening, closing)
         self._step: Callable[[], Iterable[Part] | None] = self._separators
         self._one = False  # a call has been read
 
@@ -227,13 +251,13 @@ class ObjectCalls(_Reader):
 
     def _skip(self, signs: str) -> bool:
         """Leave these out; whether anything follows."""
-        self._rest = self._rest.lstrip(signs)
-        return bool(self._rest)
+        self.rest = self.rest.lstrip(signs)
+        return bool(self.rest)
 
     def _take(self, sign: str) -> None:
-        if not self._rest.startswith(sign):
+        if not self.rest.startswith(sign):
             raise _MalformedError
-        self._rest = self._rest[1:]
+        self.rest = self.rest[1:]
 
     # Each step returns the parts that it made, or None when it needs more text.
 
@@ -242,7 +266,7 @@ class ObjectCalls(_Reader):
         if not self._skip(_SPACE + ("[],;}" if self._one else "[")):
             return None
         if self._one:
-            self._raw = self._rest
+            self._raw = self.rest
         self._take("{")
         self._name: str | None = None
         self._early = ""  # arguments that came before the name
@@ -254,7 +278,7 @@ class ObjectCalls(_Reader):
     def _key(self) -> Iterable[Part] | None:
         if not self._skip(_SPACE + ","):
             return None
-        if self._rest.startswith("}"):
+        if self.rest.startswith("}"):
             return self._end_object()
         key = self._string()
         if key is None:
@@ -283,7 +307,7 @@ class ObjectCalls(_Reader):
             return self._tell(self._early) if self._has_arguments else ()
         self._span_reader, self._seen = _Value(), 0
         if self._current in ("arguments", "parameters") and not self._has_arguments:
-            self._step = self._arguments if self._rest[0] in "{[" else self._scalar
+            self._step = self._arguments if self.rest[0] in "{[" else self._scalar
             self._has_arguments = self._step == self._arguments
         elif self._current in ("type", "id", "arguments", "parameters") or not self._calls.strict:
             self._step = self._other
@@ -297,47 +321,52 @@ class ObjectCalls(_Reader):
 
     def _scalar(self) -> Iterable[Part] | None:
         """Arguments that some models write as a string that holds JSON, or as null."""
-        end = self._span_reader.end(self._rest, self._seen)
+        end = self._span_reader.end(self.rest, self._seen)
+        if self._span_reader.broken:
+            raise _MalformedError
         if end is None:
-            self._seen = len(self._rest)
+            self._seen = len(self.rest)
             return None
-        text, self._rest = self._rest[:end], self._rest[end:]
+        text, self.rest = self.rest[:end], self.rest[end:]
         if text.startswith('"'):
             text = _decoded(text)
         self._has_arguments, self._step = True, self._key
         return self._more("{}" if text.strip() in ("", "null") else text)
 
     def _arguments(self) -> Iterable[Part] | None:
-        before = len(self._rest)
+        before = len(self.rest)
         text = self._span()
         if text is not None:
             return self._more(text)
         if not before:
             return None
-        text, self._rest = self._rest, ""
+        text, self.rest = self.rest, ""
         return self._more(text)
 
     def _span(self) -> str | None:
         """The rest of the value, where it ends; else nothing is taken, but it is remembered what was seen."""
-        end = self._span_reader.end(self._rest, 0)
+        end = self._span_reader.end(self.rest, 0)
         if end is None:
             if self._step == self._other:
-                self._rest = ""
+                self.rest = ""
             return None
-        text, self._rest = self._rest[:end], self._rest[end:]
-        self._step = self._key
+        text, self.rest = self.rest[:end], self.rest[end:]
+        self._step = self._malformed if self._span_reader.broken else self._key
         return text
+
+    def _malformed(self) -> Iterable[Part] | None:
+        raise _MalformedError
 
     def _string(self) -> str | None:
         """The JSON string at the beginning; None if it is not whole."""
-        if not self._rest.startswith('"'):
+        if not self.rest.startswith('"'):
             raise _MalformedError
-        end = _Value().end(self._rest, 0)
-        if (len(self._rest) if end is None else end) > _MAX_HEAD:
+        end = _Value().end(self.rest, 0)
+        if (len(self.rest) if end is None else end) > _MAX_HEAD:
             raise _MalformedError  # a name is not so long
         if end is None:
             return None
-        text, self._rest = self._rest[:end], self._rest[end:]
+        text, self.rest = self.rest[:end], self.rest[end:]
         return _decoded(text)
 
     def _more(self, arguments: str) -> Iterable[Part]:
@@ -356,7 +385,7 @@ class ObjectCalls(_Reader):
     def _end_object(self) -> Iterable[Part]:
         if self._name is None:
             raise _MalformedError
-        self._rest = self._rest[1:]
+        self.rest = self.rest[1:]
         parts = [*self._tell("")]
         assert self._open is not None
         parts += self._open.end()
@@ -374,21 +403,21 @@ def _decoded(text: str) -> str:
     return decoded
 
 
-class NamedCalls(_Reader):
+class NamedCalls(Region):
     """A name with marks around it, then the arguments as a JSON value; one such call or several.
 
     Args:
         head: the pattern of what stands before the arguments, with the group `name`.
     """
 
-    def __init__(self, calls: Calls, opening: str, head: re.Pattern[str], *, closes: bool):
-        super().__init__(calls, opening, closes=closes)
+    def __init__(self, calls: Calls, opening: str, closing: str | None, head: re.Pattern[str]):
+        super().__init__(calls, opening, closing)
         self._head = head
         self._open: Calls.Open | None = None
         self._began = self._one = False
 
     def _is_between(self) -> bool:
-        return self._one
+        return self._one and self._open is None
 
     def _cut(self) -> Iterable[Part]:
         assert self._open is not None
@@ -401,13 +430,15 @@ class NamedCalls(_Reader):
             assert self._open is not None
             yield from self._open.told()
             if not self._began:
-                self._rest = self._rest.lstrip()
-            if not self._rest:
+                self.rest = self.rest.lstrip()
+            if not self.rest:
                 return
             self._began = True
-            end = self._value.end(self._rest, 0)
-            yield from self._open.more(self._rest[:end])
-            self._rest = "" if end is None else self._rest[end:]
+            end = self._value.end(self.rest, 0)
+            yield from self._open.more(self.rest[:end])
+            self.rest = "" if end is None else self.rest[end:]
+            if self._value.broken:
+                raise _MalformedError
             if end is None:
                 return
             self._open, self._one = None, True
@@ -415,14 +446,14 @@ class NamedCalls(_Reader):
 
     def _find_name(self) -> bool:
         """Whether the beginning of a call is whole."""
-        text = self._rest.lstrip()
+        text = self.rest.lstrip()
         found = self._head.match(text)
         if found is None:
-            if len(text) > _MAX_HEAD:
+            if len(text) > _MAX_HEAD or (not self._one and self._closing and self._closing in text):
                 raise _MalformedError
             return False
         if not self._calls.knows(found["name"]):
             raise _MalformedError
-        self._rest = text[found.end() :]
+        self.rest = text[found.end() :]
         self._open, self._value, self._began, self._told = self._calls.begin(found["name"]), _Value(), False, True
         return True

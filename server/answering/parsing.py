@@ -122,7 +122,9 @@ def _regions(formats: Formats) -> dict[str, Any]:
     if formats.calls is not None:
         for index, region in enumerate(formats.calls.regions):
             marks = {name: text for name, text in region.items() if name != "shown"}
-            if formats.calls.field is not None:
+            if formats.calls.field is None:
+                marks.pop("close", None)  # what reads it knows where it ends
+            else:
                 # What opened it belongs to the value: the function's name may stand there.
                 pattern = marks.pop("open_pattern", None) or re.escape(marks.pop("open"))
                 marks |= {
@@ -157,7 +159,6 @@ class AnswerParser:
     _between: bool = False  # space that comes now stands between parts
     _texted: bool = False  # it holds text
     _ends_in_call: bool = False
-    _cut: bool = False  # the answer ended within a region of calls
 
     def __post_init__(self) -> None:
         formats, tools = self.parsing.formats, self.parsing.tools
@@ -183,7 +184,6 @@ class AnswerParser:
         events += last
         ending = next(event for event in reversed(events) if event["type"] == "region_chunk")
         ending["text"] = ending["text"].removesuffix(_END)
-        self._cut = ending["field"].startswith(_CALLS)
         parts = self._tidied(self._parts(events))
         if self._space and not self._between and not self._ends_in_call:
             parts.append(Reasoning(self._space) if self._kind is Reasoning else Text(self._space))
@@ -214,18 +214,21 @@ class AnswerParser:
                 yield from self._whole(format, region, event["value"])
             return
         if kind == "region_open":
-            opening = region.get("shown", region.get("open", ""))
-            closes = "close" in region or "close_pattern" in region
+            opening, closing = region.get("shown", region.get("open", "")), region.get("close")
             if format.head is None:
-                self._region = ObjectCalls(self._calls, opening, closes=closes)
+                self._region = ObjectCalls(self._calls, opening, closing)
             else:
-                self._region = NamedCalls(self._calls, opening, re.compile(format.head), closes=closes)
-        elif self._region is not None:
-            if kind == "region_chunk":
-                yield from self._region.feed(event["text"])
-            else:
-                yield from self._region.close("" if self._cut else region.get("close", ""))
-                self._region = None
+                self._region = NamedCalls(self._calls, opening, closing, re.compile(format.head))
+            return
+        assert self._region is not None
+        if kind == "region_close":
+            yield from self._region.close()
+            return
+        yield from self._region.feed(event["text"])
+        if self._region.ended:
+            rest, self._region = self._region.rest, None
+            self._parser = ResponseParser(self.parsing.template, prefix="")
+            yield from self._parts(self._parser.feed(rest))
 
     def _whole(self, format: CallFormat, region: Mapping[str, Any], value: Mapping[str, str]) -> Iterable[Part]:
         """A region that is read when it has closed."""

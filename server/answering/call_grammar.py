@@ -1,0 +1,128 @@
+"""A grammar by which an answer holds the calls that it must, in the form that the model was trained to write."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from server.answering.formats import CallFormat, Writing
+from server.answering.parsing import Parsing
+from server.answering.tools import Function
+
+# White space in arguments has an end: a model may go on with it for ever.
+_JSON_OPTIONS = {"coerce_one_of": True, "lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+_TERMINALS = (
+    r"TEXT: /(.|\n)*/",
+    r"SPACE: /[ \t\r\n]{0,8}/",
+    r"NO_OBJECT: /[^{ \t\r\n](.|\n)*/",  # an answer without a call, where nothing but an object tells of one
+)
+
+
+def call_grammar(parsing: Parsing, special: Mapping[int, str]) -> str | None:
+    """What the answer must look like, as llguidance's form of Lark; None where it may be anything.
+
+    An answer that must hold calls holds nothing else but reasoning, where the model has that. Of one that may hold
+    calls, those of strict functions have arguments as their schemas say.
+
+    Args:
+        parsing: how the answer is read, and the functions that it may call.
+        special: how texts write special tokens, by their ids: a grammar names them.
+
+    Raises:
+        ValueError: the model's format is none that can be enforced.
+    """
+    tools, format = parsing.tools, parsing.formats.calls
+    if tools is None or format is None or not (tools.forced or any(one.strict for one in tools.functions)):
+        return None
+    if format.writing is None:
+        raise ValueError(f"calls in the form of {format.models} ({format.name}) cannot be enforced")
+    quoted = _Quoted(special)
+    before, rules = _reasoning(parsing, quoted)
+    if tools.forced:
+        start = "calls"
+    else:
+        start, more = _free(format, format.writing, quoted)
+        rules += more
+    several = tools.parallel and tools.named is None  # of a named function there is one call, as at OpenAI
+    rules += _calls(format.writing, tools.callable, quoted, several=several, every=tools.forced)
+    return "\n".join([f"start: {before} {start}", *rules, *_TERMINALS])
+
+
+class _Quoted:
+    """Texts as a grammar writes them: those of special tokens by the tokens' ids."""
+
+    def __init__(self, special: Mapping[int, str]):
+        self._ids = {text: token for token, text in special.items() if text}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
+
+    def __call__(self, text: str) -> str:
+        """The text; nothing if it is empty."""
+        parts, at = [], 0
+        for found in self._pattern.finditer(text):
+            parts += [_literal(text[at : found.start()]), f"<[{self._ids[found.group()]}]>"]
+            at = found.end()
+        return " ".join(filter(None, [*parts, _literal(text[at:])]))
+
+    def begins_with_token(self, text: str) -> bool:
+        """It begins with a special token, which no text holds."""
+        return self._pattern.match(text) is not None
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _calls(
+    writing: Writing, functions: Iterable[Function], quoted: _Quoted, *, several: bool, every: bool
+) -> list[str]:
+    """The rule `calls`, and what it is made of: `call`, `body` without what begins one, and `more` for what follows.
+
+    Args:
+        several: there may be more than one.
+        every: arguments of all functions are as their schemas say, not only those of strict ones.
+    """
+    lines, names = [], []
+    for index, function in enumerate(functions):
+        schema: dict[str, Any] = {"type": "object"}
+        if function.parameters is not None and (every or function.strict):
+            schema |= function.parameters
+        names.append(f"call_{index}")
+        lines.append(f"call_{index}: {_literal(function.name)} {quoted(writing.middle)} arguments_{index}")
+        lines.append(f"arguments_{index}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
+    others = "" if not several or writing.between is None else f"({quoted(writing.between)} call)*"
+    return [
+        f"calls: {quoted(writing.first)} call more",
+        f"call: {quoted(writing.begin)} body",
+        f"body: ({' | '.join(names)}) {quoted(writing.end)}",
+        f"more: {others} {quoted(writing.last)}",
+        *lines,
+    ]
+
+
+def _reasoning(parsing: Parsing, quoted: _Quoted) -> tuple[str, list[str]]:
+    """What stands before all else, with its rules."""
+    reasoning = parsing.formats.reasoning
+    if reasoning is None:
+        return "", []
+    rules = [f"reasoning: SPACE {quoted(reasoning.open)} thought"]
+    if quoted.begins_with_token(reasoning.close):
+        rules.append(f"thought: TEXT {quoted(reasoning.close)} SPACE")
+    else:
+        rules += ["thought: thinking SPACE", f"thinking[lazy]: TEXT {quoted(reasoning.close)}"]
+    return ("thought", rules[1:]) if parsing.begins_in_reasoning else ("reasoning?", rules)
+
+
+def _free(format: CallFormat, writing: Writing, quoted: _Quoted) -> tuple[str, list[str]]:
+    """Text in which calls may stand, with its rules."""
+    opening = writing.first + writing.begin
+    if opening.startswith("{"):
+        return "(calls | NO_OBJECT?)", []
+    if quoted.begins_with_token(opening):
+        return "TEXT (calls TEXT)*", []
+    marks = [*format.drops, *(region["open"] for region in format.regions if "open" in region)]
+    mark = next(mark for mark in marks if opening.startswith(mark))
+    rest = quoted(opening.removeprefix(mark))
+    return "marked* TEXT", [f"marked: mark {rest} body more", f"mark[lazy]: TEXT {_literal(mark)}"]

@@ -1,0 +1,210 @@
+"""Grammars by which answers hold the calls that they must: what llguidance accepts by them, and what is read again."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from server.answering.call_grammar import call_grammar
+from server.answering.formats import CALLS, _files, choose_formats
+from server.answering.parsing import AnswerParser, AnswerReader, Parsing
+from server.answering.parts import Call, Reasoning
+from server.answering.tools import read_tools
+
+llguidance = pytest.importorskip("llguidance")
+
+STRICT = {
+    "name": "add",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 'y"}</tool_call>']}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": function} for function in (STRICT, {"name": "find-it"})]
+ADD, BAD = '{"a": 2, "b": "x"}', '{"a": "2", "b": "x"}'
+NAMED = {"type": "function", "function": {"name": "add"}}
+MARKS = (
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "<think>", "</think>",
+)  # fmt: skip
+SPECIAL = {257 + index: mark for index, mark in enumerate(MARKS)}
+WRITTEN = sorted(file.name for file in _files(CALLS) if file.said["writes"] is not None)
+
+
+class Vocabulary:
+    """Each byte, the end of answers, and special tokens."""
+
+    eos_token_id, bos_token_id = 256, None
+
+    def __init__(self, special: Mapping[int, str]):
+        bytes_ = [*(bytes([value]) for value in range(255)), b"", b"</s>"]
+        self.tokens = [*bytes_, *(text.encode() for text in special.values())]
+        self.special_token_ids = [self.eos_token_id, *special]
+        self.special = special
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+    def ids(self, text: str) -> list[int]:
+        """The text's tokens, special ones as such."""
+        for token, mark in self.special.items():
+            if mark in text:
+                before, after = text.split(mark, 1)
+                return [*self.ids(before), token, *self.ids(after)]
+        return list(text.encode())
+
+
+def matcher_of(grammar: str, special: Mapping[int, str]) -> tuple[Any, Vocabulary]:
+    vocabulary = Vocabulary(special)
+    wrapped = llguidance.TokenizerWrapper(vocabulary)
+    tokens = llguidance.LLTokenizer(wrapped, n_vocab=257 + len(special), eos_token=[256])
+    matcher = llguidance.LLMatcher(tokens, llguidance.grammar_from("lark", grammar), log_level=0)
+    assert not matcher.get_error()
+    return matcher, vocabulary
+
+
+def accepts(grammar: str, special: Mapping[int, str], text: str) -> bool:
+    """The text is all of an answer."""
+    matcher, vocabulary = matcher_of(grammar, special)
+    ids = vocabulary.ids(text)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def parsing_of(
+    name: str, choice: Any = "required", reasoning: str = "none", prompt: str = "", **options: Any
+) -> Parsing:
+    parsing = AnswerReader(choose_formats("", name, reasoning)).parsing(read_tools(TOOLS, choice, **options), prompt)
+    assert parsing is not None
+    return parsing
+
+
+def write(name: str, *calls: tuple[str, str]) -> str:
+    format = choose_formats("", name).calls
+    assert format is not None
+    assert format.writing is not None
+    writing = format.writing
+    each = [f"{writing.begin}{function}{writing.middle}{arguments}{writing.end}" for function, arguments in calls]
+    return writing.first + (writing.between or "").join(each) + writing.last
+
+
+def grammar_of(parsing: Parsing, special: Mapping[int, str]) -> str:
+    grammar = call_grammar(parsing, special)
+    assert grammar is not None
+    return grammar
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL], ids=["as text", "special"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_answer_must_hold_calls(name: str, special: Mapping[int, str]) -> None:
+    one, two = write(name, ("add", ADD)), write(name, ("add", ADD), ("find-it", '{"x": [1]}'))
+    several = name != "llama3_json"
+    grammar = grammar_of(parsing_of(name), special)
+    assert accepts(grammar, special, one)
+    assert accepts(grammar, special, two) == several
+    for wrong in ("", "Hello", one + " Hello", write(name, ("add", BAD)), write(name, ("other", "{}")), one[:-9]):
+        assert not accepts(grammar, special, wrong), wrong
+    grammar = grammar_of(parsing_of(name, parallel=False), special)
+    assert accepts(grammar, special, write(name, ("find-it", "{}")))
+    assert not accepts(grammar, special, two)
+    grammar = grammar_of(parsing_of(name, NAMED), special)
+    assert accepts(grammar, special, one)
+    assert not accepts(grammar, special, two)
+    assert not accepts(grammar, special, write(name, ("find-it", "{}")))
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL], ids=["as text", "special"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_answer_may_hold_calls_of_strict_functions(name: str, special: Mapping[int, str]) -> None:
+    grammar = grammar_of(parsing_of(name, "auto"), special)
+    alone = name == "llama3_json"
+    one = write(name, ("add", ADD))
+    for right in ("", "Hello < {", one, write(name, ("find-it", '{"x": {}}'))):
+        assert accepts(grammar, special, right), right
+    assert accepts(grammar, special, f"Hello{one} Hello") or alone
+    assert accepts(grammar, special, f"{one} Hello {one}") != alone
+    for wrong in (write(name, ("add", BAD)), write(name, ("other", "{}")), write(name, ("find-it", "[]")), one[:-9]):
+        assert not accepts(grammar, special, wrong), wrong
+    if not alone:
+        assert not accepts(grammar, special, "Hello" + write(name, ("add", BAD)))
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL], ids=["as text", "special"])
+def test_reasoning_may_come_first(special: Mapping[int, str]) -> None:
+    one = write("hermes", ("add", ADD))
+    for choice in ("required", "auto"):
+        grammar = grammar_of(parsing_of("hermes", choice, "think"), special)
+        for before in ("", "<think></think>", "\n<think>\nWhy < ?\n</think>\n\n"):
+            assert accepts(grammar, special, before + one)
+        assert accepts(grammar, special, "<think>Why?</think>So.") == (choice == "auto")
+        begun = grammar_of(parsing_of("hermes", choice, "think", prompt="<think>\n"), special)
+        assert accepts(begun, special, f"Why?</think>\n{one}")
+    assert not accepts(begun, special, "<think>Why?") or not special
+
+
+def test_where_nothing_must_be_there_is_no_grammar() -> None:
+    loose = [{"type": "function", "function": {"name": "f"}}]
+    reader = AnswerReader(choose_formats("", "hermes", "think"))
+    for tools in (read_tools(loose), None):
+        parsing = reader.parsing(tools, "")
+        assert parsing is not None
+        assert call_grammar(parsing, {}) is None
+    with pytest.raises(ValueError, match=r"calls in the form of GLM 4.5, 4.6, 4.7 \(glm45\) cannot be enforced"):
+        call_grammar(parsing_of("glm45"), {})
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_whatever_the_grammar_allows_is_read_as_calls(name: str, choice: str) -> None:
+    """Walks through the mask at random, inclined to the signs by which calls go on and end."""
+    rng = random.Random(f"{name} {choice}")
+    # Llama's calls begin an answer, and no model of that form thinks.
+    parsing = parsing_of(name, choice, "none" if name == "llama3_json" else "think")
+    grammar, complete, called = grammar_of(parsing, SPECIAL), 0, 0
+    for _ in range(20):
+        matcher, vocabulary = matcher_of(grammar, SPECIAL)
+        written = b""
+        for step in range(900):
+            if matcher.is_stopped() or (matcher.is_accepting() and step > 40 and rng.random() < 0.3):
+                break
+            mask = matcher.compute_bitmask()
+            allowed = [
+                token for token in range(257 + len(SPECIAL)) if mask[token // 8] >> token % 8 & 1 and token != 256
+            ]
+            if not allowed:
+                break
+            liked = [token for token in allowed if token > 256 or token in b'"{}],:1x']
+            token = rng.choice(liked if liked and rng.random() < 0.8 else allowed)
+            assert matcher.consume_token(token)
+            written += vocabulary.tokens[token]
+        if not matcher.is_accepting():
+            continue
+        complete += 1
+        parser = AnswerParser(parsing)
+        parts = parser.feed(written.decode()) + parser.finish()
+        calls: dict[int, list[str]] = {}
+        for part in parts:
+            if isinstance(part, Call):
+                call = calls.setdefault(part.index, ["", ""])
+                call[0] += part.name or ""
+                call[1] += part.arguments
+            else:
+                assert choice == "auto" or isinstance(part, Reasoning), written
+        for function, text in calls.values():
+            arguments = json.loads(text)
+            assert function in ("add", "find-it")
+            if function == "add":
+                assert set(arguments) == {"a", "b"}
+                assert type(arguments["a"]) is int
+                assert arguments["b"] in ("x", 'y"}</tool_call>')
+        called += bool(calls)
+        assert calls or choice == "auto", written
+    assert complete >= 4
+    assert called
