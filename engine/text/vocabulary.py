@@ -28,7 +28,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]):
         self.tokens = [self._plain(found) for found in tokenizer.all_token_bytes(size)]
-        special_ids = {token for token in tokenizer.special_ids if token < size}
+        special_ids = {token for token in tokenizer.special_token_ids if token < size}
         self.special_token_ids = sorted({*special_ids, *eos_ids})
         for token in self.special_token_ids:
             self.tokens[token] = self.tokens[token] or f"<[{token}]>".encode()
