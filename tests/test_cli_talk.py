@@ -374,6 +374,31 @@ def test_what_a_model_writes_does_not_command_the_terminal() -> None:
 # ---------------------------------------------------------------- chat
 
 
+def test_reasoning_is_shown_and_is_no_part_of_the_answer() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def thinking(server: FakeServer, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        bodies.append(body)
+        server.begin(writer)
+        for delta in (
+            {"content": ""},
+            {"reasoning_content": "Hm, "},
+            {"reasoning_content": "so."},
+            {"content": "Yes."},
+        ):
+            server.event(writer, {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        server.event(writer, {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}]})
+        server.end(writer)
+        return True
+
+    with FakeServer() as server:
+        server.play = thinking
+        run = octavo("chat", "--url", server.url, stdin="Hello\nAnd?\n")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("Hm, so.\n\nYes.") == 2
+    assert bodies[1]["messages"][1] == {"role": "assistant", "content": "Yes."}
+
+
 def test_a_chat_in_a_pipe(url: str, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     lines = f"Who sings?\n\n/save {saved}\n//slashed\n/reset\nWho sings?\n"

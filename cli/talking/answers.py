@@ -46,7 +46,7 @@ class Answer:
 
 
 def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
-    """The pieces of one answer, as they come; `answer` holds what is known so far.
+    """The pieces of one answer, as they come, reasoning among them; `answer` holds what is known so far.
 
     Args:
         body: with `messages` for a chat, or `prompt`.
@@ -56,17 +56,24 @@ def stream(model: Model, body: dict[str, Any], answer: Answer) -> Iterator[str]:
     """
     path = CHAT if "messages" in body else COMPLETIONS
     asked = {"model": model.id, **body, "stream": True, "stream_options": {"include_usage": True}}
-    start = time.perf_counter()
+    start, thinks = time.perf_counter(), False
     with closing(model.wire.events(path, asked)) as events:  # giving up in between ends the request
         for event in events:
             answer.seconds = time.perf_counter() - start
             for choice in event.get("choices") or ():
                 answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-                piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-                if piece:
+                delta = choice.get("delta") or {}
+                piece = choice.get("text") or delta.get("content") or ""
+                thought = delta.get("reasoning_content") or ""
+                if piece or thought:
                     answer.first = answer.seconds if answer.first is None else answer.first
+                if thought:  # shown, but no part of the answer
+                    yield thought
+                    thinks = True
+                if piece:
                     answer.text += piece
-                    yield piece
+                    yield f"\n\n{piece}" if thinks else piece
+                    thinks = False
             usage = event.get("usage") or {}
             answer.tokens = usage.get("completion_tokens", answer.tokens)
 

@@ -17,7 +17,7 @@ export async function* generate(path, body, signal) {
 
 function readPiece(choice) {
   const { index, logprobs, finish_reason: finish } = choice;
-  const text = choice.text ?? choice.delta.content ?? "";
+  const text = choice.text ?? choice.delta.content ?? choice.delta.reasoning_content ?? "";
   return { index, text, finish, reason: choice.stop_reason, tokens: logprobs ? readTokens(logprobs) : [] };
 }
 
