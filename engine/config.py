@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,6 +76,8 @@ class EngineConfig:
         enable_prefix_caching: reuse pages of earlier prompts.
         generation_config: "auto" honours the model's generation_config.json, "none" ignores it.
         max_num_beams: most beams a request may ask for.
+        catalogue: NAME=FILE: titles that answers can be limited to, a line each, as JSON: a text, or an object with
+            text or ids; several: repeat the flag, or separate them by commas.
         seed: of the engine's own random choices (seeds for requests that bring none; default:
             random).
         show_progress: progress bar while weights load.
@@ -105,6 +108,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     generation_config: Literal["auto", "none"] = "auto"
     max_num_beams: int = 16
+    catalogue: tuple[str, ...] = ()
     seed: int | None = None
     show_progress: bool = True
 
@@ -150,11 +154,33 @@ class EngineConfig:
             raise ConfigError(f'generation_config must be "auto" or "none", got {self.generation_config!r}.')
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        self._check_catalogues()
 
     @property
     def most_seqs(self) -> int:
         """`max_num_seqs`, or its default."""
         return min(DEFAULT_NUM_SEQS, self.max_num_batched_tokens) if self.max_num_seqs is None else self.max_num_seqs
+
+    @property
+    def catalogues(self) -> dict[str, str]:
+        """The files of `catalogue` by their names."""
+        return {name: path for name, _, path in (given.partition("=") for given in self.catalogue)}
+
+    def _check_catalogues(self) -> None:
+        given: object = self.catalogue
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise ConfigError(f"catalogue must be a list of texts NAME=FILE, got {given!r}.")
+        object.__setattr__(self, "catalogue", tuple(self.catalogue))
+        for item in self.catalogue:
+            if not isinstance(item, str) or not re.fullmatch(r"[\w.-]{1,64}=.+", item, re.ASCII):
+                raise ConfigError(
+                    "catalogue must be NAME=FILE, the name of at most 64 letters, digits, and . _ -, such as "
+                    f"cities=data/cities.jsonl, got {item!r}."
+                )
+        names = [item.partition("=")[0] for item in self.catalogue]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"catalogue names two files {name}: each needs a name of its own.")
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)

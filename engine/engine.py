@@ -35,6 +35,7 @@ from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.mapping import draw_map
 from engine.scheduling.scheduler import Scheduler
 from engine.stepping import Stepping
+from engine.text.catalogues import Catalogues, check_files
 from engine.text.grammars import Grammars
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_loading import load_tokenizer
@@ -64,6 +65,7 @@ class Engine:
     def __init__(self, config: EngineConfig):
         started = time.monotonic()
         self.config = config
+        check_files(config.catalogues)
         self.executor: Executor = _start(config)
         try:
             self._prepare(config)
@@ -121,6 +123,10 @@ class Engine:
             opens_texts=self.info.max_encoder_len is not None,
             threads=min(choose_threads(config.threads, os.environ).count, MOST_MASK_THREADS),
         )
+        self._catalogues = Catalogues(
+            config.catalogues, self.info, self.defaults, partial(_load_tokenizer, config, self.info)
+        )
+        self.info = dataclasses.replace(self.info, catalogues=self._catalogues.infos)
         self._random = random.Random(config.seed)
         self._outputs: dict[str, RequestOutput] = {}
         self._crossed = False  # a request has been told of
@@ -178,6 +184,7 @@ class Engine:
             )
         check_task(self.info, "generate")
         encoder_input, prompt = read_input(input, self.info, start=decoder_start(params, self.info))
+        params = self._catalogues.completed(params, len(prompt))
         decoding = resolve(
             params,
             self.defaults,
@@ -194,6 +201,7 @@ class Engine:
                 "(max_num_beams). Ask for fewer, or raise --max-num-beams.",
                 param="num_beams",
             )
+        decoding = self._catalogues.constrained(params, decoding)
         request = Request(prompt_token_ids=prompt, decoding=decoding, encoder_token_ids=encoder_input, **terms)
         self.scheduler.add(request)
         self._tell_crossing(request)

@@ -35,6 +35,7 @@ ENGINE = {
     "kv_cache_memory": "64MiB", "kv_cache_dtype": "fp8",
     "enforce_eager": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
+    "catalogue": ("a=one.jsonl", "b=two=2.jsonl"),
 }  # fmt: skip
 SERVICE = {
     "host": "::1", "port": 81, "uds": "/run/o.sock", "root_path": "/llm", "forwarded_allow_ips": "10.0.0.0/8,127.0.0.1",

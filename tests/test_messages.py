@@ -63,7 +63,10 @@ EVERYTHING = SamplingParams(
 )  # fmt: skip
 
 # What cannot be asked for together with all that.
-APART = {"structured_outputs": SamplingParams(structured_outputs=StructuredOutputsParams(json={"b": [1], "a": "é"}))}
+APART = {
+    "structured_outputs": SamplingParams(structured_outputs=StructuredOutputsParams(json={"b": [1], "a": "é"})),
+    "constraint": SamplingParams(constraint={"catalogue": "cities"}),
+}
 
 POOLING = PoolingParams(
     task="fill_mask", pooling="mean_sqrt_len", normalize=True, dimensions=7, use_activation=False, positions=[3, 1],

@@ -97,6 +97,7 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("skip_special_tokens", None, ("true or false", "None")),
     ("stream_beams", 1, ("true or false", "1")),
     ("structured_outputs", {"json": {}}, ("StructuredOutputsParams", "{'json': {}}")),
+    ("constraint", {"catalogue": 7}, ('{"catalogue": NAME}', "7")),
     ("logprobs", -1, ("at least 0", "-1")),
     ("logprobs", MAX_LOGPROBS + 1, (f"at most {MAX_LOGPROBS}", str(MAX_LOGPROBS + 1))),
     ("logprobs", True, ("an integer", "True")),

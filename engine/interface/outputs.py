@@ -253,6 +253,25 @@ class EngineStats:
     peak_pages_held: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CatalogueInfo:
+    """Titles that answers can be limited to.
+
+    Attributes:
+        titles: how many different ones.
+        longest: tokens of the longest one.
+    """
+
+    name: str
+    titles: int
+    longest: int
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that an answer may need: a title, the end, and one that is forced before it."""
+        return self.longest + 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about a loaded engine that do not change.
@@ -286,6 +305,7 @@ class EngineInfo:
             unless another is asked for.
         include_prompt: the tokens of such a prompt count in the vector.
         quantization: what matrices were made into, "int8" or "int4"; None: they have the dtype.
+        catalogues: of titles that answers can be limited to.
     """
 
     model: str
@@ -323,6 +343,7 @@ class EngineInfo:
     default_prompt: str | None = None
     include_prompt: bool = True
     quantization: str | None = None
+    catalogues: tuple[CatalogueInfo, ...] = ()
 
     @property
     def format(self) -> str:

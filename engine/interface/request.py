@@ -144,6 +144,8 @@ class SamplingParams:
         structured_outputs: what the answer must look like: JSON of a schema, a choice, what a regular expression or a
             grammar describes. It ends as soon as it is complete, whatever min_tokens says; one that max_tokens or a
             stop string cuts off is not complete.
+        constraint: {"catalogue": NAME}: the answer is one of the titles of the catalogue that the engine knows by that
+            name. Where max_tokens is left out, the longest one has room; an answer that it cuts off is no title.
     """
 
     max_tokens: int | None = None
@@ -182,6 +184,7 @@ class SamplingParams:
     forced_eos_token_id: int | None = None
     stream_beams: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    constraint: Mapping[str, str] | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -210,6 +213,7 @@ class SamplingParams:
         self._check_stop()
         self._check_bias()
         self._check_structured()
+        self._check_constraint()
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             fail("min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
         if self.num_beams is not None and self.num_beams > 1:
@@ -254,6 +258,19 @@ class SamplingParams:
                 fail("logit_bias", f"logit_bias keys must be token ids ({IDS}), got {brief(token)}.")
             check_number("logit_bias", value, BIAS_RANGE)
 
+    def _check_constraint(self) -> None:
+        given: Any = self.constraint
+        if given is None:
+            return
+        name = given.get("catalogue") if isinstance(given, Mapping) and len(given) == 1 else None
+        if not isinstance(name, str) or not name:
+            fail("constraint", f'constraint must be {{"catalogue": NAME}}, got {brief(given)}.')
+        if self.ignore_eos:
+            fail("ignore_eos", "ignore_eos cannot be used with constraint: answers end where a title does.")
+        for other in ("allowed_token_ids", "forced_eos_token_id"):
+            if getattr(self, other) is not None:
+                fail(other, f"{other} cannot be used with constraint, which says itself what may come.")
+
     def _check_beams(self, num_beams: int) -> None:
         if self.n > num_beams:
             fail("n", f"n ({self.n}) must not exceed num_beams ({num_beams}) in beam search.")
@@ -270,7 +287,8 @@ class Decoding:
 
     `stop_ids` holds every id that ends a sequence: the model's EOS (unless ignored) and stop_token_ids;
     `eos_ids` is the model's EOS alone, which `min_length` bans. `constraint` is in its first state, and
-    sequences have forks of it.
+    sequences have forks of it. With `distinct_ends`, a beam that may end ends with the most probable of the tokens that
+    it may end with: others would give the same answer again.
     """
 
     max_tokens: int
@@ -304,6 +322,7 @@ class Decoding:
     forced_eos_token_ids: tuple[int, ...] = ()
     stream_beams: bool = False
     constraint: Constraint | None = None
+    distinct_ends: bool = False
 
     @property
     def width(self) -> int:

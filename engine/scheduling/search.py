@@ -135,6 +135,7 @@ class BeamSearch:
             length up to max_tokens.
         stop_ids: tokens that end a beam.
         max_tokens: output length at which every beam ends.
+        distinct_ends: of the stop tokens that a beam may end with the best one alone counts.
     """
 
     num_beams: int
@@ -142,6 +143,7 @@ class BeamSearch:
     early_stopping: EarlyStopping
     stop_ids: frozenset[int]
     max_tokens: int
+    distinct_ends: bool = False
 
     @property
     def num_candidates(self) -> int:
@@ -175,7 +177,7 @@ class BeamSearch:
         if not at_limit and self._all_go_on(ranking):  # as in most steps
             live = ranking.continuations(self.num_beams)
         else:
-            for number, continuation in enumerate(ranking.continuations(len(ranking.places))):
+            for number, continuation in enumerate(self._considered(ranking)):
                 score = continuation.score
                 if score == -math.inf or (number >= self.num_beams and len(live) == self.num_beams):
                     break
@@ -196,6 +198,21 @@ class BeamSearch:
     def merge(self, kept: Sequence[Hypothesis], new: Sequence[Hypothesis]) -> list[Hypothesis]:
         """The best num_beams hypotheses; earlier ones first where scores are equal."""
         return sorted([*kept, *new], key=lambda h: -h.score)[: self.num_beams]
+
+    def _considered(self, ranking: Ranking) -> list[Continuation]:
+        """The candidates that count."""
+        candidates = ranking.continuations(len(ranking.places))
+        if not self.distinct_ends:
+            return candidates
+        ended: set[int] = set()
+        kept = []
+        for candidate in candidates:
+            if candidate.token in self.stop_ids:
+                if candidate.parent in ended:
+                    continue
+                ended.add(candidate.parent)
+            kept.append(candidate)
+        return kept
 
     def _all_go_on(self, ranking: Ranking) -> bool:
         """The first candidates are all beams that the next step needs: possible, and not at their end."""

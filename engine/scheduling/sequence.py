@@ -288,6 +288,7 @@ class SequenceGroup:
                 early_stopping=decoding.early_stopping,
                 stop_ids=decoding.stop_ids,
                 max_tokens=decoding.max_tokens,
+                distinct_ends=decoding.distinct_ends,
             )
         self.kept: list[Hypothesis] = []
         self.settled = [0] * decoding.n

@@ -205,6 +205,13 @@ class Tokenizer:
             self._answers = answers
         return list(self._answers.encode(text, add_special_tokens=False, verbose=False))
 
+    def encode_answers(self, texts: Sequence[str]) -> list[list[int]]:
+        """Whole answers to ids, without special tokens."""
+        if self._fast is None:
+            return [self.encode_answer(text) for text in texts]
+        given = [self._given(text) for text in texts]
+        return [encoding.ids for encoding in self._fast.encode_batch_fast(given, add_special_tokens=False)]
+
     def token_id(self, text: str) -> int | None:
         """The id of the token that is written so in the vocabulary; None if there is none."""
         if self._fast is not None:

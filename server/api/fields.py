@@ -159,6 +159,18 @@ _JSON_TYPES: dict[str, Any] = {
         _FEW,
         WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_LISTED_IDS, "items": _ID}),
     ],
+    "constraint": Annotated[
+        dict[str, Name],
+        at_most(1, "fields"),
+        WithJsonSchema(
+            {
+                "type": "object",
+                "properties": {"catalogue": {"type": "string", "minLength": 1, "maxLength": MAX_NAME}},
+                "required": ["catalogue"],
+                "additionalProperties": False,
+            }
+        ),
+    ],
     "bad_words_ids": Annotated[
         Annotated[list[Annotated[list[int], _FIRST]], _FIRST],
         BeforeValidator(_few_ids),

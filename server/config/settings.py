@@ -8,7 +8,7 @@ import dataclasses
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model
@@ -176,13 +176,9 @@ class ServerSettings(BaseModel):
 
     @check_field("allowed_hosts", "allowed_origins", mode="before")
     @classmethod
-    def _split_list(cls, value: Any) -> Any:
-        """A list, or one text separated by commas; repeated flags may be both."""
-        if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            return value
-        return [part.strip().lower() for item in value for part in item.split(",") if part.strip()]
+    def _split_names(cls, value: Any) -> Any:
+        parts = _split(value)
+        return [part.lower() for part in parts] if isinstance(parts, list) else parts
 
     @check_field("allowed_hosts")
     @classmethod
@@ -312,6 +308,11 @@ class SettingsBase(ServerSettings, BaseSettings):
         "language; not together with MODEL.",
     )
 
+    @check_field("catalogue", mode="before", check_fields=False)
+    @classmethod
+    def _split_files(cls, value: Any) -> Any:
+        return _split(value)
+
     @check_model(mode="before")
     @classmethod
     def _choose_demo(cls, values: Any) -> Any:
@@ -355,6 +356,8 @@ def _engine_fields() -> dict[str, Any]:
         default = field.default
         if field.name == "model":
             kind, default = CliPositionalArg[str], str(DEMO_MODEL)
+        elif get_origin(kind) is tuple:
+            kind = Annotated[kind, NoDecode]
         fields[field.name] = (
             kind,
             Field(default=default, description=docs[field.name], repr=field.name not in SECRETS),
@@ -386,6 +389,15 @@ def shown(name: str, value: Any) -> Any:
     if name not in SECRETS or not value:
         return value
     return "(hidden)"
+
+
+def _split(value: Any) -> Any:
+    """A list, or one text separated by commas, as a list; repeated flags may be both. What is neither stays."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        return value
+    return [part.strip() for item in value for part in item.split(",") if part.strip()]
 
 
 def _explain(cls: type[BaseModel], problem: ValidationError) -> str:
