@@ -45,6 +45,8 @@ class ChatPieces(PieceMaker[ChatPiece]):
             piece = ChatPiece(index=index, delta=delta, logprobs=logprobs, finish_reason=choice.finish_reason)
             if choice.finish_reason is not None:
                 piece.stop_reason = choice.stop_reason
+            if choice.score is not None:
+                piece.score = max(choice.score, LOWEST_LOGPROB)
             if self.shape.return_token_ids:
                 piece.token_ids = list(choice.token_ids)
             made.append(piece)
@@ -103,6 +105,8 @@ def _join_one(pieces: Sequence[ChatPiece], *, logprobs: bool) -> ChatChoice:
         stop_reason=last.stop_reason,
         **first.model_dump(include={"prompt_token_ids", "prompt_logprobs"}, exclude_unset=True),
     )
+    if last.score is not None:
+        whole.score = last.score
     if last.token_ids is not None:
         whole.token_ids = [token for piece in pieces for token in piece.token_ids or ()]
     return whole

@@ -33,6 +33,8 @@ class CompletionPieces(PieceMaker[CompletionChoice]):
             stop_reason=choice.stop_reason,
             **extras,
         )
+        if choice.score is not None:
+            piece.score = max(choice.score, LOWEST_LOGPROB)
         logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if first and self.shape.echo:
             text = self._prompt_text(prompt)
@@ -120,6 +122,8 @@ def _join_one(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
             top_logprobs=[item for part in logprobs for item in part.top_logprobs],
             text_offset=[item for part in logprobs for item in part.text_offset],
         )
+    if last.score is not None:
+        whole.score = last.score
     if first.token_ids is not None:
         whole.token_ids = [token for piece in pieces for token in piece.token_ids or ()]
     return whole

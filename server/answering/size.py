@@ -63,7 +63,10 @@ class AnswerSize:
         return 0 if count is None else (1 + count) * self.bytes_per_logprob
 
     def _max_tokens(self, length: int) -> int:
-        info, asked = self.info, self.shape.params.max_tokens
+        info, asked, constraint = self.info, self.shape.params.max_tokens, self.shape.params.constraint
+        if asked is None and constraint is not None:
+            named = [found.most_tokens for found in info.catalogues if found.name == constraint["catalogue"]]
+            asked = max([self.shape.params.min_tokens or 0, *named])  # of an unknown one nothing is answered
         if asked is None:
             asked = info.default_max_new_tokens
         if asked is None:

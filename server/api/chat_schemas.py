@@ -144,7 +144,7 @@ class ChatMessage(BaseModel):
 
 class ChatChoice(BaseModel):
     """One answer. `stop_reason` is the stop string or the stop token id that ended it, null for the
-    model's own end of sequence."""
+    model's own end of sequence. `score` is what a beam search ranks its answers by."""
 
     index: int
     message: ChatMessage
@@ -154,6 +154,7 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
+    score: float | None = None
 
 
 class ChatCompletionResponse(BaseModel):
@@ -204,6 +205,7 @@ class ChatPiece(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
+    score: float | None = None
 
 
 class ChatCompletionChunk(BaseModel):

@@ -217,7 +217,8 @@ class CompletionLogprobs(BaseModel):
 
 class CompletionChoice(BaseModel):
     """One answer, or in a stream one answer's next piece. `stop_reason` is the stop string or the stop
-    token id that ended it, null for the model's own end of sequence."""
+    token id that ended it, null for the model's own end of sequence. `score` is what a beam search ranks
+    its answers by."""
 
     index: int
     text: str
@@ -227,6 +228,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
+    score: float | None = None
 
 
 class BeamMove(BaseModel):
@@ -317,6 +319,9 @@ class ModelCard(BaseModel):
     endpoints: list[str] = Field(description="Those that it serves; the others answer 400.")
     embedding_size: int | None = Field(None, description="Features of its vectors, where it gives any.")
     labels: list[str] | None = Field(None, description="The classes that it tells apart, where it does.")
+    catalogues: dict[str, int] | None = Field(
+        None, description="Names for `constraint`, and how many titles each has, where there are any."
+    )
 
 
 class ModelList(BaseModel):

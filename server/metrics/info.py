@@ -1,4 +1,4 @@
-"""Facts that do not change while the service runs: metrics whose labels tell, and whose value is 1."""
+"""Facts that do not change while the service runs: metrics whose labels tell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.process.client import EngineClient
 
 
 class InfoMetrics(Collector):
-    """The version, the model, the cache's size, and that there are no adapters."""
+    """The version, the model, the cache's size, catalogues, and that there are no adapters."""
 
     def __init__(self, client: EngineClient, model_name: str, version: str):
         self._client = client
@@ -42,6 +42,12 @@ class InfoMetrics(Collector):
             "num_gpu_blocks": str(info.num_blocks),
         }
         yield _told("cache_config_info", "Tokens in a page, their format, and how many pages the KV cache has.", size)
+        if info.catalogues:
+            text = "Titles that answers can be limited to."
+            titles = GaugeMetricFamily("octavo_catalogue_titles", text, labels=["catalogue"])
+            for catalogue in info.catalogues:
+                titles.add_metric([catalogue.name], catalogue.titles)
+            yield titles
         # A router takes the value for the time of the latest change.
         adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
         text = "Adapters in use: none, they are not served; the value is the Unix time of the start."

@@ -133,12 +133,14 @@ class _ChatRun(Run[ChatPiece, ChatChoice]):
 
 
 def _default_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
-    """What the model's generation config says (None: the engine knows it), else what is left of the
+    """What the model's generation config says, or a catalogue (None: the engine knows it), else what is left of the
     context, and of the KV cache where several sequences could fill it.
 
     Where a context was stretched, a prompt of up to half of the first one's length leaves it at that: factors of short
     texts serve such a chat better than room for a long answer.
     """
+    if params.constraint is not None:
+        return None
     if info.default_max_new_tokens is not None or (info.default_max_length or 0) > prompt_len:
         return None
     width = max(params.n, params.num_beams or 1)

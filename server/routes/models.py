@@ -25,6 +25,7 @@ def _card(service: Service) -> ModelCard:
         endpoints=served,
         embedding_size=info.embedding_size or None,
         labels=list(info.labels) or None,
+        catalogues={found.name: found.titles for found in info.catalogues} or None,
     )
 
 
