@@ -7,23 +7,23 @@ import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic
+from typing import ClassVar, Generic
 
 from fastapi import Request, Response
 from pydantic import BaseModel
-from pydantic_core import to_json
 
 from engine import InvalidRequestError
 from server.admission import Ticket, estimate_tokens
+from server.answering.events import Events
 from server.answering.generation import Generation, Update
 from server.answering.observation import RequestRecord
-from server.answering.pieces import Choice, Piece, PieceMaker, PlainText, Shape, keep_best
+from server.answering.pieces import Choice, Piece, PieceMaker, Shape, keep_best
 from server.answering.prompt import Prompt, Room, check_length, check_token_ids, encode_fitting
 from server.answering.size import AnswerSize
-from server.answering.streaming import COMMENT, ClientGoneError, EventStream, KeepAlive, Wanted, sse
+from server.answering.streaming import ClientGoneError, EventStream, KeepAlive, Wanted, failure
 from server.answering.terms import Terms, read_terms
 from server.api.fields import ignored_header
 from server.api.schemas import GenerationBody, Usage
@@ -31,10 +31,6 @@ from server.context import Service
 from server.errors import ApiError
 
 _SMALL_ANSWER = 1024 * 1024  # bytes of memory; a larger one is put together in a thread
-# Stands for the text of an event; no field has it by chance.
-_MARK = uuid.uuid4().hex
-# What an event says beside its pieces: the usage, the beams.
-Extra = Mapping[str, Any]
 
 
 async def encode_prompts(
@@ -89,6 +85,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     id_prefix: ClassVar[str]
     bytes_per_logprob: ClassVar[int]  # of memory, from the engine's news to the answer's JSON
+    stream_keeps_answer: ClassVar[bool] = False  # a stream's last events repeat the whole answer
 
     service: Service
     body: GenerationBody
@@ -101,10 +98,11 @@ class Run(ABC, Generic[Piece, Choice]):
     shown_special: frozenset[int] = frozenset()  # special tokens by which the answer is read
     _ticket: Ticket | None = None
     _size: int = 0  # bytes of memory that the answer may take
-    _around: dict[int, tuple[str, str]] = field(default_factory=dict)  # of a choice's plain text in an event
+    _stream: Events[Piece] | None = None  # once the prompts are known
+    _streamed: Generation | None = None
 
     def __post_init__(self) -> None:
-        self.request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.request_id = f"{self.id_prefix}{uuid.uuid4().hex}"
 
     @abstractmethod
     def size(self) -> tuple[int, int]:
@@ -127,8 +125,29 @@ class Run(ABC, Generic[Piece, Choice]):
         """The body of an unstreamed answer."""
 
     @abstractmethod
-    def chunk(self, pieces: list[Piece], extra: Extra) -> BaseModel:
-        """The data of one event; where `extra` has no usage the field is left out, as OpenAI does."""
+    def events(self, maker: PieceMaker[Piece]) -> Events[Piece]:
+        """What writes the events of a streamed one."""
+
+    def ignored_fields(self) -> list[str]:
+        """Names of fields of the request that might have been meant to change the answer."""
+        return self.body.ignored_fields()
+
+    async def settle(self, body: str) -> str:
+        """The last look at an unstreamed answer's body before it is sent."""
+        return body
+
+    async def settle_stream(self, events: Events[Piece]) -> str:
+        """The last events of a streamed one."""
+        return events.closing()
+
+    def failing(self, problem: ApiError) -> str:
+        """The last events of a stream that fails."""
+        return failure(problem) if self._stream is None else self._stream.failing(problem)
+
+    @property
+    def keeps_answer(self) -> bool:
+        """The whole answer is in memory at its end."""
+        return self.stream_keeps_answer or not self.body.stream
 
     def public_name(self, param: str | None) -> str | None:
         """The name under which the client sent what the engine calls `param`."""
@@ -136,7 +155,7 @@ class Run(ABC, Generic[Piece, Choice]):
 
     async def respond(self, request: Request) -> Response:
         """The answer, as the body asks for it."""
-        headers = ignored_header(self.body.ignored_fields())
+        headers = ignored_header(self.ignored_fields())
         self.terms = read_terms(self.body, request, self.service.settings, self.arrival)
         self.record = self._record(request.url.path)
         self.record.belongs_to(request)
@@ -145,7 +164,8 @@ class Run(ABC, Generic[Piece, Choice]):
             self._ticket = ticket = self.service.admit(*self.size(), self.terms)
         wanted = Wanted(self.service.drain, self._interrupted)
         if self.body.stream:
-            return EventStream(self.record.streamed(self._events(ticket)), wanted, headers, held=ticket)
+            events = self.record.streamed(self._events(ticket))
+            return EventStream(events, wanted, headers, held=ticket, failing=self.failing)
         try:
             with ticket:
                 content = await wanted.run(request.scope, request.receive, self.record.whole(self._answer(ticket)))
@@ -172,8 +192,8 @@ class Run(ABC, Generic[Piece, Choice]):
                 updates = await generation.whole()
                 await generation.settled()
         if self._size < _SMALL_ANSWER:
-            return self._body(maker, updates, len(prompts))
-        return await asyncio.to_thread(self._body, maker, updates, len(prompts))
+            return await self.settle(self._body(maker, updates, len(prompts)))
+        return await self.settle(await asyncio.to_thread(self._body, maker, updates, len(prompts)))
 
     def _body(self, maker: PieceMaker[Piece], updates: Sequence[Update], num_prompts: int) -> str:
         pieces: list[Piece] = []
@@ -190,48 +210,25 @@ class Run(ABC, Generic[Piece, Choice]):
         return self.whole(choices, maker.usage()).model_dump_json(exclude_unset=True)
 
     async def _events(self, ticket: Ticket) -> AsyncGenerator[str, None]:
-        """The answer as events, one choice each; first an empty item, once the engine has accepted it."""
-        options = self.body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
+        """The answer as events; first those that open it, or an empty item, once the engine has accepted it."""
         with self._working(ticket):
             prompts = await self._prompts(ticket)
-            maker = self.maker(prompts)
+            events = self._stream = self.events(self.maker(prompts))
             with self._public_names(), self._generation(prompts, ticket) as generation:
+                self._streamed = generation
                 await generation.accepted()
                 with KeepAlive(self.service.settings.stream_keepalive, generation.nudge) as keep_alive:
-                    yield ""
+                    yield events.opening()
                     while not generation.finished:
-                        updates = await generation.news()
-                        news = [piece for update in updates for piece in maker.news(update)]
-                        beams = [live for update in updates if (live := maker.beams(update)) is not None]
-                        if news or beams:
-                            usage = {"usage": maker.usage() if continuous else None} if with_usage else {}
-                            moved = "".join(self._event([], {**usage, "beams": live}) for live in beams)
-                            yield moved + "".join(self._news_event(maker, piece, usage) for piece in news)
+                        if news := events.news(await generation.news()):
+                            yield news
                         elif keep_alive.due:
-                            yield COMMENT
+                            yield events.silence
                         else:
                             continue
                         keep_alive.sent()
                 await generation.settled()
-        last = self._event([], {"usage": maker.usage()}) if with_usage else ""
-        yield last + sse("[DONE]")
-
-    def _news_event(self, maker: PieceMaker[Piece], news: Piece | PlainText, usage: Extra) -> str:
-        if not isinstance(news, PlainText):
-            return self._event([news], usage)
-        if usage.get("usage") is not None:
-            return self._event([maker.plain(news)], usage)
-        # A choice's events differ in their text alone: what is around it is made once.
-        around = self._around.get(news.index)
-        if around is None:
-            before, after = self._event([maker.plain(PlainText(news.index, _MARK))], usage).split(f'"{_MARK}"')
-            around = self._around[news.index] = before, after
-        return f"{around[0]}{to_json(news.text).decode()}{around[1]}"
-
-    def _event(self, pieces: list[Piece], extra: Extra) -> str:
-        return sse(self.chunk(pieces, extra).model_dump_json(exclude_unset=True))
+        yield await self.settle_stream(events)
 
     @contextmanager
     def _working(self, ticket: Ticket) -> Iterator[None]:
@@ -244,6 +241,12 @@ class Run(ABC, Generic[Piece, Choice]):
             except Exception:
                 self._aborted("error")
                 raise
+
+    def stop(self, reason: str) -> None:
+        """End a stream here: what has been generated is sent, and its last events."""
+        if self._streamed is not None and not self._streamed.finished:
+            self._interrupted(reason)
+            self._streamed.stop()
 
     def _interrupted(self, reason: str) -> None:
         self._aborted(reason)
@@ -262,7 +265,7 @@ class Run(ABC, Generic[Piece, Choice]):
         longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # of what is longer the engine will say so
         ticket.measure([min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts])
         self._size = AnswerSize(self.shape, self.bytes_per_logprob, info).check(
-            prompts, self.service.settings, stream=bool(self.body.stream)
+            prompts, self.service.settings, stream=not self.keeps_answer
         )
         return prompts
 

@@ -163,6 +163,12 @@ class Generation:
         if self._cut_short:
             await self._client.settled()
 
+    def stop(self) -> None:
+        """End the answers where they are."""
+        self._close()
+        self._num_unfinished = 0
+        self.nudge()
+
     def nudge(self) -> None:
         """Let `news` return, even without any."""
         if self._waiter is not None and not self._waiter.done():

@@ -84,6 +84,11 @@ def sse(data: str) -> str:
     return f"data: {data}\n\n"
 
 
+def failure(problem: ApiError) -> str:
+    """OpenAI's error body as an event."""
+    return sse(problem.body())
+
+
 class KeepAlive:
     """Tells when a stream has been silent for too long; a context.
 
@@ -133,7 +138,7 @@ class EventStream(Response):
     """Answers with what an asynchronous generator yields, each item some events or a comment.
 
     The first item, which may be empty, is awaited before the status is sent: an exception up to there is
-    answered as an ordinary error; a later one becomes an event with OpenAI's error body, and the end.
+    answered as an ordinary error; a later one becomes an event (by default with OpenAI's error body), and the end.
     When the answer is not wanted any more, the generator is cancelled where it stands.
 
     Args:
@@ -141,6 +146,7 @@ class EventStream(Response):
         wanted: watches over it.
         headers: further ones.
         held: a context that is left when the answer has ended, even if `events` has not begun.
+        failing: makes the last events of a problem.
     """
 
     media_type = "text/event-stream"
@@ -151,6 +157,7 @@ class EventStream(Response):
         wanted: Wanted,
         headers: dict[str, str] | None = None,
         held: AbstractContextManager[object] | None = None,
+        failing: Callable[[ApiError], str] = failure,
     ):
         # No proxy on the way may keep or collect what is meant to arrive at once.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
@@ -158,6 +165,7 @@ class EventStream(Response):
         self._events = events
         self._wanted = wanted
         self._held = held or nullcontext()
+        self._failing = failing
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,7 +177,7 @@ class EventStream(Response):
         except ApiError as problem:
             if not self._begun:
                 raise
-            await self._send_end(send, sse(problem.body()))
+            await self._send_end(send, self._failing(problem))
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -182,7 +190,7 @@ class EventStream(Response):
                 try:
                     item = await anext(events, None)
                 except Exception as problem:
-                    await self._send_end(send, sse(to_api_error(problem).body()))
+                    await self._send_end(send, self._failing(to_api_error(problem)))
                     return
             await self._send_end(send)
 

@@ -8,10 +8,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
-from server.answering.answer import Extra, Run, encode_prompts, estimate_size
+from server.answering.answer import Run, encode_prompts, estimate_size
 from server.answering.completion import CompletionPieces, join
 from server.answering.endpoints import require
+from server.answering.events import Chunks, Extra
 from server.answering.generation import BYTES_PER_LOGPROB
+from server.answering.pieces import PieceMaker
 from server.answering.prompt import Prompt, Room
 from server.answering.seq2seq import Decoder, read_decoder, refuse_echo
 from server.api import examples
@@ -57,7 +59,7 @@ async def create_completion(
 
 @dataclass(slots=True)
 class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     bytes_per_logprob = BYTES_PER_LOGPROB
     body: CompletionRequest
     decoder: Decoder | None = field(kw_only=True)
@@ -86,9 +88,12 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
         return join(pieces)
 
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> CompletionResponse:
-        return self.chunk(choices, {"usage": usage})
+        return self._chunk(choices, {"usage": usage})
 
-    def chunk(self, pieces: list[CompletionChoice], extra: Extra) -> CompletionResponse:
+    def events(self, maker: PieceMaker[CompletionChoice]) -> Chunks[CompletionChoice]:
+        return Chunks(maker, self._chunk, self.body.stream_options)
+
+    def _chunk(self, pieces: list[CompletionChoice], extra: Extra) -> CompletionResponse:
         return CompletionResponse(
             id=self.request_id,
             object="text_completion",

@@ -1,0 +1,113 @@
+"""A conversation being answered: what the endpoints that take messages share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from engine import EngineInfo, SamplingParams
+from server.answering.answer import Run
+from server.answering.chat import ChatPieces
+from server.answering.messages import Message, estimate_messages, read_messages
+from server.answering.parsed_chat import ParsedChatPieces
+from server.answering.parsing import Parsing
+from server.answering.pieces import Choice
+from server.answering.prompt import Prompt, Room
+from server.answering.rendering import Rendering, read_rendering
+from server.answering.size import AnswerSize
+from server.answering.tools import Tools, read_tools
+from server.api.chat_schemas import ChatCompletionRequest, ChatPiece
+from server.api.parameters import shape_of
+from server.context import Service
+from server.errors import ApiError
+
+
+@dataclass(slots=True)
+class ConversationRun(Run[ChatPiece, Choice]):
+    """Answers a chat request, whatever the endpoint's shape is."""
+
+    bytes_per_logprob = 400
+    body: ChatCompletionRequest
+    messages: list[Message] = field(kw_only=True)
+    rendering: Rendering = field(kw_only=True)
+    tools: Tools | None = field(kw_only=True)
+    parsing: Parsing | None = None
+
+    @classmethod
+    def of(cls, body: ChatCompletionRequest, service: Service, arrival: float, **more: Any) -> Self:
+        """The run of a request.
+
+        Args:
+            arrival: `time.monotonic()` seconds.
+            more: further attributes.
+
+        Raises:
+            ApiError, InvalidRequestError: something in the body is wrong, or not supported.
+        """
+        if body.top_logprobs and not body.logprobs:
+            message = f"top_logprobs ({body.top_logprobs}) needs logprobs to be true."
+            raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+        shape = shape_of(body, service)
+        messages = read_messages(body.messages)
+        tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        if tools is not None and tools.forced:
+            message = "tool_choice can only be auto or none: calls cannot be enforced."
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        rendering = read_rendering(body, tools)
+        return cls(service, body, shape, arrival, messages=messages, rendering=rendering, tools=tools, **more)
+
+    def size(self) -> tuple[int, int]:
+        tokens = estimate_messages(self.messages) + self.rendering.num_tokens
+        return 1, min(tokens, self.service.client.info.max_model_len)
+
+    async def prompts(self) -> list[Prompt]:
+        room = Room(self.service.client.info.max_model_len, "messages")
+        prompt = await self.service.render(self.messages, room, self.rendering)
+        final = self.messages[-1]["content"] if self.rendering.continue_final_message else None
+        self.parsing = self.service.answers.parsing(self.tools, prompt.text or "", final)
+        if self.parsing is not None:
+            self.shown_special = self.parsing.shown_special
+        params = self.shape.params
+        if params.max_tokens is None:
+            limit = _default_max_tokens(params, self.service.client.info, len(prompt.token_ids))
+            if limit is not None and self.keeps_answer:
+                size = AnswerSize(self.shape, self.bytes_per_logprob, self.service.client.info)
+                limit = min(limit, size.most_tokens(self.service.settings))
+            self.shape = replace(self.shape, params=replace(params, max_tokens=limit))
+        return [prompt]
+
+    def maker(self, prompts: list[Prompt]) -> ChatPieces:
+        # As in vLLM: without an answer that is opened, the last message is what goes on.
+        last = self.messages[-1]
+        role = "assistant" if self.rendering.add_generation_prompt else last["role"]
+        echoed = last["content"] if self.body.echo and last["role"] == role else ""
+        if self.parsing is None:
+            return ChatPieces(prompts, self.shape, self.service.tokenizer, role=role, echoed=echoed)
+        return ParsedChatPieces(
+            prompts, self.shape, self.service.tokenizer, role=role, echoed=echoed, parsing=self.parsing
+        )
+
+    def public_name(self, param: str | None) -> str | None:
+        if param == "max_tokens" and self.body.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if param == "prompt" else param
+
+
+def _default_max_tokens(params: SamplingParams, info: EngineInfo, prompt_len: int) -> int | None:
+    """What the model's generation config says, or a catalogue (None: the engine knows it), else what is left of the
+    context, and of the KV cache where several sequences could fill it.
+
+    Where a context was stretched, a prompt of up to half of the first one's length leaves it at that: factors of short
+    texts serve such a chat better than room for a long answer.
+    """
+    if params.constraint is not None:
+        return None
+    if info.default_max_new_tokens is not None or (info.default_max_length or 0) > prompt_len:
+        return None
+    width = max(params.n, params.num_beams or 1)
+    pages = info.num_blocks // width
+    length = info.max_model_len if width <= info.full_requests else pages * info.block_size
+    room = min(info.max_model_len, length) - prompt_len
+    if info.first_context_len is not None and 2 * prompt_len <= info.first_context_len:
+        room = min(room, info.first_context_len - prompt_len + 1)  # the last token is not computed
+    return max(room, 1)  # where there is no room the engine says so

@@ -1,0 +1,102 @@
+"""An answer as a stream of events, in the form of its endpoint."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+from server.answering.generation import Update
+from server.answering.pieces import Piece, PieceMaker, PlainText
+from server.answering.streaming import COMMENT, failure, sse
+from server.api.schemas import StreamOptions
+from server.errors import ApiError
+
+# Stands for the text of an event; no field has it by chance.
+_MARK = uuid.uuid4().hex
+# What an event says beside its pieces: the usage, the beams.
+Extra = Mapping[str, Any]
+
+
+class Events(ABC, Generic[Piece]):
+    """Writes the events of one answer.
+
+    Attributes:
+        silence: what is sent when there has been no news for long.
+        maker: makes pieces of updates.
+    """
+
+    silence: ClassVar[str] = COMMENT
+
+    def __init__(self, maker: PieceMaker[Piece]):
+        self.maker = maker
+
+    def opening(self) -> str:
+        """What is sent once the engine has accepted the request; may be nothing."""
+        return ""
+
+    @abstractmethod
+    def news(self, updates: Sequence[Update]) -> str:
+        """The events of some updates; may be none."""
+
+    @abstractmethod
+    def closing(self) -> str:
+        """The last events."""
+
+    def failing(self, problem: ApiError) -> str:
+        """The last events of an answer that could not be completed."""
+        return failure(problem)
+
+
+class Chunks(Events[Piece]):
+    """The events of /v1/completions and /v1/chat/completions: chunks with one choice each, then the usage if asked for.
+
+    Args:
+        chunk: makes the data of one event; where the extra has no usage the field is left out, as OpenAI does.
+        options: `stream_options`.
+    """
+
+    def __init__(
+        self,
+        maker: PieceMaker[Piece],
+        chunk: Callable[[list[Piece], Extra], BaseModel],
+        options: StreamOptions | None,
+    ):
+        super().__init__(maker)
+        self._chunk = chunk
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._continuous = self._with_usage and options is not None and bool(options.continuous_usage_stats)
+        self._around: dict[int, tuple[str, str]] = {}  # of a choice's plain text in an event
+
+    def news(self, updates: Sequence[Update]) -> str:
+        maker = self.maker
+        news = [piece for update in updates for piece in maker.news(update)]
+        beams = [live for update in updates if (live := maker.beams(update)) is not None]
+        if not (news or beams):
+            return ""
+        usage = {"usage": maker.usage() if self._continuous else None} if self._with_usage else {}
+        moved = "".join(self._event([], {**usage, "beams": live}) for live in beams)
+        return moved + "".join(self._news_event(piece, usage) for piece in news)
+
+    def closing(self) -> str:
+        last = self._event([], {"usage": self.maker.usage()}) if self._with_usage else ""
+        return last + sse("[DONE]")
+
+    def _news_event(self, news: Piece | PlainText, usage: Extra) -> str:
+        if not isinstance(news, PlainText):
+            return self._event([news], usage)
+        if usage.get("usage") is not None:
+            return self._event([self.maker.plain(news)], usage)
+        # A choice's events differ in their text alone: what is around it is made once.
+        around = self._around.get(news.index)
+        if around is None:
+            before, after = self._event([self.maker.plain(PlainText(news.index, _MARK))], usage).split(f'"{_MARK}"')
+            around = self._around[news.index] = before, after
+        return f"{around[0]}{to_json(news.text).decode()}{around[1]}"
+
+    def _event(self, pieces: list[Piece], extra: Extra) -> str:
+        return sse(self._chunk(pieces, extra).model_dump_json(exclude_unset=True))
