@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from server.door.hosts import HostGate
 from server.door.key_limits import KeyLimitsMiddleware
 from server.door.keys import KeyRing, read_api_keys
 from server.door.limits import BodyLimitMiddleware
+from server.door.message_errors import MessageErrors
 from server.door.rates import RequestRates
 from server.door.request_id import RequestIdMiddleware
 from server.door.shedding import MemoryGate
@@ -40,6 +41,7 @@ from server.live import LiveFeed
 from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
 from server.metrics.registry import Metrics
+from server.response_store import ResponseStore, open_store
 from server.routes import (
     chat,
     classify,
@@ -47,9 +49,11 @@ from server.routes import (
     embeddings,
     fill_mask,
     live,
+    messages,
     models,
     operations,
     playground,
+    responses,
     scoring,
     tokenize,
 )
@@ -65,17 +69,18 @@ BODY_BYTES_PER_TOKEN = 32  # a token of text has about 4; what is escaped, and w
 class OctavoApp(FastAPI):
     """FastAPI behind the front door.
 
-    From the outside in: the request's id, the host and the origin, Starlette's handler of unexpected exceptions, HEAD,
-    the drain, the API key, the request's trace where there are traces, the key's limits, the memory, what is refused
-    while the service is full, the body's limits, the handlers of expected errors, the routes. So every answer carries
-    the id, all that an allowed web page is answered can be read by it, and no body is taken without a key.
+    From the outside in: the request's id, the shape of errors, the host and the origin, Starlette's handler of
+    unexpected exceptions, HEAD, the drain, the API key, the request's trace where there are traces, the key's limits,
+    the memory, what is refused while the service is full, the body's limits, the handlers of expected errors, the
+    routes. So every answer carries the id, all that an allowed web page is answered can be read by it, and no body is
+    taken without a key.
     """
 
     gate: Callable[[ASGIApp], ASGIApp]
 
     def build_middleware_stack(self) -> ASGIApp:
         """The whole stack, the id outermost, where FastAPI lets no middleware be."""
-        return RequestIdMiddleware(self.gate(super().build_middleware_stack()))
+        return RequestIdMiddleware(MessageErrors(self.gate(super().build_middleware_stack())))
 
     def openapi(self) -> dict[str, Any]:
         """The document, with what the front door adds."""
@@ -95,6 +100,7 @@ def create_app(
     api_keys: KeyRing | None = None,
     tracing: Tracing | None = None,
     memory: MemoryGuard | None = None,
+    response_store: ResponseStore | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -108,10 +114,11 @@ def create_app(
         api_keys: those of the settings, if they have been read already.
         tracing: that of the settings, if it has been started already; the app's lifespan closes it.
         memory: what the process may have (default: as much as it gets).
+        response_store: that of the settings, if it has been opened already; the app's lifespan closes it.
 
     Raises:
-        ConfigError: the file with API keys cannot be read, Redis cannot be used, requests cannot be traced, or a parser
-            is not known.
+        ConfigError: the file with API keys cannot be read, Redis cannot be used, requests cannot be traced, answers
+            cannot be stored, or a parser is not known.
     """
 
     @asynccontextmanager
@@ -120,6 +127,7 @@ def create_app(
         async with (
             watch_event_loop(metrics.event_loop_lag.observe),
             service.memory.watched(lambda: service.drain.num_running),
+            response_store.opened() if response_store is not None else nullcontext(),
         ):
             yield
         await client.close()
@@ -129,6 +137,7 @@ def create_app(
 
     settings, drain, metrics = settings or ServerSettings(), drain or Drain(), Metrics(client, model_id, version)
     memory = memory or MemoryGuard()
+    response_store = response_store or open_store(settings)
     admission = make_admission(
         client.info,
         settings,
@@ -188,14 +197,30 @@ def create_app(
         live=LiveFeed(client, drain, settings.stream_keepalive),
         tokenizing=make_admission(client.info, settings, metrics),
         answers=make_reader(tokenizer, settings),
+        response_store=response_store,
         drain=drain,
         memory=memory,
         settings=settings,
     )
     errors.install(app)
     documentation.install(app)
-    for module in (completions, chat, embeddings, scoring, classify, fill_mask, models, operations, live, tokenize):
+    for module in (
+        completions,
+        chat,
+        responses,
+        messages,
+        embeddings,
+        scoring,
+        classify,
+        fill_mask,
+        models,
+        operations,
+        live,
+        tokenize,
+    ):
         app.include_router(module.router)
+    for router in (responses.stored, messages.counting):
+        app.include_router(router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
     return app
@@ -221,7 +246,11 @@ def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> Answer
 def needed_bodies(info: EngineInfo) -> dict[str, int]:
     """Bytes that bodies need at most where they hold one text: many for each token that the model reads."""
     longest = max(Room.of_prompt(info).tokens, tokenize.MAX_TOKENS)
-    return dict.fromkeys(("/v1/chat/completions", "/tokenize", "/detokenize"), BODY_BYTES_PER_TOKEN * longest)
+    paths = (
+        "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize",
+        "/detokenize",
+    )  # fmt: skip
+    return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
 
 
 def full_checks(admission: Admission, pooling: Admission) -> dict[str, Check]:
@@ -230,6 +259,8 @@ def full_checks(admission: Admission, pooling: Admission) -> dict[str, Check]:
     for module, bound in (
         (completions, admission),
         (chat, admission),
+        (responses, admission),
+        (messages, admission),
         (embeddings, pooling),
         (scoring, pooling),
         (classify, pooling),

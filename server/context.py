@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
@@ -26,6 +26,16 @@ from server.errors import ApiError, shown
 from server.live import LiveFeed
 from server.memory import MemoryGuard
 from server.metrics.registry import Metrics
+from server.response_store import ResponseStore
+
+
+class Cancellable(Protocol):
+    """An answer that a client may end before it is complete."""
+
+    terms: Terms
+
+    def cancel(self) -> dict[str, Any]:
+        """End it; it as far as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,8 @@ class Service:
         turns: hands their inputs to the engine.
         live: what clients of the live feed are shown.
         tokenizing: bounds calls of /tokenize and /detokenize.
+        response_store: keeps answers of /v1/responses; None where none are kept.
+        running_responses: its streams, by their ids.
         drain: whether the service stops.
         memory: whether the process has too much.
         renderer: renders chat messages.
@@ -60,6 +72,8 @@ class Service:
     turns: Turns
     live: LiveFeed
     tokenizing: Admission
+    response_store: ResponseStore | None = None
+    running_responses: dict[str, Cancellable] = field(default_factory=dict)
     drain: Drain = field(default_factory=Drain)
     memory: MemoryGuard = field(default_factory=MemoryGuard)
     renderer: ChatRenderer = field(default_factory=ChatRenderer)

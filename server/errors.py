@@ -21,7 +21,9 @@ logger = logging.getLogger("octavo.server")
 request_logger = structlog.get_logger("octavo.request")
 
 # Endings of the paths whose requests have a line in the log each.
-_LOGGED = ("/completions", "/embeddings", "/score", "/rerank", "/classify", "/fill-mask")
+_LOGGED = (
+    "/completions", "/responses", "/messages", "/embeddings", "/score", "/rerank", "/classify", "/fill-mask",
+)  # fmt: skip
 _SHOWN = 80  # characters of a wrong value that an error message repeats
 
 

@@ -40,6 +40,7 @@ from server.door.reload import KeyReload
 from server.door.root_path import RootPath
 from server.door.slots import FEW, Slot, Slots, count_slots
 from server.memory import MemoryGuard, find_limit
+from server.response_store import open_store
 from server.tracing.start import start_tracing
 from server.watchdog import LoopWatchdog, restart_when_stuck
 from server.workers.pool import shared_workers
@@ -144,6 +145,7 @@ def _prepare(
     reload.listen()  # before the file is read, so that no change of it is missed
     api_keys.replace(read_api_keys(settings))
     tracing = start_tracing(settings, version)
+    response_store = open_store(settings)
     client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures), log_format)
     model_id = served_model_id(config.model, settings.served_model_name)
     _log_facts(client, tokenizer, model_id)
@@ -161,6 +163,7 @@ def _prepare(
         api_keys=api_keys,
         tracing=tracing,
         memory=memory,
+        response_store=response_store,
     )
     page = "in a browser: a playground; " if settings.enable_playground else ""
     hints = "" if settings.uds else f" ({page}API documentation: {listener.url}/docs)"

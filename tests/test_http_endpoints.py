@@ -15,11 +15,12 @@ from engine.text.processor import Tokenizer
 from server.answering.endpoints import ENDPOINTS
 from server.app import create_app
 
+CONVERSATIONS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 VECTORS = ["/v1/embeddings", "/v1/score", "/v1/rerank"]
 ENCODER: dict[str, Any] = {"encoder_only": True, "block_size": 0, "num_blocks": 0, "full_requests": 0.0}
 EMBEDS: dict[str, Any] = {"embedding_size": FEATURES}
 KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "decoder": ({"tasks": ("generate", "embed"), **EMBEDS}, ["/v1/completions", "/v1/chat/completions", *VECTORS]),
+    "decoder": ({"tasks": ("generate", "embed"), **EMBEDS}, [*CONVERSATIONS, *VECTORS]),
     "encoder-decoder": ({"tasks": ("generate",), "max_encoder_len": 64}, ["/v1/completions"]),
     "headless": ({"tasks": ("embed",), **ENCODER, **EMBEDS}, VECTORS),
     "masked": ({"tasks": ("fill_mask", "embed"), **ENCODER, **EMBEDS}, [*VECTORS, "/v1/fill-mask"]),
@@ -35,6 +36,8 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/embeddings": {"input": "a"},
     "/v1/score": {"text_1": "a", "text_2": "b"},
     "/v1/rerank": {"query": "a", "documents": ["b"]},

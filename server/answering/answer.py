@@ -7,10 +7,10 @@ import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic
+from typing import ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 from pydantic import BaseModel
@@ -29,6 +29,8 @@ from server.api.fields import ignored_header
 from server.api.schemas import GenerationBody, Usage
 from server.context import Service
 from server.errors import ApiError
+
+T = TypeVar("T")
 
 _SMALL_ANSWER = 1024 * 1024  # bytes of memory; a larger one is put together in a thread
 
@@ -138,7 +140,14 @@ class Run(ABC, Generic[Piece, Choice]):
 
     async def settle_stream(self, events: Events[Piece]) -> str:
         """The last events of a streamed one."""
-        return events.closing()
+        return await self.made(events.closing)
+
+    async def made(self, make: Callable[[], T]) -> T:
+        """What `make` makes of the answer, in a thread if that is large."""
+        return make() if self._size < _SMALL_ANSWER else await asyncio.to_thread(make)
+
+    def ended(self) -> None:
+        """A stream has ended, however that came."""
 
     def failing(self, problem: ApiError) -> str:
         """The last events of a stream that fails."""
@@ -191,9 +200,7 @@ class Run(ABC, Generic[Piece, Choice]):
             with self._public_names(), self._generation(prompts, ticket) as generation:
                 updates = await generation.whole()
                 await generation.settled()
-        if self._size < _SMALL_ANSWER:
-            return await self.settle(self._body(maker, updates, len(prompts)))
-        return await self.settle(await asyncio.to_thread(self._body, maker, updates, len(prompts)))
+        return await self.settle(await self.made(functools.partial(self._body, maker, updates, len(prompts))))
 
     def _body(self, maker: PieceMaker[Piece], updates: Sequence[Update], num_prompts: int) -> str:
         pieces: list[Piece] = []
@@ -211,24 +218,27 @@ class Run(ABC, Generic[Piece, Choice]):
 
     async def _events(self, ticket: Ticket) -> AsyncGenerator[str, None]:
         """The answer as events; first those that open it, or an empty item, once the engine has accepted it."""
-        with self._working(ticket):
-            prompts = await self._prompts(ticket)
-            events = self._stream = self.events(self.maker(prompts))
-            with self._public_names(), self._generation(prompts, ticket) as generation:
-                self._streamed = generation
-                await generation.accepted()
-                with KeepAlive(self.service.settings.stream_keepalive, generation.nudge) as keep_alive:
-                    yield events.opening()
-                    while not generation.finished:
-                        if news := events.news(await generation.news()):
-                            yield news
-                        elif keep_alive.due:
-                            yield events.silence
-                        else:
-                            continue
-                        keep_alive.sent()
-                await generation.settled()
-        yield await self.settle_stream(events)
+        try:
+            with self._working(ticket):
+                prompts = await self._prompts(ticket)
+                events = self._stream = self.events(self.maker(prompts))
+                with self._public_names(), self._generation(prompts, ticket) as generation:
+                    self._streamed = generation
+                    await generation.accepted()
+                    with KeepAlive(self.service.settings.stream_keepalive, generation.nudge) as keep_alive:
+                        yield events.opening()
+                        while not generation.finished:
+                            if news := events.news(await generation.news()):
+                                yield news
+                            elif keep_alive.due:
+                                yield events.silence
+                            else:
+                                continue
+                            keep_alive.sent()
+                    await generation.settled()
+            yield await self.settle_stream(events)
+        finally:
+            self.ended()
 
     @contextmanager
     def _working(self, ticket: Ticket) -> Iterator[None]:

@@ -63,6 +63,8 @@ def _fill_mask(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
 ENDPOINTS: dict[str, _Reason] = {
     "/v1/completions": _completions,
     "/v1/chat/completions": _chat,
+    "/v1/responses": _chat,
+    "/v1/messages": _chat,
     "/v1/embeddings": _embeddings,
     "/v1/score": _score,
     "/v1/rerank": _score,

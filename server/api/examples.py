@@ -36,6 +36,32 @@ CHAT: dict[str, Any] = {
         "value": {"messages": _HELLO, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 3},
     },
 }
+RESPONSES: dict[str, Any] = {
+    "simple": {"summary": "A question", "value": {"input": "What is an octavo?", "max_output_tokens": 32}},
+    "instructed": {
+        "summary": "With instructions, as a stream",
+        "value": {"instructions": "Be brief.", "input": _HELLO, "stream": True},
+    },
+    "items": {
+        "summary": "A conversation as items",
+        "value": {
+            "input": [
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello!"}]},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello to you."}]},
+                *_HELLO,
+            ],
+            "max_output_tokens": 32,
+        },
+    },
+}
+MESSAGES: dict[str, Any] = {
+    "simple": {"summary": "A question", "value": {"max_tokens": 32, "messages": _HELLO}},
+    "instructed": {
+        "summary": "With a system prompt, as a stream",
+        "value": {"max_tokens": 32, "system": "Be brief.", "messages": _HELLO, "stream": True},
+    },
+}
+COUNT_TOKENS: dict[str, Any] = {"simple": {"summary": "A conversation", "value": {"messages": _HELLO}}}
 EMBEDDINGS: dict[str, Any] = {
     "simple": {"summary": "A text's vector", "value": {"input": "The food was delicious."}},
     "several": {
@@ -100,4 +126,20 @@ EVENT_STREAM: dict[str, Any] = {
         "example": 'data: {"choices": [{"index": 0, ...}], ...}\n\ndata: [DONE]\n\n',
     }
 }
+
+
+def _events(description: str, example: str) -> dict[str, Any]:
+    fields = {"event": {"type": "string"}, "data": {"type": "string", "description": description}}
+    schema = {"type": "object", "properties": fields, "required": ["event", "data"]}
+    return {"text/event-stream": {"itemSchema": schema, "example": example}}
+
+
+RESPONSE_STREAM = _events(
+    "A typed event as JSON, with its sequence_number.",
+    'event: response.output_text.delta\ndata: {"type": "response.output_text.delta", "delta": "An", ...}\n\n',
+)
+MESSAGE_STREAM = _events(
+    "A typed event as JSON.",
+    'event: content_block_delta\ndata: {"type": "content_block_delta", "index": 0, ...}\n\n',
+)
 EXPOSITION: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}, "example": "octavo_engine_up 1.0\n"}}

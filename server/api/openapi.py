@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from server.api.schemas import MAX_TIMEOUT
 from server.config.settings import ServerSettings
 from server.door.auth import HEALTH_PATHS, METRICS_PATH, roles_for
 from server.door.keys import Role
+from server.door.message_errors import MESSAGES_PATH
 
 SCHEME = "api_key"
-_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+KEY_SCHEME = "x_api_key"
 _ID = {"X-Request-ID": {"$ref": "#/components/headers/X-Request-ID"}}
 
 _TIMEOUT = {
@@ -31,35 +33,45 @@ def with_front_door(document: dict[str, Any], settings: ServerSettings) -> dict[
         "scheme": "bearer",
         "description": "Needed where the server was started with API keys (--api-key, --api-key-file).",
     }
+    components["securitySchemes"][KEY_SCHEME] = {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-Api-Key",
+        "description": "The same key, as Anthropic's clients send it; read where there is no bearer token.",
+    }
     components.setdefault("headers", {})["X-Request-ID"] = {
         "description": "The request's own id if that has 1 to 128 characters of A-Z a-z 0-9 . _ -, else a new one.",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
     }
     closed = bool(settings.api_key or settings.api_key_file)
     needless = HEALTH_PATHS | ({METRICS_PATH} if settings.public_metrics else set())
+    keys: list[dict[str, list[str]]] = [{SCHEME: []}, {KEY_SCHEME: []}]
     for path, operations in document["paths"].items():
+        error = "MessageError" if path.startswith(MESSAGES_PATH) else "ErrorResponse"
+        add = partial(_add_error, error)
         for operation in operations.values():
             forbidden = "The host or the web page's origin is not allowed."
             responses: dict[str, Any] = operation.setdefault("responses", {})
             if path not in needless:
-                operation["security"] = [{SCHEME: []}] if closed else [{SCHEME: []}, {}]
-                _add(responses, "401", "The API key is missing or not valid.")
+                operation["security"] = keys if closed else [*keys, {}]
+                add(responses, "401", "The API key is missing or not valid.")
                 roles = " or ".join(sorted(roles_for(path)))
                 forbidden += f" Or the API key has not the role that this needs: {roles}."
             if path not in HEALTH_PATHS:
-                _add(responses, "403", forbidden)
+                add(responses, "403", forbidden)
             if path not in needless and roles_for(path) == {Role.INFERENCE}:
-                _add(responses, "429", "The API key's limit of requests a minute, or at the same time, is reached.")
+                add(responses, "429", "The API key's limit of requests a minute, or at the same time, is reached.")
             if "requestBody" in operation:
-                if path.startswith("/v1/"):  # the engine serves it
+                if path.startswith("/v1/") and not path.endswith("/count_tokens"):  # the engine serves it
                     operation.setdefault("parameters", []).append(_TIMEOUT)
-                _add(responses, "408", "The body did not arrive in time.")
-                _add(responses, "413", "The body is larger than the server's max_body_size.")
-            _add(responses, "431", "The header is larger than the server's max_header_size.")
+                add(responses, "408", "The body did not arrive in time.")
+                add(responses, "413", "The body is larger than the server's max_body_size.")
+            add(responses, "431", "The header is larger than the server's max_header_size.")
             for response in responses.values():
                 response.setdefault("headers", {}).update(_ID)
     return document
 
 
-def _add(responses: dict[str, Any], status: str, description: str) -> None:
-    responses.setdefault(status, {"description": description, "content": _ERROR})
+def _add_error(schema: str, responses: dict[str, Any], status: str, description: str) -> None:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    responses.setdefault(status, {"description": description, "content": content})

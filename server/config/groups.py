@@ -28,6 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_num_beams", "max_body_size", "max_answer_size", "max_header_size", "stream_keepalive",
         "stream_stall_timeout",
     ),
+    "stored responses": ("response_store", "response_store_max_age", "response_store_max_size"),
     "logs and traces": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
     "stopping and failing": ("shutdown_timeout", "liveness_timeout", "loop_timeout", "max_engine_failures"),
     "settings": ("config",),

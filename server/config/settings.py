@@ -88,6 +88,11 @@ class ServerSettings(BaseModel):
         tool_call_parser: how the model writes calls of functions: a name from the documentation, none, or auto: as its
             chat template says.
         reasoning_parser: how it marks what it thinks before it answers: a name, none, or auto.
+        response_store: SQLite file that keeps answers of /v1/responses, so that clients can go on from them and read
+            them again; made if it is not there (default: none are kept).
+        response_store_max_age: seconds that an answer is kept.
+        response_store_max_size: bytes of all kept answers together, or as "1GiB"; beyond them the API key with the most
+            loses its oldest.
         stream_keepalive: seconds of silence after which a stream sends a comment; 0 for never.
         stream_stall_timeout: seconds after which a client that takes nothing of its answer loses its
             connection.
@@ -136,6 +141,9 @@ class ServerSettings(BaseModel):
     prefix_cache_scope: Literal["key", "global"] = "key"
     tool_call_parser: str = Field(default="auto", min_length=1)
     reasoning_parser: str = Field(default="auto", min_length=1)
+    response_store: str | None = _NAME
+    response_store_max_age: float = Field(default=30 * 86400.0, gt=0, allow_inf_nan=False)
+    response_store_max_size: int | str = "1GiB"
     stream_keepalive: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     max_n: int = Field(default=128, ge=1)
@@ -254,7 +262,7 @@ class ServerSettings(BaseModel):
             )
         return value
 
-    @check_field("max_body_size", "max_answer_size", "max_header_size")
+    @check_field("max_body_size", "max_answer_size", "max_header_size", "response_store_max_size")
     @classmethod
     def _check_size(cls, value: int | str, info: ValidationInfo) -> int | str:
         parse_bytes(value, info.field_name or "")

@@ -47,7 +47,7 @@ def is_inference(scope: Scope) -> bool:
 
 class AuthMiddleware:
     """Answers 401 to requests without a valid key, and 403 to those whose key has another role, before anything of the
-    body is read.
+    body is read. A key comes as a bearer token, or without one in X-Api-Key.
 
     What needs no key is a list of whole paths, compared with the decoded path that the router sees; all
     else is closed, whether there is a route or not. Without keys everything is open.
@@ -93,7 +93,10 @@ class AuthMiddleware:
         return scope["type"] == "http" and routed_path(scope) in self._open
 
     def _key(self, scope: Scope) -> ApiKey | None:
-        given = _authorization(scope)
+        given = _headers(scope, b"authorization")
+        if not given:  # Anthropic's clients
+            named = _headers(scope, b"x-api-key")
+            return self._keys.find(named[0].strip()) if len(named) == 1 else None
         if len(given) != 1:
             return None
         scheme, _, key = given[0].partition(b" ")
@@ -101,8 +104,8 @@ class AuthMiddleware:
         return found if scheme.lower() == b"bearer" else None
 
 
-def _authorization(scope: Scope) -> list[bytes]:
-    return [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
+def _headers(scope: Scope, wanted: bytes) -> list[bytes]:
+    return [value for name, value in scope.get("headers", ()) if name.lower() == wanted]
 
 
 def _refusal(scope: Scope, key: ApiKey | None) -> ApiError | None:
@@ -115,7 +118,7 @@ def _refusal(scope: Scope, key: ApiKey | None) -> ApiError | None:
             f"{' and '.join(sorted(key.roles))}."
         )
         return ApiError(403, message, code="insufficient_permissions")
-    if _authorization(scope):
+    if _headers(scope, b"authorization") or _headers(scope, b"x-api-key"):
         message = "The API key is not valid for this server."
     else:
         message = "This server needs an API key: send the header Authorization: Bearer KEY."

@@ -32,7 +32,7 @@ from server.metrics.vllm import VllmAliases
 
 _REASONS = ("stop", "length", "abort", "error")
 # Known from the start, so that a first occurrence is an increase.
-_ABORTS = ("disconnect", "stall", "shutdown", "deadline", "error")
+_ABORTS = ("disconnect", "stall", "shutdown", "deadline", "error", "cancel")
 _REJECTIONS = (
     "queue_full", "queue_time", "queued_tokens", "deadline", "engine_dead", "shutting_down", "connections", "memory",
     "key_rate", "key_concurrency",
@@ -132,6 +132,11 @@ class Metrics:
         )
         for kind in _DROPS:
             self._dropped.labels(kind)
+        self._store_failures = Counter(
+            "octavo_response_store_failures",
+            "Times that the store of responses could not keep, find or delete an answer.",
+            registry=self.registry,
+        )
         self.engine = EngineMetrics(client, self.registry)
         info = InfoMetrics(client, model_name, version)
         shared = (
@@ -216,6 +221,10 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """A request was answered with 503 or 429 before anything was done for it."""
         self._rejected.labels(reason).inc()
+
+    def store_failed(self) -> None:
+        """The store of responses could not do what it was asked."""
+        self._store_failures.inc()
 
     def connection_dropped(self, kind: str) -> None:
         """A connection was closed for another one."""

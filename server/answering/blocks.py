@@ -1,0 +1,152 @@
+"""An answer as blocks that follow one another: text, reasoning, calls of functions.
+
+/v1/responses and /v1/messages tell an answer so; it is made of the pieces of a chat answer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from server.answering.pieces import PlainText
+from server.api.chat_schemas import CallDelta, ChatPiece, ChatTokenLogprob
+
+Kind = Literal["text", "reasoning", "call"]
+_ID_PREFIXES: dict[Kind, str] = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of an answer.
+
+    Attributes:
+        index: its place in the answer.
+        call_id: of a call: by which its result will name it.
+        name: of a call: the function.
+        parts: of its text, or of a call's arguments.
+        logprobs: of a text's tokens, where they were asked for.
+        ended: nothing more comes.
+        complete: it was not cut off.
+    """
+
+    kind: Kind
+    index: int
+    id: str
+    call_id: str = ""
+    name: str = ""
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
+    ended: bool = False
+    complete: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of its text, or of a call's arguments, so far."""
+        if len(self.parts) > 1:
+            self.parts = ["".join(self.parts)]
+        return self.parts[0] if self.parts else ""
+
+
+class Listener(Protocol):
+    """Hears how the blocks grow."""
+
+    def began(self, block: Block) -> None:
+        """There is a new block, empty; all others have ended."""
+
+    def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
+        """The block has more text, which may be empty where there are log-probabilities."""
+
+    def ended(self, block: Block) -> None:
+        """Nothing more comes of it."""
+
+
+class Blocks:
+    """The blocks of one answer.
+
+    Args:
+        listener: told what happens, at once.
+
+    Attributes:
+        made: the blocks so far.
+        finish_reason: as in chat answers; None until it is known.
+        stop_reason: the stop string or token that ended the answer.
+    """
+
+    def __init__(self, listener: Listener | None = None):
+        self._listener = listener
+        self.made: list[Block] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._early: list[ChatTokenLogprob] = []
+
+    def feed(self, news: ChatPiece | PlainText) -> None:
+        """More of the answer."""
+        if isinstance(news, PlainText):
+            self._grow(self._current("text"), news.text)
+            return
+        delta = news.delta
+        if delta.reasoning_content:
+            self._grow(self._current("reasoning"), delta.reasoning_content)
+        if delta.content or not (delta.reasoning_content or delta.tool_calls):
+            self._say(delta.content or "", news.logprobs.content if news.logprobs is not None else [])
+        for call in delta.tool_calls or ():
+            self._call(call)
+        if news.finish_reason is not None:
+            self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+
+    def finish(self) -> None:
+        """The answer has ended; one without any block is an empty text."""
+        complete = self.finish_reason in ("stop", "tool_calls")
+        if not self.made and complete:
+            self._begin("text")
+        self._end(complete)
+
+    def _say(self, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
+        """More text, maybe none, of tokens with these log-probabilities."""
+        block = self._open
+        if text or (logprobs and block is not None and block.kind == "text"):
+            logprobs, self._early = [*self._early, *logprobs], []
+            self._grow(self._current("text"), text, logprobs)
+        elif logprobs and block is None:
+            self._early += logprobs  # of tokens without text, which may be those of a text that follows
+
+    @property
+    def _open(self) -> Block | None:
+        return self.made[-1] if self.made and not self.made[-1].ended else None
+
+    def _current(self, kind: Kind) -> Block:
+        """The open block if it is of that kind, else a new one."""
+        block = self._open
+        return block if block is not None and block.kind == kind else self._begin(kind)
+
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Block:
+        self._end(complete=True)
+        if kind != "text":
+            self._early = []
+        block = Block(kind, len(self.made), f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}", call_id, name)
+        self.made.append(block)
+        if self._listener is not None:
+            self._listener.began(block)
+        return block
+
+    def _grow(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> None:
+        block.parts.append(text)
+        block.logprobs += logprobs
+        if self._listener is not None:
+            self._listener.grew(block, text, logprobs)
+
+    def _call(self, call: CallDelta) -> None:
+        block = self._open
+        if call.id is not None or block is None or block.kind != "call":
+            block = self._begin("call", call.id or f"call_{uuid.uuid4().hex}", call.function.name or "")
+        if call.function.arguments:
+            self._grow(block, call.function.arguments)
+
+    def _end(self, complete: bool) -> None:
+        block = self._open
+        if block is not None:
+            block.ended, block.complete = True, complete
+            if self._listener is not None:
+                self._listener.ended(block)

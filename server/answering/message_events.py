@@ -1,0 +1,186 @@
+"""An answer of /v1/messages: its blocks, and the events that tell how they grow, in Anthropic's order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import RootModel
+from pydantic_core import to_json
+
+from server.answering.blocks import Block, Blocks
+from server.answering.conversation import ConversationRun
+from server.answering.events import Events
+from server.answering.generation import Update
+from server.answering.message_input import NAMES, ignored_fields
+from server.answering.pieces import PieceMaker
+from server.answering.prompt import Prompt
+from server.answering.public_names import public_name, public_names
+from server.answering.terms import DeadlineError
+from server.api.chat_schemas import ChatPiece, ChatTokenLogprob
+from server.api.message_schemas import ContentBlock, MessageRequest, MessageUsage
+from server.api.schemas import Usage
+from server.door.message_errors import message_error
+from server.errors import ApiError
+
+Message = dict[str, Any]
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+
+
+def usage_of(usage: Usage) -> MessageUsage:
+    """The tokens so far, by the names of this endpoint."""
+    cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def ending(blocks: Blocks) -> Message:
+    """Why the answer ended.
+
+    Raises:
+        ApiError: it was cut off, by its deadline or by a failure.
+    """
+    reason, stop = blocks.finish_reason or "", blocks.stop_reason
+    if reason not in _STOP_REASONS:
+        if stop == "deadline":
+            raise DeadlineError
+        raise ApiError(500, "The server failed to complete this answer; its log says why.", code="internal_error")
+    if reason == "stop" and isinstance(stop, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
+
+
+def block_of(block: Block) -> ContentBlock:
+    """A block in Anthropic's shape; of a call that was cut off the input is empty."""
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _object(block.text)}
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # a model may have written anything
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+@dataclass(slots=True)
+class MessageRun(ConversationRun[ChatPiece]):
+    """Answers a request of /v1/messages."""
+
+    id_prefix = "msg_"
+    asked: MessageRequest = field(kw_only=True)
+
+    async def prompts(self) -> list[Prompt]:
+        with public_names(NAMES):
+            return await ConversationRun.prompts(self)
+
+    def join(self, pieces: list[ChatPiece]) -> list[ChatPiece]:
+        return pieces
+
+    def whole(self, choices: list[ChatPiece], usage: Usage) -> RootModel[Message]:
+        blocks = Blocks()
+        for piece in choices:
+            blocks.feed(piece)
+        blocks.finish()
+        content = [block_of(block) for block in blocks.made]
+        message = {**self._frame(), "content": content, **ending(blocks), "usage": usage_of(usage)}
+        return RootModel[Message].model_construct(message)
+
+    def events(self, maker: PieceMaker[ChatPiece]) -> MessageEvents:
+        return MessageEvents(maker, self._frame())
+
+    def failing(self, problem: ApiError) -> str:
+        return written("error", message_error(problem.status_code, problem.message))
+
+    def ignored_fields(self) -> list[str]:
+        return ignored_fields(self.asked)
+
+    def public_name(self, param: str | None) -> str | None:
+        return public_name(param, NAMES)
+
+    def _frame(self) -> Message:
+        return {
+            "id": self.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.model_id,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+
+def written(kind: str, fields: Mapping[str, Any]) -> str:
+    """One event."""
+    return f"event: {kind}\ndata: {to_json({'type': kind, **fields}).decode()}\n\n"
+
+
+class MessageEvents(Events[ChatPiece]):
+    """Typed events.
+
+    Args:
+        frame: the answer without what is only known later.
+    """
+
+    silence = written("ping", {})
+
+    def __init__(self, maker: PieceMaker[ChatPiece], frame: Message):
+        super().__init__(maker)
+        self._frame = frame
+        self._blocks = Blocks(self)
+        self._written: list[str] = []
+
+    def opening(self) -> str:
+        usage = usage_of(self.maker.usage())
+        return written("message_start", {"message": {**self._frame, "usage": usage}})
+
+    def news(self, updates: Sequence[Update]) -> str:
+        for update in updates:
+            for news in self.maker.news(update):
+                self._blocks.feed(news)
+        return self._taken()
+
+    def closing(self) -> str:
+        self._blocks.finish()
+        last = self._taken()
+        try:
+            delta = ending(self._blocks)
+        except ApiError as problem:
+            return last + written("error", message_error(problem.status_code, problem.message))
+        last += written("message_delta", {"delta": delta, "usage": usage_of(self.maker.usage())})
+        return last + written("message_stop", {})
+
+    # ---------------------------------------------------------------- what the blocks tell
+
+    def began(self, block: Block) -> None:
+        self._write("content_block_start", block, content_block=block_of(block))
+
+    def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
+        if block.kind == "text":
+            delta = {"type": "text_delta", "text": text}
+        elif block.kind == "reasoning":
+            delta = {"type": "thinking_delta", "thinking": text}
+        else:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        self._write("content_block_delta", block, delta=delta)
+
+    def ended(self, block: Block) -> None:
+        self._write("content_block_stop", block)
+
+    def _write(self, kind: str, block: Block, **fields: Any) -> None:
+        self._written.append(written(kind, {"index": block.index, **fields}))
+
+    def _taken(self) -> str:
+        taken, self._written = "".join(self._written), []
+        return taken

@@ -1,0 +1,229 @@
+"""A request of /v1/messages as one of the chat path."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.answering.reading import MAX_ID, fail, read_parts, read_text
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.fields import refuse_unsupported
+from server.api.message_schemas import CountTokensRequest, MessageRequest
+from server.api.response_schemas import ONE_ANSWER_FIELDS
+from server.api.schemas import MAX_MESSAGES, ServedBody
+from server.api.structure import check_value
+from server.api.template_fields import FUNCTION_NAME
+from server.errors import shown
+
+# This endpoint's names of a chat request's fields.
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice",
+    "tools.parameters": "input_schema",
+}
+_UNSUPPORTED = (
+    "container",
+    "mcp_servers",
+    "context_management",
+    "n",
+    "best_of",
+    "use_beam_search",
+    "stop",
+    "fallbacks",
+)
+_TERMS = tuple(name for name in (*ServedBody.model_fields, *ONE_ANSWER_FIELDS) if name != "stop")
+_TEXT = {"text": "text"}
+_NAME = re.compile(FUNCTION_NAME, re.ASCII)
+_CHOICES = ("auto", "any", "tool", "none")
+_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+# What Anthropic's service reads, and changes nothing here.
+_HARMLESS = frozenset({"cache_control", "service_tier", "inference_geo", "diagnostics", "speed", "user_profile_id"})
+
+
+def read_chat(body: MessageRequest) -> ChatCompletionRequest:
+    """The chat request that asks for the same.
+
+    Raises:
+        ApiError: something is wrong, or not supported.
+    """
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _TERMS if getattr(body, name) is not None}
+    fields |= {"stream": bool(body.stream), "max_completion_tokens": body.max_tokens}
+    if body.stop_sequences:
+        fields["stop"] = body.stop_sequences
+    return ChatCompletionRequest.model_validate(fields | _prompt_fields(body))
+
+
+def read_prompt(body: CountTokensRequest) -> ChatCompletionRequest:
+    """A chat request with the same prompt.
+
+    Raises:
+        ApiError: something is wrong, or not supported.
+    """
+    return ChatCompletionRequest.model_validate(_prompt_fields(body))
+
+
+def ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
+    """Names of fields that might have been meant to change the answer, and do not."""
+    unknown = [name for name in body.ignored_fields() if name not in _HARMLESS]
+    thinking = [f"thinking.{name}" for name in body.thinking or () if name not in ("type", "display")]
+    config = [f"output_config.{name}" for name in body.output_config or () if name not in ("effort", "format")]
+    return unknown + thinking + config
+
+
+def _prompt_fields(body: MessageRequest | CountTokensRequest) -> dict[str, Any]:
+    unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    for name in _UNSUPPORTED:
+        if name in unknown:
+            fail(name, f"{name} is not supported; leave it out.", code="unsupported_parameter")
+    refuse_unsupported(unknown)
+    messages = _read_messages(body.messages)
+    fields: dict[str, Any] = {}
+    if messages[-1]["role"] == "assistant":
+        fields["continue_final_message"] = True
+    if body.system is not None and (system := read_parts(body.system, "system", _TEXT)):
+        messages.insert(0, {"role": "system", "content": system})
+    if len(messages) > MAX_MESSAGES:
+        fail("messages", f"messages hold {len(messages)} messages and results, and at most {MAX_MESSAGES} may be sent.")
+    fields["messages"] = messages
+    if body.tools:
+        check_value(body.tools, "tools")
+        fields["tools"] = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    variables = dict(body.chat_template_kwargs or {})
+    if body.thinking is not None:
+        kind = body.thinking.get("type")
+        if not isinstance(kind, str) or kind not in _THINKING:
+            wanted = "enabled, adaptive or disabled"
+            fail("thinking.type", f"thinking.type must be {wanted}, got {shown(kind)}.")
+        variables.setdefault("enable_thinking", _THINKING[kind])
+    if variables:
+        fields["chat_template_kwargs"] = variables
+    return fields | _read_choice(body.tool_choice) | _read_config(body.output_config)
+
+
+def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        fail(where, f"{where} must be an object with name and input_schema, got {shown(tool)}.")
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        message = f"{where}.type is {shown(kind)}, which is not supported: no tool runs at this server. Only 'custom'"
+        fail(f"{where}.type", f"{message} can be, for calls that the client answers.", code="unsupported_parameter")
+    if not isinstance(tool.get("input_schema"), dict):
+        message = f"{where}.input_schema must be a JSON schema, which is an object, got "
+        fail(f"{where}.input_schema", f"{message}{shown(tool.get('input_schema'))}.")
+    names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+    function = {chat: tool[name] for name, chat in names.items() if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _read_choice(choice: Mapping[str, Any] | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    kind = choice.get("type")
+    if kind not in _CHOICES:
+        fail("tool_choice.type", f"tool_choice.type must be one of {', '.join(_CHOICES)}, got {shown(kind)}.")
+    fields: dict[str, Any] = {"tool_choice": "required" if kind == "any" else kind}
+    if kind == "tool":
+        name = read_text(choice, "name", "tool_choice", most=64)
+        fields["tool_choice"] = {"type": "function", "function": {"name": name}}
+    single = choice.get("disable_parallel_tool_use")
+    if single is not None and not isinstance(single, bool):
+        name = "tool_choice.disable_parallel_tool_use"
+        fail(name, f"{name} must be true or false, got {shown(single)}.")
+    if single:
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _read_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    given = config or {}
+    if given.get("effort") is not None:
+        fields["reasoning_effort"] = read_text(given, "effort", "output_config", least=1, most=64)
+    format_ = given.get("format")
+    if format_ is None:
+        return fields
+    where = "output_config.format"
+    if not isinstance(format_, dict) or format_.get("type") != "json_schema":
+        fail(where, f'{where} must be {{"type": "json_schema", "schema": ...}}, got {shown(format_)}.')
+    if not isinstance(format_.get("schema"), dict):
+        fail(f"{where}.schema", f"{where}.schema must be an object, got {shown(format_.get('schema'))}.")
+    check_value(format_, where)
+    schema = {"name": "answer", "schema": format_["schema"], "strict": True}
+    return fields | {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _read_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages of a chat request. What users say one after another is one message, and so is what the assistant
+    says."""
+    if not given:
+        fail("messages", "messages must hold at least one message, got an empty list.")
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(given):
+        where = f"messages[{index}]"
+        if not isinstance(item, dict):
+            fail(where, f"{where} must be an object with role and content, got {shown(item)}.")
+        role, content = item.get("role"), item.get("content")
+        if role not in ("user", "assistant"):
+            hint = "; what the system says goes into system" if role == "system" else ""
+            fail(f"{where}.role", f"{where}.role must be user or assistant, got {shown(role)}{hint}.")
+        if isinstance(content, str):
+            blocks: list[Any] = [{"type": "text", "text": content}]
+        elif isinstance(content, list) and content:
+            blocks = content
+        else:
+            wanted = f"{where}.content must be a string or a non-empty list of blocks"
+            fail(f"{where}.content", f"{wanted}, got {shown(content)}.")
+        for place, block in enumerate(blocks):
+            _add(messages, role, block, f"{where}.content[{place}]")
+    for said in messages:
+        if not said.get("tool_calls"):
+            said.setdefault("content", "")
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], role: str, block: Any, where: str) -> None:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "text":
+        message, text = _last(messages, role), read_text(block, "text", where)
+        message["content"] = f"{message['content']}\n{text}" if "content" in message else text
+    elif kind == "tool_result" and role == "user":
+        text = read_parts(block.get("content") or "", f"{where}.content", _TEXT)
+        id_ = read_text(block, "tool_use_id", where, least=1, most=MAX_ID)
+        messages.append({"role": "tool", "tool_call_id": id_, "content": text})
+    elif kind == "tool_use" and role == "assistant":
+        _last(messages, role).setdefault("tool_calls", []).append(_chat_call(block, where))
+    elif kind == "thinking" and role == "assistant":
+        message, text = _last(messages, role), read_text(block, "thinking", where)
+        before = message.get("reasoning_content")
+        message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+    else:
+        allowed = "text and tool_result" if role == "user" else "text, thinking and tool_use"
+        problem = f"{where} is {shown(block)}" if kind is None else f"{where}.type is {shown(kind)}"
+        message_ = f"{problem}, which is not supported; blocks of the {role} may be {allowed}."
+        fail(f"{where}.type", message_, code="unsupported_parameter")
+
+
+def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    """The last message, if it is of that role, else a new one."""
+    if not messages or messages[-1]["role"] != role:
+        messages.append({"role": role})
+    return messages[-1]
+
+
+def _chat_call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    name = read_text(block, "name", where)
+    if not _NAME.fullmatch(name):
+        fail(f"{where}.name", f"{where}.name must match {FUNCTION_NAME}, got {shown(name)}.")
+    given = block.get("input")
+    if not isinstance(given, dict):
+        fail(f"{where}.input", f"{where}.input must be an object, got {shown(given)}.")
+    check_value(given, f"{where}.input")
+    arguments = json.dumps(given, ensure_ascii=False)
+    id_ = read_text(block, "id", where, least=1, most=MAX_ID)
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}

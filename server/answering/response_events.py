@@ -1,0 +1,194 @@
+"""An answer of /v1/responses: its items, and the events that tell how they grow, in OpenAI's order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from server.answering.blocks import Block, Blocks
+from server.answering.events import Events
+from server.answering.generation import Update
+from server.answering.pieces import PieceMaker
+from server.api.chat_schemas import ChatPiece, ChatTokenLogprob
+from server.api.response_schemas import OutputItem, OutputText, ReasoningText, ResponseUsage
+from server.api.schemas import Usage
+from server.errors import ApiError
+
+Response = dict[str, Any]
+
+
+def usage_of(usage: Usage) -> ResponseUsage:
+    """The tokens so far, by the names of this endpoint."""
+    details = usage.completion_tokens_details
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0 if details is None else details.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def completed(frame: Response, blocks: Blocks, usage: Usage) -> Response:
+    """The answer at its end.
+
+    Args:
+        frame: the answer without what is only known then.
+        blocks: finished.
+    """
+    reason, problem = blocks.finish_reason, None
+    status, details = "completed", None
+    if reason == "length":
+        status, details = "incomplete", {"reason": "max_output_tokens"}
+    elif reason not in ("stop", "tool_calls"):
+        status, problem = "failed", {"code": "server_error", "message": _cut_off(blocks)}
+    return {
+        **frame,
+        "status": status,
+        "completed_at": int(time.time()) if status == "completed" else None,
+        "error": problem,
+        "incomplete_details": details,
+        "output": [item_of(block) for block in blocks.made],
+        "usage": usage_of(usage),
+    }
+
+
+def _cut_off(blocks: Blocks) -> str:
+    if blocks.stop_reason == "deadline":
+        return "The request's time was over before its answer was complete."
+    return "The server failed to complete this answer; its log says why."
+
+
+def item_of(block: Block) -> OutputItem:
+    """A block as an item of the output."""
+    status: Any = "in_progress" if not block.ended else "completed" if block.complete else "incomplete"
+    if block.kind == "text":
+        content = [_text_part(block)] if block.parts or block.ended else []
+        return {"type": "message", "id": block.id, "status": status, "role": "assistant", "content": content}
+    if block.kind == "reasoning":
+        thought = [_thought_part(block)] if block.parts or block.ended else []
+        return {"type": "reasoning", "id": block.id, "status": status, "summary": [], "content": thought}
+    return {
+        "type": "function_call", "id": block.id, "status": status, "call_id": block.call_id, "name": block.name,
+        "arguments": block.text,
+    }  # fmt: skip
+
+
+def _text_part(block: Block) -> OutputText:
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
+
+
+def _thought_part(block: Block) -> ReasoningText:
+    return {"type": "reasoning_text", "text": block.text}
+
+
+class ResponseEvents(Events[ChatPiece]):
+    """Typed events, each with its number.
+
+    Args:
+        frame: the answer without what is only known later.
+
+    Attributes:
+        final: the whole answer, once it has ended.
+    """
+
+    def __init__(self, maker: PieceMaker[ChatPiece], frame: Response):
+        super().__init__(maker)
+        self._frame = frame
+        self._blocks = Blocks(self)
+        self._number = 0
+        self._written: list[str] = []
+        self.final: Response | None = None
+
+    # ---------------------------------------------------------------- what the stream asks for
+
+    def opening(self) -> str:
+        response = self._frame
+        self._write("response.created", response=response)
+        self._write("response.in_progress", response=response)
+        return self._taken()
+
+    def news(self, updates: Sequence[Update]) -> str:
+        for update in updates:
+            for news in self.maker.news(update):
+                self._blocks.feed(news)
+        return self._taken()
+
+    def finish(self) -> Response:
+        """The whole answer; its last events are still to be made."""
+        self._blocks.finish()
+        self.final = completed(self._frame, self._blocks, self.maker.usage())
+        return self.final
+
+    def cancel(self) -> Response:
+        """The answer as far as it is; nothing more comes of it."""
+        return {
+            **self._frame,
+            "status": "cancelled",
+            "output": [item_of(block) for block in self._blocks.made],
+            "usage": usage_of(self.maker.usage()),
+        }
+
+    def closing(self) -> str:
+        final = self.final or self.finish()
+        kind = "incomplete" if final["status"] == "cancelled" else final["status"]
+        self._write(f"response.{kind}", response=final)
+        return self._taken()
+
+    def failing(self, problem: ApiError) -> str:
+        self._blocks.finish()
+        response = completed(self._frame, self._blocks, self.maker.usage())
+        code = "server_error" if problem.status_code >= 500 else problem.code or "invalid_request_error"
+        failure = {"code": code, "message": problem.message}
+        failed = {"status": "failed", "completed_at": None, "incomplete_details": None, "error": failure}
+        self._write("response.failed", response={**response, **failed})
+        return self._taken()
+
+    # ---------------------------------------------------------------- what the blocks tell
+
+    def began(self, block: Block) -> None:
+        self._write("response.output_item.added", output_index=block.index, item=item_of(block))
+        if block.kind == "text":
+            part: Mapping[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._write_of(block, "response.content_part.added", content_index=0, part=part)
+        elif block.kind == "reasoning":
+            part = {"type": "reasoning_text", "text": ""}
+            self._write_of(block, "response.content_part.added", content_index=0, part=part)
+
+    def grew(self, block: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
+        if block.kind == "text":
+            self._write_of(block, "response.output_text.delta", content_index=0, delta=text, logprobs=list(logprobs))
+        elif block.kind == "reasoning":
+            self._write_of(block, "response.reasoning_text.delta", content_index=0, delta=text)
+        else:
+            self._write_of(block, "response.function_call_arguments.delta", delta=text)
+
+    def ended(self, block: Block) -> None:
+        if block.kind == "text":
+            said = {"text": block.text, "logprobs": block.logprobs}
+            self._write_of(block, "response.output_text.done", content_index=0, **said)
+            self._write_of(block, "response.content_part.done", content_index=0, part=_text_part(block))
+        elif block.kind == "reasoning":
+            self._write_of(block, "response.reasoning_text.done", content_index=0, text=block.text)
+            self._write_of(block, "response.content_part.done", content_index=0, part=_thought_part(block))
+        else:
+            called = {"name": block.name, "arguments": block.text}
+            self._write_of(block, "response.function_call_arguments.done", **called)
+        self._write("response.output_item.done", output_index=block.index, item=item_of(block))
+
+    # ---------------------------------------------------------------- how it is written
+
+    def _write_of(self, block: Block, kind: str, **fields: Any) -> None:
+        self._write(kind, item_id=block.id, output_index=block.index, **fields)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        event = to_json({"type": kind, "sequence_number": self._number, **fields}).decode()
+        self._number += 1
+        self._written.append(f"event: {kind}\ndata: {event}\n\n")
+
+    def _taken(self) -> str:
+        written, self._written = "".join(self._written), []
+        return written

@@ -1,0 +1,314 @@
+"""A request of /v1/responses as one of the chat path, and its answer in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request, Response
+from pydantic import RootModel
+from pydantic_core import to_json
+
+from server.answering.blocks import Blocks
+from server.answering.conversation import ConversationRun
+from server.answering.events import Events
+from server.answering.pieces import PieceMaker
+from server.answering.prompt import Prompt
+from server.answering.public_names import public_name, public_names
+from server.answering.reading import fail, read_text
+from server.answering.response_events import ResponseEvents, completed
+from server.answering.response_input import Item, to_messages
+from server.api.chat_schemas import ChatCompletionRequest, ChatPiece
+from server.api.fields import refuse_unsupported
+from server.api.response_schemas import ONE_ANSWER_FIELDS, ResponseRequest
+from server.api.schemas import MAX_MESSAGES, ServedBody, Usage
+from server.api.structure import check_value
+from server.errors import shown
+from server.response_store import StoreError
+
+# This endpoint's names of a chat request's fields.
+NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+# Fields of other endpoints, which this one has by other names.
+_ELSEWHERE = {**NAMES, "functions": "tools", "function_call": "tool_choice", "stop_sequences": "stop"}
+_UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation", "n", "best_of", "use_beam_search")
+_LOGPROBS = "message.output_text.logprobs"
+# What else may be included is either part of the answer anyway, or of tools that there are not.
+_INCLUDABLE = (
+    _LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)  # fmt: skip
+_FORMATS = ("text", "json_object", "json_schema")
+_TERMS = (*ServedBody.model_fields, *ONE_ANSWER_FIELDS)
+
+
+def read_chat(body: ResponseRequest, items: Sequence[Mapping[str, Any]]) -> ChatCompletionRequest:
+    """The chat request that asks for the same.
+
+    Args:
+        items: of the whole conversation.
+
+    Raises:
+        ApiError: something is wrong, or not supported.
+    """
+    _refuse(body)
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _TERMS if getattr(body, name) is not None}
+    if len(items) > MAX_MESSAGES:
+        fail("input", f"The conversation has {len(items)} items, and at most {MAX_MESSAGES} may be in one.")
+    fields["messages"] = to_messages(items, body.instructions)
+    fields["stream"] = bool(body.stream)
+    if body.max_output_tokens is not None:
+        fields["max_completion_tokens"] = body.max_output_tokens
+    if _LOGPROBS in (body.include or ()):
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if body.tools:
+        check_value(body.tools, "tools")
+        fields["tools"] = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _chat_choice(body.tool_choice)
+    if body.parallel_tool_calls is not None:
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
+    if (format_ := _read_format(body.text)) is not None:
+        fields["response_format"] = format_
+    variables = dict(body.chat_template_kwargs or {})
+    if (effort := _read_effort(body.reasoning)) is not None:
+        fields["reasoning_effort"] = effort
+        if effort == "none":
+            variables.setdefault("enable_thinking", False)
+    if variables:
+        fields["chat_template_kwargs"] = variables
+    return ChatCompletionRequest.model_validate(fields)
+
+
+def _refuse(body: ResponseRequest) -> None:
+    unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    for name in _UNSUPPORTED:
+        if name in unknown:
+            fail(name, f"{name} is not supported; leave it out.", code="unsupported_parameter")
+    for name, here in _ELSEWHERE.items():
+        if name in unknown:
+            fail(name, f"{name} is no field of /v1/responses: send {here}.", code="unsupported_parameter")
+    refuse_unsupported(unknown)
+    if body.background:
+        message = "background is not supported: the answer comes with the request, at once or as a stream."
+        fail("background", message, code="unsupported_parameter")
+    if body.truncation not in (None, "disabled"):
+        message = f"truncation must be disabled, got {shown(body.truncation)}: nothing is cut from the input."
+        fail("truncation", message, code="unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        fail("stream_options", "stream_options is only allowed when stream is true.")
+    for name in body.include or ():
+        if name not in _INCLUDABLE:
+            fail("include", f"include must hold names such as {_LOGPROBS}, got {shown(name)}.")
+    if body.top_logprobs and _LOGPROBS not in (body.include or ()):
+        fail("top_logprobs", f"top_logprobs ({body.top_logprobs}) needs {_LOGPROBS} in include.")
+
+
+def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        fail(where, f'{where} must be an object such as {{"type": "function", "name": ...}}, got {shown(tool)}.')
+    kind = tool.get("type")
+    if kind != "function":
+        message = f"{where}.type is {shown(kind)}, which is not supported: no tool runs at this server. Only 'function'"
+        fail(f"{where}.type", f"{message} can be, for calls that the client answers.", code="unsupported_parameter")
+    if "name" not in tool and isinstance(tool.get("function"), dict):
+        fail(where, f"{where} has the form of /v1/chat/completions; here name and parameters stand beside type.")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _chat_choice(choice: Any) -> Any:
+    if choice in ("none", "auto", "required"):
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": read_text(choice, "name", "tool_choice", most=64)}}
+    if isinstance(choice, dict):
+        message = f"tool_choice.type is {shown(choice.get('type'))}, which is not supported; only 'function' is."
+        fail("tool_choice.type", message, code="unsupported_parameter")
+    wanted = 'none, auto, required or {"type": "function", "name": ...}'
+    fail("tool_choice", f"tool_choice must be {wanted}, got {shown(choice)}.")
+
+
+def _read_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`response_format` of a chat request; None for plain text."""
+    given = (text or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.get("type") not in _FORMATS:
+        wanted = f"an object whose type is {', '.join(_FORMATS)}"
+        fail("text.format", f"text.format must be {wanted}, got {shown(given)}.")
+    kind = given["type"]
+    if kind == "text":
+        return None
+    check_value(given, "text.format")
+    if kind == "json_object":
+        return {"type": "json_object"}
+    names = ("name", "schema", "strict", "description")
+    return {"type": kind, "json_schema": {name: given[name] for name in names if given.get(name) is not None}}
+
+
+def _read_effort(reasoning: Mapping[str, Any] | None) -> str | None:
+    given = reasoning or {}
+    effort, summary = given.get("effort"), given.get("summary") or given.get("generate_summary")
+    if summary not in (None, "auto"):
+        message = f"reasoning.summary is {shown(summary)}: there are no summaries. Reasoning comes as it is; leave"
+        fail("reasoning.summary", f"{message} summary out, or send auto.", code="unsupported_parameter")
+    if effort is None:
+        return None
+    return read_text(given, "effort", "reasoning", least=1, most=64)
+
+
+def ignored_fields(body: ResponseRequest) -> list[str]:
+    """Names of fields that might have been meant to change the answer, and do not."""
+    text = [f"text.{name}" for name in body.text or () if name != "format"]
+    known = ("effort", "summary", "generate_summary")
+    reasoning = [f"reasoning.{name}" for name in body.reasoning or () if name not in known]
+    return body.ignored_fields() + text + reasoning
+
+
+def _frame(body: ResponseRequest, *, id_: str, model: str, created: int, store: bool) -> dict[str, Any]:
+    """The answer as it is while there is nothing of it."""
+    given = body.reasoning or {}
+    return {
+        "id": id_,
+        "object": "response",
+        "created_at": created,
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": [],
+        "usage": None,
+        "store": store,
+        "previous_response_id": body.previous_response_id,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": given.get("effort"), "summary": given.get("summary")},
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [
+            {name: tool.get(name) for name in ("type", "name", "description", "parameters", "strict")}
+            for tool in body.tools or ()
+        ],
+        "top_logprobs": body.top_logprobs or 0,
+        **{name: getattr(body, name) for name in ("temperature", "top_p")},
+        "truncation": "disabled",
+        "background": False,
+        "service_tier": "default",
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+    }
+
+
+@dataclass(slots=True)
+class ResponseRun(ConversationRun[ChatPiece]):
+    """Answers a request of /v1/responses."""
+
+    id_prefix = "resp_"
+    stream_keeps_answer = True
+    asked: ResponseRequest = field(kw_only=True)
+    items: list[Item] = field(kw_only=True)  # the request's own input
+    frame: dict[str, Any] = field(default_factory=dict)
+    _final: dict[str, Any] | None = None
+    _cancelled: bool = False
+
+    async def respond(self, request: Request) -> Response:
+        """The answer, as the body asks for it; while it streams it can be cancelled."""
+        store = self.service.response_store is not None and self.asked.store is not False
+        self.frame = _frame(
+            self.asked, id_=self.request_id, model=self.service.model_id, created=self.created, store=store
+        )
+        return await ConversationRun.respond(self, request)
+
+    async def prompts(self) -> list[Prompt]:
+        with public_names(NAMES):
+            return await ConversationRun.prompts(self)
+
+    def join(self, pieces: list[ChatPiece]) -> list[ChatPiece]:
+        return pieces
+
+    def whole(self, choices: list[ChatPiece], usage: Usage) -> RootModel[dict[str, Any]]:
+        blocks = Blocks()
+        for piece in choices:
+            blocks.feed(piece)
+        blocks.finish()
+        self._final = completed(self.frame, blocks, usage)
+        return RootModel[dict[str, Any]].model_construct(self._final)
+
+    def events(self, maker: PieceMaker[ChatPiece]) -> ResponseEvents:
+        self.service.running_responses[self.request_id] = self
+        return ResponseEvents(maker, self.frame)
+
+    def ended(self) -> None:
+        self.service.running_responses.pop(self.request_id, None)
+
+    async def settle(self, body: str) -> str:
+        assert self._final is not None
+        if await self._kept(self._final):
+            return body
+        return await self.made(lambda: to_json({**self._final, "store": False}).decode())  # type: ignore[dict-item]
+
+    async def settle_stream(self, events: Events[ChatPiece]) -> str:
+        assert isinstance(events, ResponseEvents)
+        final = events.finish()
+        if self._cancelled:
+            final |= {"status": "cancelled", "error": None}
+        if not await self._kept(final):
+            final["store"] = False
+        return await self.made(events.closing)
+
+    def cancel(self) -> dict[str, Any]:
+        """End the stream; the answer as far as it is."""
+        assert isinstance(self._stream, ResponseEvents)
+        self._cancelled = True
+        self.stop("cancel")
+        return self._stream.cancel()
+
+    def ignored_fields(self) -> list[str]:
+        return ignored_fields(self.asked)
+
+    def public_name(self, param: str | None) -> str | None:
+        return public_name(param, NAMES)
+
+    async def _kept(self, final: Mapping[str, Any]) -> bool:
+        """Whether the answer is in the store, if it was to be; a store that fails takes no answer from its client."""
+        store = self.service.response_store
+        if store is None or not self.frame["store"]:
+            return not self.frame["store"]
+
+        def parts() -> tuple[str, str, str]:
+            frame = {name: value for name, value in final.items() if name != "output"}
+            return to_json(frame).decode(), to_json(self.items).decode(), to_json(final["output"]).decode()
+
+        frame, given, output = await self.made(parts)
+        try:
+            await asyncio.shield(
+                store.put(
+                    self.request_id,
+                    self.terms.tenant,
+                    previous=self.asked.previous_response_id,
+                    frame=frame,
+                    input=given,
+                    output=output,
+                )
+            )
+        except StoreError as problem:
+            store.complain(problem)
+            self.service.metrics.store_failed()
+            return False
+        return True

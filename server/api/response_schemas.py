@@ -1,0 +1,345 @@
+"""The HTTP bodies of /v1/responses, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, create_model
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from server.api.chat_schemas import ChatTokenLogprob
+from server.api.fields import Name, at_most, sampling_fields
+from server.api.schemas import MAX_MESSAGES, Body, ServedBody
+from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES
+
+MAX_METADATA = 16  # pairs, as at OpenAI
+MAX_METADATA_NAME = 64  # characters
+MAX_METADATA_VALUE = 512
+_MAX_MEMBERS = 32  # of the objects text and reasoning
+# Of the engine's sampling parameters, those that one answer can have; OpenAI's own names are in the bodies themselves.
+_NOT_HERE = frozenset(
+    {
+        "n", "max_tokens", "logprobs", "prompt_logprobs", "stream_beams", "encoder_repetition_penalty",
+        "encoder_no_repeat_ngram_size", "decoder_start_token_id", "forced_bos_token_id",
+    }
+)  # fmt: skip
+ONE_ANSWER_FIELDS = {name: field for name, field in sampling_fields().items() if name not in _NOT_HERE}
+
+if TYPE_CHECKING:
+    OneAnswerBody = ServedBody
+else:
+    OneAnswerBody = create_model("OneAnswerFields", __base__=ServedBody, **ONE_ANSWER_FIELDS)
+
+_INPUT_TEXT = {
+    "type": "object",
+    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _INPUT_TEXT}]}
+_CALL_ID = {"type": "string", "minLength": 1, "maxLength": 256}
+
+
+def _item(kind: str, properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    shared = {"type": {"const": kind}, "id": {"type": ["string", "null"]}}
+    return {"type": "object", "properties": shared | properties, "required": list(required)}
+
+
+_INPUT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_MESSAGES,
+            "items": {
+                "anyOf": [
+                    _item(
+                        "message",
+                        {"role": {"enum": ["system", "developer", "user", "assistant"]}, "content": _CONTENT},
+                        *("role", "content"),
+                    ),
+                    _item(
+                        "function_call",
+                        {
+                            "call_id": _CALL_ID,
+                            "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
+                            "arguments": {"type": "string"},
+                        },
+                        *("type", "call_id", "name", "arguments"),
+                    ),
+                    _item(
+                        "function_call_output",
+                        {"call_id": _CALL_ID, "output": _CONTENT},
+                        *("type", "call_id", "output"),
+                    ),
+                    _item("reasoning", {"content": {"type": ["array", "null"]}}, "type"),
+                ]
+            },
+        },
+    ]
+}
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments."},
+        "strict": {"type": ["boolean", "null"], "description": "The arguments must match the schema."},
+    },
+    "required": ["type", "name"],
+}
+_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+            "required": ["type", "name"],
+        },
+    ]
+}
+_FORMAT = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "name": {"type": "string", "description": "With json_schema."},
+        "schema": {"type": "object", "description": "With json_schema."},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["type"],
+}
+_TEXT = {"type": "object", "properties": {"format": _FORMAT}}
+_REASONING = {
+    "type": "object",
+    "properties": {"effort": {"type": ["string", "null"]}, "summary": {"enum": ["auto", None]}},
+}
+
+
+def _check_metadata(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("metadata", "must be an object whose values are strings")
+    if len(value) > MAX_METADATA:
+        raise PydanticCustomError("limit", f"may hold at most {MAX_METADATA} pairs, got {len(value)}")
+    for name, text in value.items():
+        if not isinstance(text, str):
+            raise PydanticCustomError("metadata", "must be an object whose values are strings")
+        if len(name) > MAX_METADATA_NAME or len(text) > MAX_METADATA_VALUE:
+            limit = f"may hold names of at most {MAX_METADATA_NAME} and values of at most {MAX_METADATA_VALUE}"
+            raise PydanticCustomError("limit", f"{limit} characters, got {len(name)} and {len(text)}")
+    return value
+
+
+_METADATA = {
+    "type": "object",
+    "maxProperties": MAX_METADATA,
+    "propertyNames": {"maxLength": MAX_METADATA_NAME},
+    "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+}
+
+
+class ResponseStreamOptions(Body):
+    """How to stream. There is no padding against eavesdroppers: `include_obfuscation` changes nothing."""
+
+    include_obfuscation: bool | None = Field(None, description="Changes nothing.")
+
+
+class ResponseRequest(OneAnswerBody):
+    """Body of POST /v1/responses. Null means the default, for every field but the input."""
+
+    # Checked by `server.answering.response_input`, whose errors say which item is at fault.
+    input: Annotated[Any, at_most(MAX_MESSAGES, "items"), WithJsonSchema(_INPUT_SCHEMA)] = Field(
+        description="What the model is to answer: a text, or items: messages, calls of functions and their results, "
+        "reasoning."
+    )
+    model: str | None = Field(None, description="The served model's id; may be left out.")
+    instructions: str | None = Field(None, description="A system message before all others.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: int | None = Field(None, ge=1, description="Most tokens of the answer, its reasoning included.")
+    previous_response_id: Name | None = Field(
+        None, description="Go on from a stored answer: its input and output come before this input."
+    )
+    store: bool | None = Field(None, description="Keep the answer, where the server has a store for them (true).")
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_metadata), WithJsonSchema(_METADATA)] = Field(
+        None, description="Pairs that are kept with the answer."
+    )
+    include: Annotated[list[Name], Field(fail_fast=True), at_most(_MAX_MEMBERS, "names")] | None = Field(
+        None, description="message.output_text.logprobs: log-probabilities of the answer's tokens."
+    )
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="With that in include: this many of the most probable tokens, too."
+    )
+    tools: (
+        Annotated[
+            list[Any],
+            at_most(MAX_TOOLS, "tools"),
+            WithJsonSchema({"type": "array", "maxItems": MAX_TOOLS, "items": _FUNCTION}),
+        ]
+        | None
+    ) = Field(None, description="Functions that the answer may call.")
+    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] | None = Field(
+        None, description="Whether the answer calls functions: auto (the model decides), none, required, or which one."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="One answer may call several functions (true).")
+    text: Annotated[dict[str, Any], at_most(_MAX_MEMBERS, "fields"), WithJsonSchema(_TEXT)] | None = Field(
+        None, description="`format`: what the answer's text must be."
+    )
+    reasoning: Annotated[dict[str, Any], at_most(_MAX_MEMBERS, "fields"), WithJsonSchema(_REASONING)] | None = Field(
+        None, description="`effort`: for the model's template."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")] | None = Field(
+        None, description="Variables for the model's template, such as enable_thinking."
+    )
+    truncation: Name | None = Field(None, description="disabled; auto is not supported: nothing is cut from the input.")
+    background: bool | None = Field(None, description="false; true is not supported.")
+    max_tool_calls: int | None = Field(None, ge=1, description="Limits tools that run at the server; there are none.")
+    user: str | None = Field(None, max_length=512, description="Shown in the answer.")
+    safety_identifier: str | None = Field(None, max_length=512, description="Shown in the answer.")
+    prompt_cache_key: str | None = Field(None, max_length=512, description="Shown in the answer.")
+    service_tier: Name | None = Field(None, description="Changes nothing.")
+
+
+# Of items and what is in them an answer may hold much: dictionaries take a third of what models do.
+class OutputText(TypedDict):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatTokenLogprob]
+
+
+class ReasoningText(TypedDict):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(TypedDict):
+    """What the assistant says."""
+
+    type: Literal["message"]
+    id: str
+    status: Status
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputReasoning(TypedDict):
+    """What the model thought before it went on; there are no summaries of it."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: Status
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class OutputCall(TypedDict):
+    """A call of a function; an item of the type function_call_output names its result by `call_id`."""
+
+    type: Literal["function_call"]
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class InputTokensDetails(TypedDict):
+    """Part of `ResponseUsage`."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """Part of `ResponseUsage`."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens of the whole request."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseProblem(TypedDict):
+    """Why there is no whole answer."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    """Why the answer is not whole."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(BaseModel):
+    """An answer, with what was asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseProblem | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    store: bool = Field(description="The answer is kept.")
+    previous_response_id: str | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["disabled"]
+    background: Literal[False]
+    service_tier: Literal["default"]
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+
+
+class ResponseDeleted(BaseModel):
+    """Answer of DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(BaseModel):
+    """Answer of GET /v1/responses/{response_id}/input_items."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,69 @@
+"""Errors of /v1/messages in Anthropic's shape, whatever refused the request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.door.auth import routed_path
+
+MESSAGES_PATH = "/v1/messages"
+_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def message_error(status: int, message: str) -> dict[str, Any]:
+    """The body of an error."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class MessageErrors:
+    """Middleware: gives errors below `MESSAGES_PATH` their shape."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _is_messages(routed_path(scope)):
+            send = _Reshaped(send)
+        await self._app(scope, receive, send)
+
+
+def _is_messages(path: str) -> bool:
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+class _Reshaped:
+    """The `send` of one request. Errors are sent in one piece; nothing else is held back."""
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._start: Message | None = None  # of an error whose body is awaited
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._start = message
+        elif self._start is None or message["type"] != "http.response.body":
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._finish(self._start)
+
+    async def _finish(self, start: Message) -> None:
+        try:
+            said = json.loads(self._body)["error"]["message"]
+        except (ValueError, KeyError, TypeError):  # no error of this server's, such as an empty one
+            body = self._body
+        else:
+            body = json.dumps(message_error(start["status"], said)).encode()
+        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self._send({**start, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})

@@ -1,0 +1,186 @@
+"""POST /v1/responses, and its stored answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Body, Path, Query, Request, Response
+
+from engine import parse_bytes
+from server.answering.endpoints import require
+from server.answering.public_names import public_names
+from server.answering.response_input import Item, read_items
+from server.answering.responses import NAMES, ResponseRun, read_chat
+from server.api import examples
+from server.api.reading import StrictJsonRoute
+from server.api.response_schemas import ItemList, ResponseDeleted, ResponseObject, ResponseRequest
+from server.context import Service, ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.response_store import HistoryError, Kept, StoreError
+
+logger = logging.getLogger("octavo.server")
+
+T = TypeVar("T")
+
+router = APIRouter(route_class=StrictJsonRoute)
+stored = APIRouter()
+
+_ENDPOINT = "/v1/responses"
+MAX_LISTED = 100  # items of a page, as at OpenAI
+
+ResponseId = Annotated[str, Path(max_length=256)]
+
+
+@router.post(
+    _ENDPOINT,
+    response_model=ResponseObject,
+    responses={200: {"content": examples.RESPONSE_STREAM}, **ERROR_RESPONSES},
+    summary="Answer items of a conversation",
+)
+async def create_response(
+    body: Annotated[ResponseRequest, Body(openapi_examples=examples.RESPONSES)], request: Request, service: ServiceDep
+) -> Response:
+    """Say what comes next in a conversation, at once or as a stream of typed events."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    require(service, _ENDPOINT)
+    items = read_items(body.input)
+    history: list[Item] = []
+    if body.previous_response_id is not None:
+        history = await _history(service, body.previous_response_id, _tenant(request))
+    chat = read_chat(body, [*history, *items])
+    with public_names(NAMES):
+        run = ResponseRun.of(chat, service, arrival, asked=body, items=items)
+    return await run.respond(request)
+
+
+@stored.get(
+    f"{_ENDPOINT}/{{response_id}}",
+    response_model=ResponseObject,
+    responses=ERROR_RESPONSES,
+    summary="Show a stored answer",
+)
+async def get_response(
+    response_id: ResponseId,
+    request: Request,
+    service: ServiceDep,
+    stream: Annotated[bool, Query(description="false; true is not supported.")] = False,
+) -> Response:
+    """An answer that was stored, as it was sent."""
+    if stream:
+        message = "stream is not supported here: a stored answer comes at once."
+        raise ApiError(400, message, param="stream", code="unsupported_parameter")
+    kept = await _kept(service, response_id, _tenant(request))
+    return Response(await asyncio.to_thread(kept.whole), media_type="application/json")
+
+
+@stored.delete(f"{_ENDPOINT}/{{response_id}}", responses=ERROR_RESPONSES, summary="Delete a stored answer")
+async def delete_response(response_id: ResponseId, request: Request, service: ServiceDep) -> ResponseDeleted:
+    """Delete an answer with what was asked; what went on from it cannot be gone on from any more."""
+    store = service.response_store
+    if store is None or not await _asked(service, store.delete(response_id, _tenant(request))):
+        raise _unknown(service, response_id)
+    return ResponseDeleted(id=response_id)
+
+
+@stored.post(
+    f"{_ENDPOINT}/{{response_id}}/cancel",
+    response_model=ResponseObject,
+    responses=ERROR_RESPONSES,
+    summary="End a streamed answer",
+)
+async def cancel_response(response_id: ResponseId, request: Request, service: ServiceDep) -> Response:
+    """End the stream of an answer that is not complete. It is answered as far as it is, and the stream ends so, too."""
+    running = service.running_responses.get(response_id)
+    if running is not None and running.terms.tenant == _tenant(request):
+        return Response(msgspec.json.encode(running.cancel()), media_type="application/json")
+    await _kept(service, response_id, _tenant(request))
+    message = f"{shown(response_id)} cannot be cancelled: it has ended."
+    raise ApiError(400, message, param="response_id", code="invalid_value")
+
+
+@stored.get(
+    f"{_ENDPOINT}/{{response_id}}/input_items", responses=ERROR_RESPONSES, summary="List the input of a stored answer"
+)
+async def list_input_items(
+    response_id: ResponseId,
+    request: Request,
+    service: ServiceDep,
+    after: Annotated[str | None, Query(max_length=256, description="Begin behind the item with this id.")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+    order: Annotated[str, Query(pattern="^(asc|desc)$", description="asc: the first item first; desc")] = "desc",
+) -> ItemList:
+    """The items that an answer's request brought; those of earlier turns are listed by their own answers."""
+    kept = await _kept(service, response_id, _tenant(request))
+    items = await asyncio.to_thread(msgspec.json.decode, kept.input, type=list[dict[str, Any]])
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [index for index, item in enumerate(items) if item["id"] == after]
+        if not places:
+            message = f"after must be the id of one of the response's input items, got {shown(after)}."
+            raise ApiError(400, message, param="after", code="invalid_value")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    return ItemList(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=len(items) > limit,
+    )
+
+
+def _tenant(request: Request) -> str | None:
+    return getattr(request.state, "tenant", None)
+
+
+async def _history(service: Service, id_: str, tenant: str | None) -> list[Item]:
+    store, name = service.response_store, "previous_response_id"
+    if store is None:
+        message = (
+            f"{name} needs answers to be stored, and this server stores none: send the whole conversation as input, or "
+            "start it with --response-store."
+        )
+        raise ApiError(400, message, param=name, code="unsupported_parameter")
+    most = parse_bytes(service.settings.max_body_size, "max_body_size")
+    try:
+        return await _asked(service, store.history(id_, tenant, most))
+    except HistoryError as problem:
+        message = f"{name} {shown(id_)} cannot be gone on from: {problem}."
+        if problem.missing is None:
+            message += " Send what is needed of it as input."
+            raise ApiError(400, message, param=name, code="context_length_exceeded") from None
+        raise ApiError(400, message, param=name, code="previous_response_not_found") from None
+
+
+async def _kept(service: Service, id_: str, tenant: str | None) -> Kept:
+    store = service.response_store
+    kept = None if store is None else await _asked(service, store.get(id_, tenant))
+    if kept is None:
+        raise _unknown(service, id_)
+    return kept
+
+
+async def _asked(service: Service, answer: Awaitable[T]) -> T:
+    """What the store says.
+
+    Raises:
+        ApiError: 500, it failed.
+    """
+    try:
+        return await answer
+    except StoreError as problem:
+        service.metrics.store_failed()
+        logger.error("The store of responses failed: %s", problem)
+        message = "The store of responses failed; the server's log says why."
+        raise ApiError(500, message, code="internal_error") from problem
+
+
+def _unknown(service: Service, id_: str) -> ApiError:
+    why = "" if service.response_store is not None else " This server stores none: it has no --response-store."
+    return ApiError(404, f"There is no response {shown(id_)}.{why}", param="response_id", code="not_found")
