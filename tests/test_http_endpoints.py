@@ -96,7 +96,10 @@ def test_the_card_says_what_is_served(kind: str) -> None:
 def test_what_is_not_served_is_refused_with_the_reason(kind: str, path: str) -> None:
     api, (_, endpoints) = Api(kind), KINDS[kind]
     problem = api.refused(path)
-    assert (problem["param"], problem["code"]) == ("model", "unsupported_endpoint")
+    if path == "/v1/messages":  # Anthropic's shape
+        assert problem["type"] == "invalid_request_error"
+    else:
+        assert (problem["param"], problem["code"]) == ("model", "unsupported_endpoint")
     assert problem["message"].startswith(f"org/fake cannot serve {path}: it")
     assert problem["message"].endswith(f"Endpoints that it serves: {', '.join(endpoints)}.")
 

@@ -1,6 +1,7 @@
 """An answer as blocks that follow one another: text, reasoning, calls of functions.
 
-/v1/responses and /v1/messages tell an answer so; it is made of the pieces of a chat answer.
+/v1/responses and /v1/messages tell an answer so; it is made of the pieces of a chat answer. Log-probabilities are those
+of answers that are text alone.
 """
 
 from __future__ import annotations
@@ -79,7 +80,6 @@ class Blocks:
         self.made: list[Block] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._early: list[ChatTokenLogprob] = []
 
     def feed(self, news: ChatPiece | PlainText) -> None:
         """More of the answer."""
@@ -89,8 +89,9 @@ class Blocks:
         delta = news.delta
         if delta.reasoning_content:
             self._grow(self._current("reasoning"), delta.reasoning_content)
-        if delta.content or not (delta.reasoning_content or delta.tool_calls):
-            self._say(delta.content or "", news.logprobs.content if news.logprobs is not None else [])
+        logprobs = news.logprobs.content if news.logprobs is not None else ()
+        if delta.content or logprobs:
+            self._grow(self._current("text"), delta.content or "", logprobs)
         for call in delta.tool_calls or ():
             self._call(call)
         if news.finish_reason is not None:
@@ -103,15 +104,6 @@ class Blocks:
             self._begin("text")
         self._end(complete)
 
-    def _say(self, text: str, logprobs: Sequence[ChatTokenLogprob]) -> None:
-        """More text, maybe none, of tokens with these log-probabilities."""
-        block = self._open
-        if text or (logprobs and block is not None and block.kind == "text"):
-            logprobs, self._early = [*self._early, *logprobs], []
-            self._grow(self._current("text"), text, logprobs)
-        elif logprobs and block is None:
-            self._early += logprobs  # of tokens without text, which may be those of a text that follows
-
     @property
     def _open(self) -> Block | None:
         return self.made[-1] if self.made and not self.made[-1].ended else None
@@ -123,8 +115,6 @@ class Blocks:
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Block:
         self._end(complete=True)
-        if kind != "text":
-            self._early = []
         block = Block(kind, len(self.made), f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}", call_id, name)
         self.made.append(block)
         if self._listener is not None:

@@ -70,7 +70,8 @@ def read_prompt(body: CountTokensRequest) -> ChatCompletionRequest:
 
 def ignored_fields(body: MessageRequest | CountTokensRequest) -> list[str]:
     """Names of fields that might have been meant to change the answer, and do not."""
-    unknown = [name for name in body.ignored_fields() if name not in _HARMLESS]
+    given = [name for name in body.ignored_fields() if getattr(body, name) is not None]
+    unknown = [name for name in given if name not in _HARMLESS]
     thinking = [f"thinking.{name}" for name in body.thinking or () if name not in ("type", "display")]
     config = [f"output_config.{name}" for name in body.output_config or () if name not in ("effort", "format")]
     return unknown + thinking + config

@@ -65,6 +65,8 @@ def _message(item: Mapping[str, Any], where: str) -> Item:
     role = item.get("role")
     if role not in _ROLES:
         fail(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}.")
+    if item.get("content") == []:
+        fail(f"{where}.content", f"{where}.content must be a string or a non-empty list of parts, got [].")
     said = role == "assistant"
     text = read_parts(item.get("content"), f"{where}.content", _SAID if said else _GIVEN)
     part = {"type": "output_text", "text": text, "annotations": []} if said else {"type": "input_text", "text": text}

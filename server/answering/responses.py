@@ -173,7 +173,8 @@ def ignored_fields(body: ResponseRequest) -> list[str]:
     text = [f"text.{name}" for name in body.text or () if name != "format"]
     known = ("effort", "summary", "generate_summary")
     reasoning = [f"reasoning.{name}" for name in body.reasoning or () if name not in known]
-    return body.ignored_fields() + text + reasoning
+    unknown = [name for name in body.ignored_fields() if getattr(body, name) is not None]
+    return unknown + text + reasoning
 
 
 def _frame(body: ResponseRequest, *, id_: str, model: str, created: int, store: bool) -> dict[str, Any]:
@@ -237,7 +238,15 @@ class ResponseRun(ConversationRun[ChatPiece]):
 
     async def prompts(self) -> list[Prompt]:
         with public_names(NAMES):
-            return await ConversationRun.prompts(self)
+            prompts = await ConversationRun.prompts(self)
+        if self.parsing is not None and self.shape.logprobs is not None:
+            # A token may belong to text, to a call and to the mark between them.
+            message = (
+                f"{_LOGPROBS} is not supported where reasoning and calls are told apart from the text: leave it or the "
+                "tools out, or ask /v1/chat/completions."
+            )
+            fail("include", message, code="unsupported_parameter")
+        return prompts
 
     def join(self, pieces: list[ChatPiece]) -> list[ChatPiece]:
         return pieces
