@@ -101,6 +101,10 @@ class Kept:
     input: str
     output: str
 
+    def items(self) -> list[dict[str, Any]]:
+        """The input's items."""
+        return msgspec.json.decode(self.input, type=list[dict[str, Any]])
+
     def whole(self) -> bytes:
         """The answer as it was sent."""
         fields = msgspec.json.decode(self.frame, type=dict[str, msgspec.Raw])

@@ -32,7 +32,8 @@ ENDPOINTS = endpoints_of(create_app(FakeClient(pool), None, "model").openapi())
 WIDE = [
     ("/v1/completions", "prompt"), ("/v1/completions", "stop"), ("/v1/completions", "stop_token_ids"),
     ("/v1/completions", "logit_bias"), ("/v1/completions", "bad_words_ids"), ("/v1/completions", "unknown"),
-    ("/v1/chat/completions", "messages"), ("/v1/embeddings", "input"), ("/v1/rerank", "documents"),
+    ("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/v1/messages", "messages"),
+    ("/v1/embeddings", "input"), ("/v1/rerank", "documents"),
     ("/v1/score", "text_2"), ("/tokenize", "prompt"), ("/detokenize", "tokens"),
 ]  # fmt: skip
 

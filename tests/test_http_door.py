@@ -340,7 +340,11 @@ def test_the_host_and_the_raw_path_decide_nothing() -> None:
         ([(b"authorization", b"Basic " + KEY.encode())], False),
         ([(b"authorization", b"")], False),
         ([*bearer(KEY), *bearer(KEY)], False),
-        ([(b"x-api-key", KEY.encode())], False),
+        ([(b"x-api-key", KEY.encode())], True),
+        ([(b"x-api-key", b"other")], False),
+        ([(b"x-api-key", KEY.encode()), (b"x-api-key", KEY.encode())], False),
+        ([(b"x-api-key", KEY.encode()), (b"authorization", b"Bearer other")], False),
+        ([(b"x-api-key", b"other"), (b"authorization", b"Bearer " + KEY.encode())], True),
         ([(b"cookie", b"authorization=Bearer " + KEY.encode())], False),
     ],
 )
@@ -642,8 +646,9 @@ def test_uvicorn_speaks_through_the_same_formatter(logged: Any) -> None:
 
 def test_the_document_declares_the_front_door() -> None:
     document = Door(api_key=(KEY,), public_metrics=True).app.openapi()
-    (scheme,) = document["components"]["securitySchemes"]
+    scheme, named = document["components"]["securitySchemes"]
     assert document["components"]["securitySchemes"][scheme]["scheme"] == "bearer"
+    assert document["components"]["securitySchemes"][named]["name"] == "X-Api-Key"
     num_operations = 0
     for path, operations in document["paths"].items():
         for operation in operations.values():
@@ -656,10 +661,11 @@ def test_the_document_declares_the_front_door() -> None:
                 assert "X-Request-ID" in response["headers"]
             for status in {"401", "408", "413", "431"} & set(operation["responses"]):
                 schema = operation["responses"][status]["content"]["application/json"]["schema"]
-                assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
+                kind = "MessageError" if path.startswith("/v1/messages") else "ErrorResponse"
+                assert schema == {"$ref": f"#/components/schemas/{kind}"}
     assert num_operations > 9
     required = document["paths"]["/version"]["get"]["security"]
-    assert required == [{scheme: []}]
+    assert required == [{scheme: []}, {named: []}]
     assert Door().app.openapi()["paths"]["/version"]["get"]["security"] == [*required, {}]
 
 

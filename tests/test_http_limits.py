@@ -388,7 +388,7 @@ def test_head_is_get_without_a_body() -> None:
         ("GET", "//v1/models", 404, "unknown_route"),
         ("POST", "/v1/completions/", 404, "unknown_route"),
         ("GET", "/health/", 404, "unknown_route"),
-        ("POST", "/v1/responses", 404, "unknown_route"),
+        ("POST", "/v1/assistants", 404, "unknown_route"),
         ("GET", "/" + "a" * 5000, 404, "unknown_route"),
         ("GET", "/docs/static/none.js", 404, "unknown_route"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
@@ -448,7 +448,7 @@ def test_every_route_is_documented_with_examples_that_work() -> None:
             assert operation["description"], path
             assert {"200", "4XX", "5XX"} <= set(operation["responses"]), path
             assert operation["responses"]["200"]["content"], path
-            if method == "post":
+            if method == "post" and not path.endswith("/cancel"):  # has no body
                 content = operation["requestBody"]["content"]["application/json"]
                 for example in content["examples"].values():
                     answer = api.request("POST", path, json=example["value"])

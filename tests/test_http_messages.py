@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from fake_client import say
 from pydantic import TypeAdapter
 from support.conversing import CALL, PARSERS, THOUGHT_AND_CALLS, WEATHER_SCHEMA, Conversing, kinds, read_events, saying
+from support.service import PATIENCE, Service
 
 from server.api.message_schemas import MessageObject
 from server.door.message_errors import MessageErrors
@@ -341,3 +342,25 @@ def test_the_client_reads_errors() -> None:
 
     with pytest.raises(anthropic.AuthenticationError, match="API key"):
         Conversing(saying("ok"), api_key=("a-key-of-some-length",)).run(ask)
+
+
+@pytest.mark.slow
+def test_a_real_service(bundled: Callable[..., Service]) -> None:
+    url = bundled().url
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        options: Any = {"model": "octavo-demo", "max_tokens": 40, "messages": [{"role": "user", "content": "Hello"}]}
+        whole = client.messages.create(**options, temperature=0)
+        assert whole.content[0].type == "text"
+        assert whole.content[0].text
+        assert whole.stop_reason in ("end_turn", "max_tokens")
+        with client.messages.stream(**options, temperature=0) as stream:
+            said = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        assert said == whole.content[0].text
+        assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+        stopped = client.messages.create(**options, temperature=0, stop_sequences=[said[4:6]])
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", said[4:6])
+        counted = client.messages.count_tokens(model="octavo-demo", messages=options["messages"])
+        assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+            client.messages.create(**{**options, "max_tokens": 5000})

@@ -181,8 +181,8 @@ def test_server_and_command_line_compute_nothing(path: Path) -> None:
 # What reads or writes JSON is no message; workers have messages of their own.
 MESSENGERS = (
     "engine.process.main", "engine.process.client", "engine.process.messages", "engine.process.runner",
-    "engine.pooled.vectors", "server.api.reading", "server.workers.child", "server.workers.frames",
-    "server.workers.pool", "server.workers.templates", "server.workers.texts",
+    "engine.pooled.vectors", "server.api.reading", "server.response_store", "server.workers.child",
+    "server.workers.frames", "server.workers.pool", "server.workers.templates", "server.workers.texts",
 )  # fmt: skip
 
 
@@ -309,6 +309,7 @@ def test_only_dates_are_read_from_the_wall_clock() -> None:
         "engine/backends/native/loading.py",
         "server/answering/answer.py",  # `created`
         "server/answering/pooling.py",
+        "server/answering/response_events.py",  # `completed_at`
         "server/context.py",
         "server/metrics/info.py",  # when it was started
         "server/tracing/request.py",  # when a span began

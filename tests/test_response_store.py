@@ -14,11 +14,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import openai
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as chosen
 from hypothesis import strategies as st
 from support.conversing import PARSERS, THOUGHT_AND_CALLS, WEATHER_SCHEMA, Conversing, file_in, read_events, saying
+from support.service import PATIENCE, Service
 
 from engine import ConfigError
 from server.response_store import HistoryError, ResponseStore, StoreError
@@ -469,3 +471,51 @@ def test_a_file_that_is_damaged_meanwhile_costs_its_own_requests_alone(tmp_path:
         assert (made["status"], made["store"]) == ("completed", False)
 
     api.run(work)
+
+
+@pytest.mark.slow
+def test_a_service_that_is_killed_keeps_what_it_has_said(tmp_path: Path) -> None:
+    def start(number: int) -> Service:
+        arguments = ("--kv-cache-memory", "64MiB", "--response-store", file_in(tmp_path))
+        service = Service(*arguments, log=tmp_path / f"service-{number}.log")
+        service.wait_ready()
+        return service
+
+    def client_of(service: Service) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    first_service = start(1)
+    try:
+        with client_of(first_service) as client:
+            made = client.responses.create(model="octavo-demo", input="My name is Ada.", temperature=0)
+            assert made.store is True  # type: ignore[attr-defined]
+            options: Any = {"model": "octavo-demo", "previous_response_id": made.id, "temperature": 0}
+            with client.responses.stream(input="What is an octavo?", **options) as stream:
+                second = stream.get_final_response()
+    finally:
+        first_service.process.kill()
+        first_service.process.wait(PATIENCE)
+    again = start(2)
+    try:
+        with client_of(again) as client:
+            assert client.responses.retrieve(made.id).output_text == made.output_text
+            repeated = client.responses.create(input="What is an octavo?", **options)
+            assert repeated.output_text == second.output_text
+            assert client.responses.retrieve(second.id).previous_response_id == made.id
+            client.responses.delete(made.id)
+            with pytest.raises(openai.BadRequestError, match="earlier response"):
+                client.responses.create(model="octavo-demo", input="And?", previous_response_id=second.id)
+        assert again.stop() == 0, again.log.read_text()
+    finally:
+        again.process.kill()
+        again.process.wait(PATIENCE)
+    assert "Traceback" not in again.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_service_does_not_start_with_a_file_that_is_damaged(tmp_path: Path) -> None:
+    Path(file_in(tmp_path)).write_bytes(b"nothing that SQLite knows" * 300)
+    service = Service("--response-store", file_in(tmp_path), log=tmp_path / "service.log")
+    assert service.process.wait(PATIENCE) != 0
+    assert "move it away" in service.log.read_text()
+    assert "Traceback" not in service.log.read_text()

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
-import msgspec
 from fastapi import APIRouter, Body, Path, Query, Request, Response
+from pydantic_core import to_json
 
 from engine import parse_bytes
 from server.answering.endpoints import require
@@ -98,7 +98,7 @@ async def cancel_response(response_id: ResponseId, request: Request, service: Se
     """End the stream of an answer that is not complete. It is answered as far as it is, and the stream ends so, too."""
     running = service.running_responses.get(response_id)
     if running is not None and running.terms.tenant == _tenant(request):
-        return Response(msgspec.json.encode(running.cancel()), media_type="application/json")
+        return Response(to_json(running.cancel()), media_type="application/json")
     await _kept(service, response_id, _tenant(request))
     message = f"{shown(response_id)} cannot be cancelled: it has ended."
     raise ApiError(400, message, param="response_id", code="invalid_value")
@@ -117,7 +117,7 @@ async def list_input_items(
 ) -> ItemList:
     """The items that an answer's request brought; those of earlier turns are listed by their own answers."""
     kept = await _kept(service, response_id, _tenant(request))
-    items = await asyncio.to_thread(msgspec.json.decode, kept.input, type=list[dict[str, Any]])
+    items = await asyncio.to_thread(kept.items)
     if order == "desc":
         items.reverse()
     if after is not None:

@@ -123,6 +123,44 @@ def check_chat(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(**{**fields, "messages": history}).choices[0].message.content
 
 
+def check_responses(client: openai.OpenAI) -> None:
+    fields: Any = {**GREEDY, "input": "Hello", "instructions": "Be brief.", "max_output_tokens": 10}
+    whole = client.responses.create(**fields, include=["message.output_text.logprobs"], top_logprobs=2)
+    (item,) = whole.output
+    assert item.type == "message"
+    (part,) = item.content
+    assert part.type == "output_text"
+    assert whole.output_text == part.text != ""
+    assert part.logprobs is not None
+    assert all(len(entry.top_logprobs or ()) == 2 for entry in part.logprobs)
+    assert whole.usage is not None
+    assert len(part.logprobs) == whole.usage.output_tokens
+    assert whole.store is False  # type: ignore[attr-defined]
+    events = list(client.responses.create(**fields, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[0].type, events[-1].type) == ("response.created", f"response.{whole.status}")
+    said = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(said) == whole.output_text
+    stop = whole.output_text[6:8]  # the helper takes an answer that was cut off for an error
+    with client.responses.stream(**fields, extra_body={"stop": stop}) as stream:
+        assert stream.get_final_response().output_text == whole.output_text.partition(stop)[0]
+    history: Any = [*HELLO, *whole.output, {"role": "user", "content": "And?"}]
+    assert client.responses.create(**{**fields, "input": history}).output_text
+    refused: list[tuple[Any, str]] = [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"previous_response_id": whole.id}, "previous_response_id"),
+        ({"input": "word " * 600}, "input"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+    ]
+    for other, param in refused:
+        with pytest.raises(openai.BadRequestError) as problem:
+            client.responses.create(**{**fields, **other})
+        assert problem.value.param == param
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="no --response-store"):
+            call(whole.id)
+
+
 def check_errors(client: openai.OpenAI) -> None:
     refused: list[tuple[Any, str]] = [
         ({"temperature": -1}, "temperature"),
@@ -142,7 +180,7 @@ def check_errors(client: openai.OpenAI) -> None:
     calls: list[Any] = [
         lambda: client.completions.create(model="gpt-9", prompt="a"),
         lambda: client.embeddings.create(model="text-embedding-3-small", input="a"),
-        lambda: client.responses.create(model=MODEL, input="a"),
+        lambda: client.moderations.create(input="a"),
     ]
     for call in calls:
         with pytest.raises(openai.NotFoundError) as missing:

@@ -98,7 +98,7 @@ class Endpoint:
     def hostile(self, field: str, shape: str, size: int) -> Hostile:
         """The example with such a value in a field, of about that many bytes."""
         others = {name: value for name, value in self.example.items() if name != field}
-        others |= dict.fromkeys(others.keys() & {"max_tokens", "max_completion_tokens"}, 1)
+        others |= dict.fromkeys(others.keys() & {"max_tokens", "max_completion_tokens", "max_output_tokens"}, 1)
         head = json.dumps(others).encode().removesuffix(b"}")
         before = head + (b"," if others else b"") + json.dumps(field).encode() + b":"
         return Hostile(self.path, field, shape, before + SHAPES[shape](size - len(before) - 1) + b"}")
