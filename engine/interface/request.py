@@ -267,7 +267,7 @@ class SamplingParams:
             fail("constraint", f'constraint must be {{"catalogue": NAME}}, got {brief(given)}.')
         if self.ignore_eos:
             fail("ignore_eos", "ignore_eos cannot be used with constraint: answers end where a title does.")
-        for other in ("allowed_token_ids", "forced_eos_token_id"):
+        for other in ("allowed_token_ids", "forced_eos_token_id", "structured_outputs"):
             if getattr(self, other) is not None:
                 fail(other, f"{other} cannot be used with constraint, which says itself what may come.")
 
