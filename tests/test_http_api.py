@@ -154,7 +154,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
         "allowed_token_ids": [8, 9, 8],
     }  # fmt: skip
-    assert set(fields) == set(SamplingParams.__dataclass_fields__)
+    assert {*fields, "structured_outputs"} == set(SamplingParams.__dataclass_fields__)  # test_http_structured.py
     api = Api()
     assert api.complete(prompt="a", **fields).status_code == 200
     assert api.sampling() == SamplingParams(**(fields | {"logit_bias": {5: 1.5}}))
@@ -468,7 +468,7 @@ def test_one_refused_prompt_fails_the_request_and_ends_the_others(stream: bool) 
         ({"prompt": "a", "use_beam_search": True, "top_p": 0.9}, "top_p"),
         ({"prompt": "a", "num_beams": 3, "min_p": 0.1}, "min_p"),
         ({"prompt": "a", "tools": [{}]}, "tools"),
-        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "a", "response_format": {"type": "json"}}, "response_format"),
         ({"prompt": ["a"] * 2049}, "prompt"),
     ],
 )

@@ -275,7 +275,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
         "allowed_token_ids": [8, 9, 8],
     }  # fmt: skip
-    assert {*fields, "logprobs"} == set(SamplingParams.__dataclass_fields__)
+    assert {*fields, "logprobs", "structured_outputs"} == set(SamplingParams.__dataclass_fields__)
     api = Api()
     assert api.chat(**fields, logprobs=True, top_logprobs=4).status_code == 200
     assert api.asked()[1] == SamplingParams(**(fields | {"logit_bias": {5: 1.5}, "logprobs": 4}))
@@ -375,7 +375,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"echo": "yes"}, "echo"),
         ({"functions": [{}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),

@@ -36,9 +36,16 @@ LATE = ChoiceDelta(index=0, token_ids=(), finish_reason="abort", stop_reason="de
 class Api:
     """An app over a client, with two keys."""
 
-    def __init__(self, client: Any, *, keys: tuple[str, ...] = ("one", "two"), **settings: Any):
+    def __init__(
+        self,
+        client: Any,
+        *,
+        keys: tuple[str, ...] = ("one", "two"),
+        tokenizer: Tokenizer | None = None,
+        **settings: Any,
+    ):
         self.client = client
-        hf = hf_byte_tokenizer()
+        hf = hf_byte_tokenizer() if tokenizer is None else tokenizer._hf
         hf.chat_template = "{{ messages[0].content }}"
         chosen = ServerSettings(api_key=keys, **{"max_queue_time": 0} | settings)
         self.app = create_app(client, Tokenizer(hf), "tiny", settings=chosen)

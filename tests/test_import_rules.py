@@ -157,7 +157,7 @@ def test_the_engine_knows_no_web(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", cases("server", "cli"))
-def test_server_and_command_line_use_six_doors_of_the_engine(path: Path) -> None:
+def test_server_and_command_line_use_seven_doors_of_the_engine(path: Path) -> None:
     inner = [name for name in imports(path) if below(name, "engine")]
     assert set(inner) <= {
         "engine",
@@ -165,6 +165,7 @@ def test_server_and_command_line_use_six_doors_of_the_engine(path: Path) -> None
         "engine.host.logs",
         "engine.pooled",
         "engine.pooled.vectors",
+        "engine.text.grammars",
         "engine.text.processor",
     }
 

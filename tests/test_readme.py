@@ -111,12 +111,13 @@ def test_scripts(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_reference_names_every_field_of_a_request() -> None:
-    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("api.md", "structured-output.md")]
     modules = [importlib.import_module(f"server.api.{found.name}") for found in pkgutil.iter_modules(api.__path__)]
     bodies = {
         one for module in modules for one in vars(module).values() if isinstance(one, type) and issubclass(one, Body)
     } - {Body}
     assert len(bodies) > 8
     for body in bodies:
-        missing = [field for field in body.model_fields if not re.search(rf"\b{field}\b", reference)]
+        names = [info.alias or name for name, info in body.model_fields.items()]
+        missing = [name for name in names if not any(re.search(rf"\b{name}\b", page) for page in pages)]
         assert not missing, body.__name__

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 from support import reference
 from support.checkpoints import Checkpoint, random_prompt
@@ -22,6 +23,7 @@ from support.structured import PERSON, Oracle, make_json_checkpoint, tokenizer_o
 from test_isolation import faults
 
 from engine import LLM, Engine, InvalidRequestError, SamplingParams, StructuredOutputsParams
+from engine.interface.sampling_table import mask_words
 from engine.scheduling.plan import StepPlan
 from engine.text import grammars
 from engine.text.processor import Tokenizer
@@ -328,6 +330,43 @@ def test_an_unreachable_answer_is_an_error_of_that_request(engines: Callable[...
     assert bad.finish_reason == "error"
     assert "the grammar cannot be followed any further" in str(bad.stop_reason)
     assert outputs["good"].outputs[0].finish_reason == "stop"
+
+
+def test_a_costly_grammar_has_its_time(
+    tokenizer: Tokenizer, model: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of one that takes too long end with an error; those beside them go on. Time is counted by the request."""
+    made = grammars.Grammars(lambda: tokenizer, model.vocab, frozenset(model.eos), opens_texts=False, threads=1)
+    costly, cheap = made.get(ASKED["grammar"]), made.get(ASKED["choice"])
+    answers = [costly.fork() for _ in range(9)]
+    everything, now, compute = [*answers, cheap], 0.0, grammars._compute
+
+    def fill(seconds: float) -> np.ndarray:
+        """Some rows of the costly one take so long."""
+
+        def computing(rows: list[Any], masks: np.ndarray) -> None:
+            nonlocal now
+            now += seconds if any(one is not cheap for one, _ in rows) else 0.0
+            compute(rows, masks)
+
+        monkeypatch.setattr(grammars, "_compute", computing)
+        masks = np.zeros((10, mask_words(model.vocab)), dtype=np.uint32)
+        grammars.GrammarConstraint.fill_together(everything, range(10), masks)
+        return masks.any(axis=1)
+
+    monkeypatch.setattr(grammars._Watch, "__init__", lambda watch: setattr(watch, "_began", now))
+    monkeypatch.setattr(grammars._Watch, "seconds", lambda watch: now - watch._began)
+    assert fill(0.0).all()
+    assert fill(0.012).all()  # long, but not too long
+    assert not any(one.problem for one in everything)
+    assert fill(0.05).tolist() == [True] * 4 + [False] * 5 + [True]  # the step's time was over
+    assert [one.problem is None for one in everything] == [True] * 4 + [False] * 5 + [True]
+    everything[4:9] = [answers[0].fork() for _ in range(5)]
+    for _ in range(10):
+        fill(0.03)
+    assert all("takes too long" in str(one.problem) for one in everything[:9])
+    assert cheap.problem is None
+    assert made.get(ASKED["grammar"]).problem is None  # other requests have their own time
 
 
 def test_special_tokens_come_where_a_grammar_names_them(

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,10 +29,16 @@ from engine.text.vocabulary import Vocabulary
 logger = logging.getLogger("octavo.grammar")
 
 MOST_CACHED = 32  # grammars: one may take megabytes, which hold the states that its answers have met
-DEFAULT_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # without an end a model may go on with it for ever
+DEFAULT_WHITESPACE = r"[\x20\x0A\x09]{1,32}"  # without an end a model may go on with it for ever
 _WALK = 48  # bytes of each answer that a trial of a grammar begins: one of low letters, one of high ones
-# What a grammar may cost: states take about 2 kB each, 14,000 units of fuel a millisecond.
-LIMITS = {"max_lexer_states": 25_000, "step_lexer_fuel": 100_000, "step_max_items": 50_000, "verbose_errors": False}
+# What a grammar may cost: states take about 2 kB each, 14,000 units of fuel a millisecond. Schemas with many optional
+# properties need large rows; grammars of clients may be ambiguous, and then take the square of these.
+LIMITS = {"max_lexer_states": 25_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
+LARK_LIMITS = LIMITS | {"max_items_in_row": 300, "step_max_items": 10_000}
+# Seconds that masks of a request may take in a step, and all that took long together.
+STEP_LIMIT, TOTAL_LIMIT = 0.04, 0.25
+_FEW = 4  # answers of a request whose masks are filled together with those of others
+_SLOW = 0.005  # seconds from which time counts
 
 
 def _llguidance() -> Any:
@@ -62,11 +69,12 @@ def _refused(
     return InvalidRequestError(message, param=f"structured_outputs.{name}", code="invalid_grammar")
 
 
-def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool = False) -> str:
+def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool = False, may_force: bool = True) -> str:
     """A request's grammar as llguidance reads it.
 
     Args:
         may_open_with_space: an answer may begin with a space, which its text then does not have.
+        may_force: where one text must come, it comes as the tokenizer writes it; no: by any tokens.
 
     Raises:
         InvalidRequestError: it cannot be understood, or would allow what it should not.
@@ -90,11 +98,18 @@ def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool =
         if "::=" in text and not re.search(r"^\s*\??\w+\s*:(?!:=)", text, re.MULTILINE):
             raise _refused(params, "it is written in GBNF (::=); write it in Lark, whose rules are `name: ...`.")
         top = _add_lark(parts, "lark", text)
-    if may_open_with_space:
-        parts["opening"] = {"lark_grammar": f'start: " "? @{top}'}
+    if may_open_with_space or not may_force:
+        header = "" if may_force else '%llguidance {"no_forcing": true}\n'
+        opening = '" "? ' if may_open_with_space else ""
+        parts["opening"] = {"lark_grammar": f"{header}start: {opening}@{top}"}
         top = "opening"
     ordered = [top, *(name for name in parts if name != top)]
     return json.dumps({"grammars": [{"name": name, **parts[name]} for name in ordered]})
+
+
+def limits_of(library: Any, params: StructuredOutputsParams) -> Any:
+    """What a grammar may cost, as llguidance is told."""
+    return library.LLParserLimits(**(LARK_LIMITS if params.kind == "grammar" else LIMITS))
 
 
 def _add_lark(parts: dict[str, dict[str, Any]], name: str, text: str) -> str:
@@ -168,7 +183,6 @@ class Trial:
     def __init__(self) -> None:
         library = _llguidance()
         self._library = library
-        self._limits = library.LLParserLimits(**LIMITS)
         self._tokens = single_bytes(library)
 
     def check(self, params: StructuredOutputsParams) -> None:
@@ -177,15 +191,15 @@ class Trial:
         Raises:
             InvalidRequestError: it cannot be used.
         """
-        text = grammar_text(params)
+        text, limits = grammar_text(params), limits_of(self._library, params)
         # Special tokens are not known here; where a grammar names some, only the model's tokenizer tells.
-        failed, messages = self._library.LLMatcher.validate_grammar_with_warnings(text, limits=self._limits)
+        failed, messages = self._library.LLMatcher.validate_grammar_with_warnings(text, limits=limits)
         if failed:
             place = place_of(json.loads(str(params.json)), messages[0]) if params.kind == "json" else None
             raise _refused(params, messages[0], place)
         if any("no tokenizer" in message for message in messages):
             return
-        first = self._library.LLMatcher(self._tokens, text, limits=self._limits, log_level=0)
+        first = self._library.LLMatcher(self._tokens, text, limits=limits, log_level=0)
         _check_compiled(params, first)
         for choose in (min, max):
             matcher = first.deep_copy()
@@ -217,6 +231,48 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
+class _Watch:
+    """What has been computed since it was made, in seconds: of the clock, but no more than the process has worked, so
+    that a machine's pauses are no grammar's fault."""
+
+    __slots__ = ("_began", "_worked")
+
+    def __init__(self) -> None:
+        self._began, self._worked = time.perf_counter(), time.process_time()
+
+    def seconds(self) -> float:
+        return min(time.perf_counter() - self._began, time.process_time() - self._worked)
+
+
+class _Meter:
+    """Seconds that the answers of a request have taken, as far as they took long.
+
+    Attributes:
+        is_slow: the last masks took long, or those of another request beside them.
+    """
+
+    __slots__ = ("is_slow", "seconds")
+
+    def __init__(self) -> None:
+        self.is_slow, self.seconds = False, 0.0
+
+    def took_too_long(self, seconds: float) -> bool:
+        """Count this time; whether it has been enough."""
+        if seconds > _SLOW:
+            self.seconds += seconds
+        return self.seconds > TOTAL_LIMIT
+
+
+def _compute(rows: Sequence[tuple[GrammarConstraint, int]], masks: Masks) -> None:
+    """Fill rows of masks by several threads. llguidance's own function for it wants int32."""
+    work = [(one._matcher, place) for one, place in rows]
+    rows[0][0]._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+    for one, place in rows:
+        if one._matcher.is_error():
+            one._note()
+            masks[place] = 0  # llguidance would end the answer
+
+
 class GrammarConstraint:
     """An answer's way through a grammar.
 
@@ -224,16 +280,19 @@ class GrammarConstraint:
         matcher: llguidance's, which is this constraint's alone.
         vocab_size: tokens of the model.
         pool: fills masks of several answers at a time.
+        meter: of the request's answers; None: a new one.
 
     Attributes:
         problem: why it can go on no more: the grammar takes too much; None while it can.
     """
 
-    __slots__ = ("_matcher", "_pool", "problem", "vocab_size")
+    __slots__ = ("_matcher", "_meter", "_pool", "problem", "vocab_size")
 
-    def __init__(self, matcher: Any, vocab_size: int, pool: Any, problem: str | None = None):
+    def __init__(
+        self, matcher: Any, vocab_size: int, pool: Any, meter: _Meter | None = None, problem: str | None = None
+    ):
         self._matcher, self.vocab_size, self._pool = matcher, vocab_size, pool
-        self.problem = problem
+        self._meter, self.problem = meter or _Meter(), problem
 
     @property
     def is_complete(self) -> bool:
@@ -242,8 +301,12 @@ class GrammarConstraint:
 
     def accept(self, token: int) -> None:
         """The answer goes on with this token."""
-        if self.problem is None and not self._matcher.consume_token(token):
-            self._note()
+        if self.problem is None:
+            watch = _Watch()
+            if not self._matcher.consume_token(token):
+                self._note()
+            elif self._meter.took_too_long(watch.seconds()):
+                self._give_up()
 
     def fill(self, mask_row: MaskRow) -> None:
         """Write which tokens may come next."""
@@ -251,17 +314,35 @@ class GrammarConstraint:
 
     @staticmethod
     def fill_together(constraints: Sequence[Constraint], places: Sequence[int], masks: Masks) -> None:
-        """`fill` of several of them at once."""
-        mine = [one for one in constraints if isinstance(one, GrammarConstraint)]
-        work = [(one._matcher, place) for one, place in zip(mine, places, strict=True) if one.problem is None]
-        if not work:
-            return
-        # llguidance's own function for it wants int32.
-        mine[0]._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * 4, len(masks))
-        for one, place in zip(mine, places, strict=True):
-            if one.problem is None and one._matcher.is_error():
-                one._note()
-                masks[place] = 0  # llguidance would end the answer
+        """`fill` of several of them at once; of requests with many answers, or whose masks took long before, one after
+        the other, so that none takes more than its time."""
+        alone: dict[_Meter, list[tuple[GrammarConstraint, int]]] = {}
+        for one, place in zip(constraints, places, strict=True):
+            if isinstance(one, GrammarConstraint) and one.problem is None:
+                alone.setdefault(one._meter, []).append((one, place))
+        together: list[tuple[GrammarConstraint, int]] = []
+        for meter, rows in list(alone.items()):
+            if len(rows) <= _FEW and not meter.is_slow:
+                together += alone.pop(meter)
+        watch = _Watch()
+        if together:
+            _compute(together, masks)
+        if watch.seconds() > 2 * _SLOW:
+            for one, _ in together:
+                one._meter.is_slow = True
+        for meter, rows in alone.items():
+            watch = _Watch()
+            for start in range(0, len(rows), _FEW):
+                if watch.seconds() > STEP_LIMIT:
+                    for one, _ in rows[start:]:
+                        one._give_up()
+                    break
+                _compute(rows[start : start + _FEW], masks)
+            meter.is_slow = (taken := watch.seconds()) > _SLOW
+            if meter.took_too_long(taken):
+                for one, place in rows:
+                    one._give_up()
+                    masks[place] = 0
 
     def forced(self) -> Sequence[int]:
         """Tokens of which each is the only one that may come."""
@@ -272,7 +353,15 @@ class GrammarConstraint:
 
     def fork(self) -> GrammarConstraint:
         """The same state, which goes its own way."""
-        return GrammarConstraint(self._matcher.deep_copy(), self.vocab_size, self._pool, self.problem)
+        return GrammarConstraint(self._matcher.deep_copy(), self.vocab_size, self._pool, self._meter, self.problem)
+
+    def begun(self) -> GrammarConstraint:
+        """The same state, for another request."""
+        return GrammarConstraint(self._matcher.deep_copy(), self.vocab_size, self._pool)
+
+    def _give_up(self) -> None:
+        self.problem = "the grammar takes too long to follow; simplify it"
+        logger.warning("%s", self.problem)
 
     def _note(self) -> None:
         self.problem = f"the grammar cannot be followed any further: {' '.join(self._matcher.get_error().split())}"
@@ -308,7 +397,7 @@ class Grammars:
         self._worker: ThreadPoolExecutor | None = None
 
     def get(self, params: StructuredOutputsParams) -> GrammarConstraint:
-        """The first state of a grammar, of which each answer has a fork; compiles it where that is not done yet.
+        """The first state of a grammar, for a request; compiles it where that is not done yet.
 
         Raises:
             InvalidRequestError: it cannot be used, or this model can have no grammars.
@@ -317,13 +406,13 @@ class Grammars:
             found = self._compiled.get(params)
             if found is not None:
                 self._compiled.move_to_end(params)
-                return found
+                return found.begun()
         made = self._compile(params)
         with self._lock:
             self._compiled[params] = made
             while len(self._compiled) > MOST_CACHED:
                 self._compiled.popitem(last=False)
-        return made
+        return made.begun()
 
     def begin(self, params: StructuredOutputsParams) -> Future[GrammarConstraint] | None:
         """Compile a grammar in a thread; None where it is compiled already."""
@@ -337,8 +426,8 @@ class Grammars:
     def _compile(self, params: StructuredOutputsParams) -> GrammarConstraint:
         library = _llguidance()
         ready = self._ready or self._prepare(library)
-        text = grammar_text(params, may_open_with_space=ready.may_open_with_space)
-        matcher = library.LLMatcher(ready.tokens, text, limits=ready.limits, log_level=0)
+        text = grammar_text(params, may_open_with_space=ready.may_open_with_space, may_force=ready.may_force)
+        matcher = library.LLMatcher(ready.tokens, text, limits=limits_of(library, params), log_level=0)
         _check_compiled(params, matcher)
         return GrammarConstraint(matcher, self._vocab_size, ready.pool)
 
@@ -357,9 +446,9 @@ class Grammars:
             tokens=library.LLTokenizer(
                 library.TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._eos_ids
             ),
-            limits=library.LLParserLimits(**LIMITS),
             pool=library.LLExecutor(self._threads),
             may_open_with_space=self._opens_texts and vocabulary.opens_without_space,
+            may_force=vocabulary.writes_all,
         )
         return self._ready
 
@@ -367,6 +456,6 @@ class Grammars:
 class _Ready:
     """What llguidance needs to know of a model."""
 
-    def __init__(self, tokens: Any, limits: Any, pool: Any, may_open_with_space: bool):
-        self.tokens, self.limits, self.pool = tokens, limits, pool
-        self.may_open_with_space = may_open_with_space
+    def __init__(self, tokens: Any, pool: Any, *, may_open_with_space: bool, may_force: bool):
+        self.tokens, self.pool = tokens, pool
+        self.may_open_with_space, self.may_force = may_open_with_space, may_force

@@ -23,6 +23,7 @@ class Vocabulary:
     Attributes:
         tokens: the bytes of each token within a text, empty for those that have none or whose are not known.
         special_token_ids: tokens that no text stands for; a grammar can name them.
+        writes_all: each printable character of ASCII has a token of its own, so that any text can be written.
         opens_without_space: the first token of a text loses the space that it begins with.
     """
 
@@ -40,6 +41,7 @@ class Vocabulary:
         for token, found in enumerate(self.tokens):
             if found and token not in special:
                 self._ids.setdefault(found, token)
+        self.writes_all = all(bytes([value]) in self._ids for value in range(32, 127))
         self._before = tokenizer.encode(_BEFORE, add_special_tokens=False)
         spaced = next((t for t, b in enumerate(self.tokens) if b[:1] == b" " and b.strip() and t not in special), None)
         self.opens_without_space = spaced is not None and not tokenizer.decode([spaced]).startswith(" ")

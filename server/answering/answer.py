@@ -270,6 +270,10 @@ class Run(ABC, Generic[Piece, Choice]):
         self.service.metrics.aborted(reason, max(self._ticket.num_unfinished, least))
 
     async def _prompts(self, ticket: Ticket) -> list[Prompt]:
+        structured = self.shape.params.structured_outputs
+        if structured is not None:
+            with self._public_names():
+                await self.service.grammars.check(structured, self.service.settings.grammar_timeout)
         prompts = await self.prompts()
         info = self.service.client.info
         longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # of what is longer the engine will say so
@@ -296,5 +300,5 @@ class Run(ABC, Generic[Piece, Choice]):
         try:
             yield
         except InvalidRequestError as problem:
-            name = self.public_name(problem.param)
+            name = self.public_name(self.body.structured_name(problem.param))
             raise InvalidRequestError(str(problem), param=name, code=problem.code) from problem

@@ -20,16 +20,40 @@ COMPLETIONS: dict[str, Any] = {
         "summary": "A stream with its usage at the end",
         "value": {"prompt": "Once upon a time", "stream": True, "stream_options": {"include_usage": True}},
     },
+    "structured": {
+        "summary": "A text of a given form",
+        "value": {
+            "prompt": "The colour is",
+            "structured_outputs": {"choice": ["red", "green", "blue"]},
+            "num_beams": 3,
+        },
+    },
     "score": {
         "summary": "Log-probabilities of given texts",
         "value": {"prompt": ["A cat sat.", "Cat a sat."], "echo": True, "logprobs": 1, "max_tokens": 0},
     },
+}
+_BOOK = {
+    "type": "object",
+    "properties": {"title": {"type": "string", "maxLength": 40}, "pages": {"type": "integer", "maximum": 999}},
+    "required": ["title", "pages"],
+    "additionalProperties": False,
 }
 CHAT: dict[str, Any] = {
     "simple": {"summary": "A question", "value": {"messages": _HELLO, "max_completion_tokens": 32}},
     "instructed": {
         "summary": "With instructions, as a stream",
         "value": {"messages": [{"role": "developer", "content": "Be brief."}, *_HELLO], "stream": True},
+    },
+    "structured": {
+        "summary": "JSON of a schema",
+        "value": {
+            "messages": [{"role": "user", "content": "Name a book."}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "book", "schema": _BOOK, "strict": True},
+            },
+        },
     },
     "logprobs": {
         "summary": "With the most probable alternatives",

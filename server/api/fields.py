@@ -79,6 +79,9 @@ def refuse_unsupported(unknown: Mapping[str, Any]) -> None:
     for name, value in unknown.items():
         nothing = UNSUPPORTED.get(name)
         if nothing is not None and value is not None and not any(_same(value, other) for other in nothing):
+            if name == "grammar":
+                message = "grammar (llama.cpp's, in GBNF) is not supported; send structured_outputs.grammar, in Lark."
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
             otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
             message = f"{name} is not supported; leave it out{otherwise}."
             raise ApiError(400, message, param=name, code="unsupported_parameter")

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     PlainValidator,
     WithJsonSchema,
     create_model,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from engine import SamplingParams
-from server.api.fields import Name, at_most, refuse_unsupported, sampling_fields, unknown_fields
+from server.api.base import Body
+from server.api.fields import Name, at_most, sampling_fields
+from server.api.structured import StructuredBody
 from server.api.template_fields import TemplateFields
 
 MAX_PROMPTS = 2048  # prompts in one request, as at OpenAI
 MAX_MESSAGES = 8192  # in one conversation
-MAX_FIELDS = 1024  # of a body, unknown ones included
 MAX_SALT = 256  # characters of a cache_salt
 MAX_PRIORITY = 2**31 - 1
 MAX_TIMEOUT = 86_400  # seconds
@@ -74,32 +73,6 @@ DecoderPrompt = Annotated[
 ]
 
 
-class Body(BaseModel):
-    """What all bodies share."""
-
-    # Strict: "16" is no integer and 1 is no boolean. Unknown fields are kept, to be reported.
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise PydanticCustomError("limit", f"may have at most {MAX_FIELDS} fields, got {len(value)}")
-        return value
-
-    def refuse_unsupported(self) -> None:
-        """Refuse fields that would change the answer and are not supported.
-
-        Raises:
-            ApiError: names the first one.
-        """
-        refuse_unsupported(self.model_extra or {})
-
-    def ignored_fields(self) -> list[str]:
-        """Names of unknown fields that might have been meant to change the answer."""
-        return unknown_fields(self.model_extra or {})
-
-
 class ServedBody(Body):
     """What the bodies of all requests share that the engine serves: its terms."""
 
@@ -136,7 +109,7 @@ class StreamOptions(Body):
     )
 
 
-class GenerationBody(_SamplingBody):
+class GenerationBody(_SamplingBody, StructuredBody):
     """What the bodies of all endpoints that generate text share. Null means the default."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
@@ -150,6 +123,9 @@ class GenerationBody(_SamplingBody):
         """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
         names = [field.name for field in dataclasses.fields(SamplingParams) if field.name in type(self).model_fields]
         given = {name: getattr(self, name) for name in names}
+        structured = self.structured()
+        if structured is not None:
+            given["structured_outputs"] = structured
         return {name: value for name, value in given.items() if value is not None}
 
     def ignored_fields(self) -> list[str]:

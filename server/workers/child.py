@@ -16,16 +16,21 @@ from typing import Any
 
 import msgspec
 
+from engine import StructuredOutputsParams
 from server.workers.frames import LENGTH, Job, Outcome, framed
+from server.workers.grammars import try_grammar
 from server.workers.templates import Conversation, render
 from server.workers.texts import Text, tokenize
 
 MEMORY = 512 * 1024 * 1024  # bytes that a worker may have beyond what it begins with
 
 _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
+    "grammar": (StructuredOutputsParams, try_grammar),
     "render": (Conversation, render),
     "tokenize": (Text, tokenize),
 }
+# Jobs that give way to what computes answers, by how much; their workers end with them, since none can take it back.
+_NICE = {"grammar": 5}
 
 
 def main() -> None:
@@ -67,19 +72,23 @@ def _work(line: socket.socket) -> None:
         outcome = _do(job)
         signal.setitimer(signal.ITIMER_REAL, 0)
         line.sendall(framed(outcome))
-        if outcome.out_of_memory:
+        if outcome.is_last:
             return
 
 
 def _do(job: Job) -> Outcome:
     kind, function = _JOBS[job.name]
+    lowered = _NICE.get(job.name, 0)
+    is_last = lowered > 0
+    if is_last:
+        os.nice(lowered)
     try:
         result = function(msgspec.msgpack.decode(job.payload, type=kind))
-        return Outcome(result=msgspec.Raw(msgspec.msgpack.encode(result)))
+        return Outcome(result=msgspec.Raw(msgspec.msgpack.encode(result)), is_last=is_last)
     except ValueError as problem:
-        return Outcome(refused=str(problem))
+        return Outcome(refused=str(problem), is_last=is_last)
     except MemoryError:
-        return Outcome(out_of_memory=True)
+        return Outcome(out_of_memory=True, is_last=True)
 
 
 def _receive(line: socket.socket, size: int) -> bytes | None:

@@ -30,11 +30,13 @@ class Outcome(msgspec.Struct, array_like=True):
         result: what the function returned, encoded; nothing if it failed.
         refused: why it refused its argument (its ValueError), if it did.
         out_of_memory: it needed more memory than a worker may have.
+        is_last: the worker ends with it.
     """
 
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
     refused: str | None = None
     out_of_memory: bool = False
+    is_last: bool = False
 
 
 def framed(message: Job | Outcome) -> bytes:

@@ -174,7 +174,7 @@ class WorkerPool:
         if outcome is None and asyncio.get_running_loop().time() - began >= seconds:
             worker.close()
             raise TimeoutError
-        if outcome is None or outcome.out_of_memory:
+        if outcome is None or outcome.is_last:
             worker.close()
         else:
             self._idle.append(worker)

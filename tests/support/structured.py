@@ -14,7 +14,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from engine.interface.structured import StructuredOutputsParams
-from engine.text.grammars import LIMITS, grammar_text
+from engine.text.grammars import grammar_text, limits_of
 from engine.text.processor import Tokenizer, load_tokenizer
 from support.checkpoints import Checkpoint, Shape, _model, _randomize
 
@@ -83,7 +83,7 @@ class Oracle:
 
     def first(self, params: StructuredOutputsParams) -> Any:
         """A matcher in its first state."""
-        limits = self._library.LLParserLimits(**LIMITS)
+        limits = limits_of(self._library, params)
         matcher = self._library.LLMatcher(self._tokens, grammar_text(params), limits=limits, log_level=0)
         assert not matcher.get_error()
         return matcher

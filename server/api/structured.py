@@ -1,0 +1,133 @@
+"""The fields of a body that say what an answer must look like: OpenAI's, vLLM's newer and older ones, llama.cpp's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from engine import InvalidRequestError, StructuredOutputsParams
+from server.api.base import Body
+from server.api.fields import at_most
+from server.errors import ApiError
+
+MAX_CHOICES = 1000
+
+
+def _check_schema(value: Any) -> Any:
+    if isinstance(value, dict | bool | str):
+        return value
+    raise PydanticCustomError("schema", "must be a JSON schema: an object or a boolean, or that as a string")
+
+
+_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]}
+Schema = Annotated[Any, PlainValidator(_check_schema), WithJsonSchema(_SCHEMA)]
+Choices = Annotated[list[str], Field(fail_fast=True, min_length=1), at_most(MAX_CHOICES, "strings")]
+Tags = Annotated[dict[str, Any] | str, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
+
+
+class JsonSchemaFormat(Body):
+    """Part of `ResponseFormat`. Whether it is strict or not, no other answer comes."""
+
+    name: str | None = Field(None, max_length=256, description="Says nothing here.")
+    description: str | None = Field(None, description="Says nothing here; the prompt may.")
+    schema_: Schema = Field(alias="schema", description="The JSON schema.")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer must look like, in OpenAI's shape."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="Of type json_schema.")
+    structures: list[Any] | None = Field(None, description="Of type structural_tag: begin, schema and end of each tag.")
+    triggers: list[Any] | None = Field(None, description="Of type structural_tag: texts that tags begin with.")
+
+
+class StructuredOutputs(Body):
+    """What the answer must look like, in vLLM's shape: exactly one of the first six."""
+
+    choice: Choices | None = Field(None, description="One of these texts.")
+    grammar: str | None = Field(None, description="What this grammar describes, in llguidance's form of Lark.")
+    json_: Schema | None = Field(None, alias="json", description="JSON of this schema.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    regex: str | None = Field(None, description="What this regular expression matches as a whole, in Rust's syntax.")
+    structural_tag: Tags | None = Field(None, description="Free text in which triggers begin tags with JSON in them.")
+    disable_any_whitespace: bool | None = Field(None, description="JSON without white space between its parts.")
+    whitespace_pattern: str | None = Field(None, description="The white space that JSON may have between two parts.")
+    disable_additional_properties: Literal[False] | None = Field(None, description="Not supported: the schema says it.")
+    disable_fallback: bool | None = Field(None, description="Says nothing: there is one backend.")
+
+
+class StructuredBody(Body):
+    """The fields; one of them may be given."""
+
+    response_format: ResponseFormat | None = Field(
+        None, description="text, json_object, json_schema, or vLLM's structural_tag; see docs/structured-output.md."
+    )
+    structured_outputs: StructuredOutputs | None = None
+    guided_choice: Choices | None = Field(None, description="structured_outputs.choice by its older name.")
+    guided_grammar: str | None = Field(None, description="structured_outputs.grammar by its older name.")
+    guided_json: Schema | None = Field(None, description="structured_outputs.json by its older name.")
+    guided_regex: str | None = Field(None, description="structured_outputs.regex by its older name.")
+    json_schema: Schema | None = Field(None, description="structured_outputs.json by llama.cpp's name.")
+
+    def structured(self) -> StructuredOutputsParams | None:
+        """What the answer must look like, as the engine is told.
+
+        Raises:
+            ApiError, InvalidRequestError: fields contradict each other, or one says what cannot be.
+        """
+        asked = self._asked()
+        if not asked:
+            return None
+        if len(asked) > 1:
+            names = " and ".join(name for name, _ in asked)
+            message = f"{names} cannot be used together: each says what the whole answer must look like."
+            raise ApiError(400, message, param=asked[1][0], code="invalid_value")
+        ((_, given),) = asked
+        try:
+            return StructuredOutputsParams(**given)
+        except InvalidRequestError as problem:
+            raise InvalidRequestError(
+                str(problem), param=self.structured_name(problem.param), code=problem.code
+            ) from problem
+
+    def structured_name(self, param: str | None) -> str | None:
+        """The field under which the client said what the engine calls `structured_outputs` or a part of it."""
+        if param is None or param.partition(".")[0] != "structured_outputs":
+            return param
+        ((name, _), *_) = self._asked() or [(param, {})]
+        if name == "response_format":
+            return "response_format.json_schema" if param.endswith(".json") else name
+        return param if name == "structured_outputs" else name
+
+    def _asked(self) -> list[tuple[str, dict[str, Any]]]:
+        """The fields that ask for something, and what they ask for."""
+        asked: list[tuple[str, dict[str, Any]]] = []
+        if self.response_format is not None and self.response_format.type != "text":
+            asked.append(("response_format", _read_format(self.response_format)))
+        if self.structured_outputs is not None:
+            given = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            for name in ("disable_additional_properties", "disable_fallback"):
+                given.pop(name, None)
+            asked.append(("structured_outputs", given))
+        for name in ("guided_choice", "guided_grammar", "guided_json", "guided_regex"):
+            value = getattr(self, name)
+            if value is not None:
+                asked.append((name, {name.removeprefix("guided_"): value}))
+        if self.json_schema is not None:
+            asked.append(("json_schema", {"json": self.json_schema}))
+        return asked
+
+
+def _read_format(given: ResponseFormat) -> dict[str, Any]:
+    if given.type == "json_object":
+        return {"json_object": True}
+    if given.type == "json_schema":
+        if given.json_schema is None:
+            message = "response_format of type json_schema needs json_schema, an object that holds the schema."
+            raise ApiError(400, message, param="response_format.json_schema", code="invalid_value")
+        return {"json": given.json_schema.schema_}
+    return {"structural_tag": {"structures": given.structures or [], "triggers": given.triggers or []}}

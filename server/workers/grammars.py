@@ -1,0 +1,22 @@
+"""What an answer must look like, compiled once to see whether that can be done in time: the job of a worker."""
+
+from __future__ import annotations
+
+import functools
+
+from engine import StructuredOutputsParams
+from engine.text.grammars import Trial
+
+
+def try_grammar(params: StructuredOutputsParams) -> None:
+    """Compile it, and begin an answer.
+
+    Raises:
+        ValueError: it cannot be used; why.
+    """
+    _trial().check(params)
+
+
+@functools.cache
+def _trial() -> Trial:
+    return Trial()
