@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -256,10 +257,61 @@ def test_where_nothing_is_parsed_all_stays_as_it_was() -> None:
     assert all(set(event["choices"][0]["delta"]) <= {"role", "content"} for event in api.events())
 
 
-def test_a_call_that_must_be_is_refused_where_it_cannot_be_enforced() -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
-        problem = error(Api(ADD).chat(tool_choice=choice))
-        assert (problem["param"], problem["code"]) == ("tool_choice", "unsupported_parameter")
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+NAMED = {"type": "function", "function": {"name": "find"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "start"),
+    [
+        ({"tool_choice": "required"}, "start: reasoning? calls"),
+        ({"tool_choice": NAMED}, "start: reasoning? calls"),
+        ({"tool_choice": "required", "chat_template_kwargs": {"thinks": True}}, "start: thought calls"),
+        ({"tools": STRICT}, "start: reasoning? marked* TEXT"),
+        ({}, None),
+        ({"tools": STRICT, "tool_choice": "none"}, None),
+    ],
+)
+def test_the_engine_is_told_which_calls_an_answer_must_hold(fields: dict[str, Any], start: str | None) -> None:
+    pytest.importorskip("llguidance")
+    api = Api(FIND)
+    api.answer(**fields)
+    ((_, params),) = api.client.asked.values()
+    if start is None:
+        assert params.structured_outputs is None
+        return
+    assert params.structured_outputs is not None
+    assert params.structured_outputs.grammar.splitlines()[0] == start
+    assert ("add" in params.structured_outputs.grammar) == (fields.get("tool_choice") != NAMED)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "param", "says"),
+    [
+        ({"tool_call_parser": "none"}, {}, "tool_choice", "--tool-call-parser"),
+        ({"tool_call_parser": "glm45"}, {}, "tool_choice", r"\(glm45\) cannot be enforced"),
+        ({}, {"response_format": {"type": "json_object"}}, "tool_choice", "another demand"),
+        ({}, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]}, "tools", "type"),
+    ],
+)
+def test_what_cannot_be_enforced_is_400(
+    settings: dict[str, Any], fields: dict[str, Any], param: str, says: str
+) -> None:
+    pytest.importorskip("llguidance")
+    api = Api(ADD, **settings)
+    for stream in (False, True):
+        problem = error(api.chat(tool_choice="required", stream=stream, **fields))
+        assert problem["param"] == param
+        assert re.search(says, problem["message"]), problem["message"]
+    assert not api.client.asked
+
+
+@pytest.mark.parametrize("settings", [{"tool_call_parser": "none"}, {"tool_call_parser": "glm45"}])
+def test_strict_functions_may_be_called_where_nothing_can_be_enforced(settings: dict[str, Any]) -> None:
+    api = Api("Ok.", **settings)
+    assert api.answer(tools=STRICT)["choices"][0]["message"]["content"] == "Ok."
+    ((_, params),) = api.client.asked.values()
+    assert params.structured_outputs is None
 
 
 def script_of(*answers: str) -> tuple[Api, list[str]]:

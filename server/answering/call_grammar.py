@@ -11,8 +11,8 @@ from server.answering.formats import CallFormat, Writing
 from server.answering.parsing import Parsing
 from server.answering.tools import Function
 
-# White space in arguments has an end: a model may go on with it for ever.
-_JSON_OPTIONS = {"coerce_one_of": True, "lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+# One space, or none, between two parts of the arguments: a model that is led may go on with white space for ever.
+_JSON_OPTIONS = {"coerce_one_of": True, "lenient": False, "whitespace_pattern": r"\x20"}
 _TERMINALS = (
     r"TEXT: /(.|\n)*/",
     r"SPACE: /[ \t\r\n]{0,8}/",

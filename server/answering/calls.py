@@ -185,7 +185,8 @@ class Region(ABC):
         elif self._told:
             yield from self._cut()
         elif not self._is_between():
-            yield Text(self._raw)
+            if not self._calls.count:  # after calls, it is the beginning of another
+                yield Text(self._raw)
         elif self._closing is None and self.rest.strip():
             yield Text(self.rest)
 

@@ -65,7 +65,7 @@ class AnswerReader:
         token_id: Callable[[str], int | None] = lambda text: None,
     ):
         self.formats = formats
-        self._special = special or {}
+        self.special = special or {}
         self._reasoning_end = None if formats.reasoning is None else token_id(formats.reasoning.close)
         self._templates: dict[bool, Any] = {}
         self._shown = {calls: self._marks(calls) for calls in (False, True)}
@@ -79,7 +79,7 @@ class AnswerReader:
             texts += [found.head or "", str(found.field)]
             texts += [text for region in found.regions for text in region.values()] + [*found.drops]
         marks = "\n".join(texts)
-        return frozenset(token for token, text in self._special.items() if text in marks or re.escape(text) in marks)
+        return frozenset(token for token, text in self.special.items() if text in marks or re.escape(text) in marks)
 
     def parsing(self, tools: Tools | None, prompt: str, final: str | None = None) -> Parsing | None:
         """How answers to a prompt are read; None where they are text as they are.
