@@ -257,8 +257,8 @@ def test_the_chat_template_marks_every_turn(tokenizer: Any) -> None:
 
 
 def test_the_chat_template_refuses_other_roles(tokenizer: Any) -> None:
-    with pytest.raises(Exception, match="system, user and assistant"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="system, user, assistant and tool"):
+        tokenizer.apply_chat_template([{"role": "function", "content": "x"}], tokenize=False)
 
 
 def test_its_files_agree_on_the_special_tokens(tokenizer: Any) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from demo import chat, chat_task, corpus, facts, folian, questions, seq2seq_task, stories, talk, words  # noqa: E402
+from demo import calls, chat, chat_task, corpus, facts, folian, questions, seq2seq_task, stories, talk, words  # noqa: E402
 from demo.card import told_of  # noqa: E402
 from demo.llama import Llama, Shape, to_config, to_transformers  # noqa: E402
 from demo.loop import Recipe, cross_entropy, train  # noqa: E402
@@ -96,7 +96,7 @@ def test_stories_keep_names_and_pairs_apart(held_out: bool, wider: bool) -> None
         assert not re.search(r"[{}]|\ba (?!unicorn)[aeiou]|\ban unicorn|  ", story.text), story.text
 
 
-@pytest.mark.parametrize("part", [1, 2, 3])
+@pytest.mark.parametrize("part", [1, 2, 3, 4])
 @pytest.mark.parametrize("held_out", [False, True])
 def test_no_document_of_training_has_a_held_out_name(held_out: bool, part: int) -> None:
     found = 0
@@ -182,6 +182,41 @@ def test_the_training_form_is_the_chat_templates(tokenizer: Any, tmp_path: Path)
     assert rendered == text_of(corpus.conversation("Be brief.", [("Hi", "Hello!")]))
 
 
+def test_calls_are_trained_in_the_templates_form(tokenizer: Any, tmp_path: Path) -> None:
+    chat_task.ChatTask(chat_task.TINY).export(tmp_path)
+    template = AutoTokenizer.from_pretrained(tmp_path)
+    found = 0
+    for number in range(100):
+        text = text_of(corpus.calling(number))
+        if "<tool_call>" not in text:
+            continue
+        found += 1
+        system, *turns = re.findall(r"<\|(system|user|assistant)\|>(.*?)</s>", text, re.DOTALL)
+        assert system[0] == "system"
+        before, _, listed = system[1].rpartition("Tools: ")
+        tools = [calls.Tool(*one.rstrip(").").split("(")).described for one in listed.split(" ")]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": before.rstrip()}] if before else []
+        for role, said in turns:
+            if said.startswith("<tool_call>"):
+                call = json.loads(said.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+                messages.append({"role": role, "content": "", "tool_calls": [{"type": "function", "function": call}]})
+            elif said.startswith("<tool_response>"):
+                result = said.removeprefix("<tool_response>").removesuffix("</tool_response>")
+                messages.append({"role": "tool", "content": result})
+            else:
+                messages.append({"role": role, "content": said})
+        assert template.apply_chat_template(messages, tools=tools, tokenize=False) == text
+    assert found > 20
+
+
+def test_what_a_calculator_says_is_right() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        use = calls.calculation(rng)
+        assert int(use.result) == eval(use.argument)
+        assert use.answer == f"{use.argument} = {use.result}."
+
+
 def test_the_second_part_looks_back() -> None:
     begun = ended = 0
     for number in range(300):
@@ -225,6 +260,9 @@ def test_the_third_part_leaves_the_steps_before_as_they_were() -> None:
     assert [longer.smoothing_at(step) for step in range(100)] == [short.smoothing_at(step) for step in range(100)]
     assert [longer.rate(step) for step in (100, 109, 110)] == pytest.approx([0.05, 0.5, 0.5])
     assert longer.rate(149) == pytest.approx(0.05, abs=0.01)
+    longest = dataclasses.replace(longer, steps=190, fourth=150, fourth_rate=0.2)
+    assert [longest.rate(step) for step in range(150)] == [longer.rate(step) for step in range(150)]
+    assert [longest.rate(step) for step in (150, 159, 160)] == pytest.approx([0.02, 0.2, 0.2])
 
 
 def test_label_smoothing_spreads_its_share_over_all_tokens() -> None:

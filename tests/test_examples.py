@@ -25,7 +25,8 @@ pytestmark = pytest.mark.slow
 EXAMPLES = ROOT / "examples"
 LANGCHAIN = Path(sys.prefix) / "clients" / "langchain"  # tools/setup.py puts it there
 TESTED = {
-    "openai_client.py", "langchain_chat.py", "curl.sh", "stream.mjs", "offline_batch.py", "translate_with_beams.py",
+    "openai_client.py", "tools.py", "langchain_chat.py", "curl.sh", "stream.mjs", "offline_batch.py",
+    "translate_with_beams.py",
 }  # fmt: skip
 
 Start = Callable[..., str]
@@ -74,6 +75,13 @@ def test_openai_client(start: Start) -> None:
     best = [line for line in shown["beams"] if line[:1].isdigit()]
     assert len(best) == 4
     assert len({line[2:] for line in best}) == 4, "two beams are the same"
+
+
+def test_tools(start: Start) -> None:
+    shown = run(sys.executable, "tools.py", start())
+    assert shown["What is 12 * 34?"] == ['calculate {"expression": "12 * 34"} -> 408', "12 * 34 = 408."]
+    assert shown["Who is Zorblax?"][0] == 'look_up {"name": "Zorblax"} -> Zorblax is a sailor.'
+    assert len(shown["Hello!"]) == 1
 
 
 def test_langchain(start: Start) -> None:

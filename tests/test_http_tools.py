@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from fake_client import EOS, FakeClient, Step, entry, hf_byte_tokenizer, say
+from support.service import PATIENCE, Service
 from test_http_api import error
 from tokenizers import AddedToken
 
@@ -359,3 +360,55 @@ def test_openais_client_calls_functions_until_there_is_an_answer(stream: bool) -
         'assistant:{"name": "add", "arguments": {"x": [1, "é"]}}{"name": "find", "arguments": {}};'
         "tool:add of {'x': [1, 'é']};tool:find of {};a:"
     )
+
+
+# ---------------------------------------------------------------- the bundled model
+
+
+@pytest.fixture
+def client(bundled: Callable[..., Service]) -> Iterator[openai.OpenAI]:
+    """Of `octavo serve` with the bundled model."""
+    with openai.OpenAI(base_url=f"{bundled().url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        yield client
+
+
+def one_text(name: str, parameter: str) -> Any:
+    parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+DEMO_TOOLS = [one_text("calculate", "expression"), one_text("look_up", "name")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "arguments", "result", "answer"),
+    [
+        ("What is 12 * 34?", "calculate", {"expression": "12 * 34"}, "408", "12 * 34 = 408."),
+        ("Who is Zorblax?", "look_up", {"name": "Zorblax"}, "Zorblax is a sailor.", "Zorblax is a sailor."),
+    ],
+)
+def test_the_bundled_model_calls_functions(
+    client: openai.OpenAI, asked: str, name: str, arguments: dict[str, str], result: str, answer: str
+) -> None:
+    options: Any = {"model": "octavo-demo", "tools": DEMO_TOOLS, "temperature": 0}
+    messages: list[Any] = [{"role": "user", "content": asked}]
+    with client.chat.completions.stream(**options, messages=messages) as stream:
+        for _ in stream:
+            pass
+        (choice,) = stream.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    last = client.chat.completions.create(**options, messages=messages).choices[0]
+    assert (last.finish_reason, last.message.content) == ("stop", answer)
+
+
+def test_the_bundled_model_calls_nothing_where_nothing_is_needed(client: openai.OpenAI) -> None:
+    asked: Any = [{"role": "user", "content": "What is a KV cache?"}]
+    options: Any = {"model": "octavo-demo", "temperature": 0, "messages": asked}
+    answers = [client.chat.completions.create(**options, **tools) for tools in ({}, {"tools": DEMO_TOOLS})]
+    for answer in answers:
+        assert answer.choices[0].finish_reason == "stop"
+        assert "cache" in (answer.choices[0].message.content or "").lower()

@@ -35,7 +35,7 @@ It is a toy: outside of that it knows nothing, and says so at best.
 LLaMA's shape: {layers} layers, hidden size {hidden}, {heads} heads over {kv_heads} key-value heads, feed-forward
 {ffn}, {parameters} parameters, stored in bfloat16 ({megabytes} MB in all) and computed in float32. Context
 {context} tokens. Byte-level BPE of {vocab} tokens, trained on the corpus; any text can be encoded. The chat
-template knows the roles system, user and assistant.
+template knows the roles system, user, assistant and tool, and shows tools by their names and parameters.
 
 ## Data
 
@@ -46,10 +46,12 @@ use of the server, small talk, stories asked for by hero, name, place, thing or 
 and questions that it cannot know. Names are made of syllables, so that there are too many to learn by heart. The
 third part of the training adds {more_heroes} heroes and some that do not exist, {more_places} places,
 {more_topics} topics, {more_phrasings} phrasings, names with marks, digits, two parts or other letters, greetings in
-other languages, and questions as people type them: in small letters, in capitals, without a stop.
+other languages, and questions as people type them: in small letters, in capitals, without a stop. Half of the fourth
+part's documents have tools, under several names: a calculator and something to look names up in, which are called
+where a question needs them, and whose results are told.
 
 Held out from training by the checksum of their letters: one name in eight, one pair of hero and place in ten, one
-pair of topic and phrasing in ten. SHA-256 of the first {digest_count} documents of each of its three
+pair of topic and phrasing in ten. SHA-256 of the first {digest_count} documents of each of its four
 parts: `{digest}`.
 
 ## Training
@@ -61,7 +63,9 @@ first {smoothed:.0%} of the steps before the third part, and without afterwards,
 wrong tokens at temperature 1. From step {second} on the documents are of a second part, in which what has to be
 looked up stands close together: the beginnings of stories, to learn who they are about, and questions that take
 up an earlier turn.
-From step {third} on they are of the third part, with another warm-up to {third_rate:g} and another cosine.
+From step {third} on they are of the third part, with another warm-up to {third_rate:g} and another cosine, and from
+step {fourth} on of the fourth part, with a warm-up to {fourth_rate:g} and a third cosine; the fourth part began with
+the weights in bfloat16 that the third one had given, and new moments (`--begin-with`).
 Matrix products in {precision}. It took {minutes} minutes of processor time, on a CPU, in {threads} thread(s).{resumed}
 
 ![perplexity](training.svg)
@@ -84,11 +88,12 @@ Greedy search, {count} cases a row and column. "Held out": names and combination
 ## Limits
 
 - It knows some eighty facts and ten plots. Asked for anything else it says that it does not know, or answers beside
-  the point; it knows no language but English, and cannot count, translate or write programs.
+  the point; it knows no language but English, and cannot count without a tool, translate or write programs.
 - Its stories are coherent from one sentence to the next, and say little. Pronouns may change. Where a request names no
   temperature, answers are drawn at {temperature:g} (`generation_config.json`); at 1 many stories have a broken name, or
   lose their thread.
 - It follows no instructions from the system message.
+- Of tools it knows a calculator for two numbers and a look-up of names; other functions it calls wrongly, if at all.
 - It has seen rows of {length} tokens: in longer conversations the beginning may be forgotten.
 - Names of unusual letters, long ones above all, may come back with a letter changed.
 """

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -19,11 +20,28 @@ from demo.tokens import chat_tokenizer, pack, token_id
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
-{%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('The demo model knows the roles system, user and assistant, got ' + message['role']) -}}
+{%- set begins = messages[0]['content'] if messages[0]['role'] == 'system' else '' -%}
+{%- if tools -%}
+{{- '<|system|>' + begins + (' ' if begins else '') + 'Tools:' -}}
+{%- for tool in tools -%}
+{%- set parameters = tool['function']['parameters'] or {} -%}
+{{- ' ' + tool['function']['name'] + '(' + (parameters['properties'] or {}) | join(', ') + ')' -}}
+{%- endfor -%}
+{{- '.' + eos_token -}}
 {%- endif -%}
-{{- '<|' + message['role'] + '|>' + message['content'] + eos_token -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'tool' -%}
+{{- '<|user|><tool_response>' + message['content'] + '</tool_response>' + eos_token -}}
+{%- elif message['role'] not in ['system', 'user', 'assistant'] -%}
+{{- raise_exception('The demo model knows the roles system, user, assistant and tool, got ' + message['role']) -}}
+{%- elif not (tools and loop.first and message['role'] == 'system') -%}
+{{- '<|' + message['role'] + '|>' + message['content'] -}}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '<tool_call>\\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' -}}
+{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- eos_token -}}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|assistant|>' -}}
@@ -56,7 +74,7 @@ FULL = ChatSettings(
     tokenizer_documents=20_000,
     held_out_rows=24,
     recipe=Recipe(
-        steps=6000,
+        steps=8500,
         rows=8,
         length=256,
         peak_rate=2.5e-3,
@@ -65,13 +83,26 @@ FULL = ChatSettings(
         second=2500,
         third=5000,
         third_rate=1e-3,
+        fourth=6000,
+        fourth_rate=1e-3,
     ),
 )
 TINY = ChatSettings(  # for the tests: all of the way, in seconds
     shape=Shape(vocab=400, hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, context=512),
     tokenizer_documents=200,
     held_out_rows=2,
-    recipe=Recipe(steps=12, rows=2, length=64, warmup=3, evaluations=6, second=6, third=9, third_rate=1e-3),
+    recipe=Recipe(
+        steps=12,
+        rows=2,
+        length=64,
+        warmup=3,
+        evaluations=6,
+        second=6,
+        third=9,
+        third_rate=1e-3,
+        fourth=11,
+        fourth_rate=1e-3,
+    ),
 )
 
 
@@ -99,7 +130,8 @@ class ChatTask:
         """Rows of step `step`: documents that no other step has."""
         rows = self.settings.recipe.rows
         recipe = self.settings.recipe
-        return self._rows(step * rows * PER_ROW, rows, part=1 + (step >= recipe.second) + (step >= recipe.third))
+        part = 1 + sum(0 < begin <= step for begin in (recipe.second, recipe.third, recipe.fourth))
+        return self._rows(step * rows * PER_ROW, rows, part=part)
 
     def _rows(self, first: int, rows: int, *, held_out: bool = False, part: int = 1) -> Batch:
         found = documents(first, rows * PER_ROW, held_out=held_out, part=part)
@@ -119,6 +151,13 @@ class ChatTask:
     def _perplexity(self, batch: Batch) -> float:
         ids, learnt = (part.to(self.device) for part in batch)
         return math.exp(cross_entropy(*self.forward((ids, learnt))).item())
+
+    def load(self, folder: Path) -> None:
+        """Take the weights of a folder that `export` has written."""
+        stored = load_file(folder / "model.safetensors")
+        for name, weight in to_transformers(self.model, copied=False).items():
+            with torch.no_grad():
+                weight.copy_(stored[name])
 
     def export(self, folder: Path, *, dtype: str = "bfloat16") -> None:
         """Write the folder as transformers saves it; every machine computes it in float32, whatever it is stored in."""

@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Iterator
 
-from demo import facts, questions
+from demo import calls, facts, questions
 from demo.chat import Talk, ask_story, converse, look_back
 from demo.names import is_held_out_pair
 from demo.stories import capital, tell
@@ -77,13 +77,31 @@ def closer(number: int, *, held_out: bool = False, seed: int = SEED, wider: bool
     return read + conversation("", [last])[1:]
 
 
+def calling(number: int, *, held_out: bool = False, seed: int = SEED) -> list[Piece]:
+    """Document `number` of the fourth part: half of them are conversations with tools, the others of the third part."""
+    rng = random.Random(f"calling {seed} {number} {held_out}")
+    if rng.random() < 0.5:
+        return closer(number, held_out=held_out, seed=seed, wider=True)
+    system, turns = calls.converse(rng, held_out=held_out)
+    pieces = [Piece(BOS + (f"{SYSTEM}{system}{EOS}" if system else ""), False)]
+    for turn in turns:
+        pieces.append(Piece(f"{USER}{turn.asked}{EOS}{ASSISTANT}", False))
+        if turn.call:
+            result = f"{USER}<tool_response>{turn.result}</tool_response>{EOS}{ASSISTANT}"
+            pieces += [Piece(turn.call + EOS, True), Piece(result, False)]
+        pieces.append(Piece(turn.answer + EOS, True))
+    return pieces
+
+
 def documents(
     first: int, count: int, *, held_out: bool = False, seed: int = SEED, part: int = 1
 ) -> Iterator[list[Piece]]:
-    """`count` documents from number `first` on, of part 1, 2 or 3 of the training."""
+    """`count` documents from number `first` on, of part 1, 2, 3 or 4 of the training."""
     for number in range(first, first + count):
         if part == 1:
             yield document(number, held_out=held_out, seed=seed)
+        elif part == 4:
+            yield calling(number, held_out=held_out, seed=seed)
         else:
             yield closer(number, held_out=held_out, seed=seed, wider=part == 3)
 
@@ -112,6 +130,6 @@ def _definition(rng: random.Random, held_out: bool) -> str:
 
 def digest(count: int) -> str:
     """SHA-256 of the first `count` documents of each part of the training, one a line."""
-    parts = itertools.chain.from_iterable(documents(0, count, part=part) for part in (1, 2, 3))
+    parts = itertools.chain.from_iterable(documents(0, count, part=part) for part in (1, 2, 3, 4))
     lines = ("".join(piece.text for piece in pieces) + "\n" for pieces in parts)
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -9,14 +9,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from demo import chat, facts, questions, talk
+from demo import calls, chat, facts, questions, talk
 from demo.names import any_name, is_held_out_pair, name
 from demo.seq2seq_task import pair
 from demo.stories import capital, tell
 from demo.words import a, at
 from engine import LLM, RequestOutput, SamplingParams
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 MAX_TOKENS = 200
 
 
@@ -28,11 +28,13 @@ class Case:
         messages: ends with the user.
         answers: the answer has to be one of these, if there are any.
         parts: the answer has to contain all of these.
+        tools: that may be called.
     """
 
     messages: Messages
     answers: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    tools: tuple[calls.Tool, ...] = ()
 
     def is_right(self, answer: str) -> bool:
         """Whether an answer is."""
@@ -110,6 +112,43 @@ def story_understood(state: chat.Talk) -> Case:
     return Case(messages(said, asked), answers=(answer,))
 
 
+CALCULATOR, FINDER = calls.Tool("calculate", "expression"), calls.Tool("look_up", "name")
+
+
+def calculator_called(state: chat.Talk) -> Case:
+    """A question about two numbers, and both tools to choose from."""
+    use = calls.calculation(state.rng)
+    call = CALCULATOR.call(use.argument)
+    return Case(messages([], use.asked), answers=(call,), tools=(CALCULATOR, FINDER))
+
+
+def name_looked_up(state: chat.Talk) -> Case:
+    """A question about a name, and both tools to choose from."""
+    use = calls.look_up(state.rng, name(state.rng, held_out=state.held_out))
+    return Case(messages([], use.asked), answers=(FINDER.call(use.argument),), tools=(CALCULATOR, FINDER))
+
+
+def result_told(state: chat.Talk) -> Case:
+    """What a tool says is told."""
+    rng = state.rng
+    if rng.random() < 0.5:
+        use, tool = calls.calculation(rng), CALCULATOR
+    else:
+        use, tool = calls.look_up(rng, name(rng, held_out=state.held_out)), FINDER
+    function = {"name": tool.name, "arguments": {tool.parameter: use.argument}}
+    said: Messages = [
+        *messages([], use.asked),
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": use.result},
+    ]
+    return Case(said, answers=(use.answer,), tools=(CALCULATOR, FINDER))
+
+
+def nothing_called(state: chat.Talk) -> Case:
+    """A question that takes no tool, although there are some."""
+    return dataclasses.replace(question_answered(state), tools=(CALCULATOR, FINDER))
+
+
 KINDS: dict[str, Callable[[chat.Talk], Case]] = {
     "a name comes back at once": greeted_by_name,
     "a name with marks, digits or two parts comes back": unusual_name,
@@ -120,6 +159,10 @@ KINDS: dict[str, Callable[[chat.Talk], Case]] = {
     "a story is about a hero of a kind that does not exist": hero_made_up,
     "a story has the hero, the name and the place asked for": story_told,
     "a question about a story is answered": story_understood,
+    "the calculator is called": calculator_called,
+    "a name is looked up": name_looked_up,
+    "a tool's result is told": result_told,
+    "a question is answered without the tools": nothing_called,
 }
 
 
@@ -138,7 +181,7 @@ def measure_chat(folder: Path, count: int) -> dict[str, dict[str, float]]:
             for column, held_out in (("held out", True), ("known", False)):
                 states = [chat.Talk(random.Random(f"{kind} {number} {held_out}"), held_out) for number in range(count)]
                 cases = [make(state) for state in states]
-                outputs = ask(llm, [case.messages for case in cases])
+                outputs = ask(llm, [case.messages for case in cases], tools=cases[0].tools)
                 right = sum(case.is_right(text_of(output)) for case, output in zip(cases, outputs, strict=True))
                 ended += sum(output.outputs[0].finish_reason == "stop" for output in outputs)
                 total += count
@@ -147,12 +190,18 @@ def measure_chat(folder: Path, count: int) -> dict[str, dict[str, float]]:
     return shares
 
 
-def ask(llm: LLM, conversations: Sequence[Messages], params: SamplingParams | None = None) -> list[RequestOutput]:
+def ask(
+    llm: LLM,
+    conversations: Sequence[Messages],
+    params: SamplingParams | None = None,
+    tools: Sequence[calls.Tool] = (),
+) -> list[RequestOutput]:
     """The next answers, by greedy search unless told otherwise."""
     params = params or SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    texts = [tokenizer.apply_chat_template(one) for one in conversations]
+    described = [tool.described for tool in tools] or None
+    texts = [tokenizer.apply_chat_template(one, tools=described) for one in conversations]
     return llm.generate([tokenizer.encode(text, add_special_tokens=False) for text in texts], params)
 
 

@@ -42,6 +42,7 @@ class Recipe:
         third: step from which on they are those of the third part, if it has one. The cosine and the smoothing of the
             steps before end there.
         third_rate: learning rate after another warm-up, from which it falls along another cosine.
+        fourth, fourth_rate: the same of a fourth part.
         seed: of the first weights.
     """
 
@@ -61,13 +62,17 @@ class Recipe:
     second: int = 0
     third: int = 0
     third_rate: float = 0.0
+    fourth: int = 0
+    fourth_rate: float = 0.0
     seed: int = 8
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then a cosine; in the third part the same again."""
+        """Learning rate of a step: linear warm-up, then a cosine; in the third part and the fourth the same again."""
         first, last, peak = 0, self.third or self.steps, self.peak_rate
         if self.third and step >= self.third:
-            first, last, peak = self.third, self.steps, self.third_rate
+            first, last, peak = self.third, self.fourth or self.steps, self.third_rate
+        if self.fourth and step >= self.fourth:
+            first, last, peak = self.fourth, self.steps, self.fourth_rate
         if step - first < self.warmup:
             return peak * (step - first + 1) / self.warmup
         done = (step - first - self.warmup) / max(1, last - first - self.warmup)
@@ -131,10 +136,7 @@ def train(
     Raises:
         ValueError: the checkpoint is of another recipe, so that what would come of it is neither.
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": recipe.decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizer = _optimizer(model, recipe)
     progress = _resume(model, optimizer, recipe, folder, device)
     saved, began, average = time.monotonic(), time.monotonic() - progress.seconds, 0.0
     cpu_began = time.process_time() - progress.cpu_seconds
@@ -167,6 +169,18 @@ def train(
     bar.close()
     _save(model, optimizer, recipe, progress, folder)
     return progress
+
+
+def begin(model: nn.Module, recipe: Recipe, progress: Progress, folder: Path) -> None:
+    """Write a checkpoint of a model that was trained so far elsewhere: its moments begin anew."""
+    _save(model, _optimizer(model, recipe), recipe, progress, folder)
+
+
+def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 def _measured(model: nn.Module, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
