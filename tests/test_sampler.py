@@ -567,7 +567,7 @@ def as_bans(row: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     return rest | {"ban": sorted({*row.get("ban", ()), *(set(range(vocabulary)) - allowed)})}
 
 
-@pytest.mark.parametrize("vocabulary", [32, VOCAB, 97, 1000])
+@pytest.mark.parametrize("vocabulary", [32, VOCAB, 64, 97, 130, 1000])
 def test_masks_are_bans_of_all_other_tokens(vocabulary: int) -> None:
     """To the bit, whatever else is edited; rows without a mask are as they were. Against an oracle in numpy, too."""
     rows = allowed_rows(vocabulary)

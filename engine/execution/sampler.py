@@ -132,12 +132,17 @@ def _choose(rows: LogitRows, batch: SamplingBatch, tokens: Int32, scores: Float3
         return searching[:, None] & (scores == -np.inf) if found else None
     # Rows that change as a whole are rare, and get memory of their own.
     whole_rows[edits["row"][edits["kind"] == Kind.FORCE]] = True
-    whole_rows[batch.masked] = True
-    plain, whole = ~whole_rows, _where(whole_rows)
-    with rows.edited(edits, table, searching) if len(edits) else contextlib.nullcontext():
+    whole_rows[batch.masked] |= searching[batch.masked]
+    plain, whole, within = ~whole_rows, _where(whole_rows), ~whole_rows[batch.masked]
+    masked = batch.masked[within]
+    with contextlib.ExitStack() as changed:
+        if len(edits):
+            changed.enter_context(rows.edited(edits, table, searching))
+        if len(masked):
+            changed.enter_context(rows.confined(masked, batch.masks[within], table[masked], sampling[masked]))
         _search(rows, batch, _where(searching & plain), tokens, scores)
         _draw(rows, batch, _where(sampling & plain), tokens)
-        if len(edits):
+        if len(edits) or len(masked):
             greedy = _where(plain & ~(searching | sampling))
             tokens[greedy] = rows.best(greedy, np.ones_like(greedy), 1)[0]
         chosen = rows.values[np.arange(len(rows))[:, None], tokens]
@@ -175,7 +180,7 @@ def _draw(rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, place
 
 
 def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows:
-    """Rows with forced tokens, others with masks, and beams whose scores are made log-probabilities again."""
+    """Rows with forced tokens, beams with masks, and those whose scores are made log-probabilities again."""
     made = torch.empty((len(whole), rows.vocabulary), dtype=torch.float32)
     values: Float32 = made.numpy()
     forces = batch.edits[batch.edits["kind"] == Kind.FORCE]
@@ -190,7 +195,7 @@ def _rewritten(rows: LogitRows, batch: SamplingBatch, whole: Int32) -> LogitRows
         np.subtract(rows.values[row], rows.peak[row], out=values[place])
         values[place] -= rows.log_sum[row]
         rows.put(row, values[place])
-    free = ~np.isin(batch.masked, forces["row"])
+    free = np.isin(batch.masked, whole) & ~np.isin(batch.masked, forces["row"])
     if free.any():
         mask(values, np.searchsorted(whole, batch.masked[free]).astype(np.int32), batch.masks[free])
     rewritten = LogitRows(made)

@@ -29,6 +29,7 @@ _RANKS = Kernel("logits_ranks", f"{_ROWS} pp ii p")
 _DRAW = Kernel("logits_draw", f"{_ROWS} pi p pi pp ppp i")
 _EDIT = Kernel("logits_edit", f"{_ROWS} pp p")
 _MASK = Kernel("logits_mask", "pii pi pi")
+_CONFINE = Kernel("logits_confine", f"{_ROWS} pi pi pp i")
 _RESTORE = Kernel("logits_restore", f"{_ROWS} p")
 # The numbers are those of src/sampling.h.
 _CHUNK, _PIECE = 64, 4096
@@ -213,6 +214,26 @@ class LogitRows:
         finally:
             self._edits = None
             _RESTORE.call(*self._rows, laid.address)
+
+    @contextlib.contextmanager
+    def confined(self, rows: Int32, masks: Masks, table: Table, drawn: Bool) -> Iterator[None]:
+        """Makes tokens impossible in rows [M] for a while: those whose bits in masks [M, words] are 0
+        (`engine.interface.sampling_table.mask_words`). `peak`, `place` and `log_sum` stay.
+
+        Only as much is written as `draw` will look at in rows that are `drawn` [M] by the parameters of a table [M],
+        and `best`, asked for one token, in others: where no token of a chunk is possible mostly its maximum alone.
+        """
+        if masks.shape != (len(rows), mask_words(self.vocabulary)):
+            raise ValueError(f"{masks.shape} words do not mask {len(rows)} rows of {self.vocabulary} tokens")
+        before = torch.empty((len(rows), self._tops.shape[1] + self.vocabulary), dtype=torch.float32)
+        written: Bool = drawn & ((table["top_p"] < 1) | (table["top_k"] > self._tops.shape[1] // 2))
+        laid = (_address(rows, np.int32), len(rows), _address(masks, np.uint32), masks.shape[1])
+        made = (_address(written, np.bool_), before.data_ptr())
+        _CONFINE.call(*self._rows, *laid, *made, 0)
+        try:
+            yield
+        finally:
+            _CONFINE.call(*self._rows, *laid, *made, 1)
 
     def put(self, row: int, logprobs: Float32) -> None:
         """Write the edits of a row that is `apart` into its log-probabilities [vocabulary]."""

@@ -52,6 +52,8 @@ double sum_up(const Weights& a) {
   double whole = 0;
   if (a.lowest == -INFINITE && !(a.least > 0)) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      a.sums[chunk] = 0;
+      if (tops[chunk] == -INFINITE) continue;  // no token of it is possible, whatever the row holds
       Sums sums;
       each(a.logits.width_of(chunk), [&](auto v) { sums.add(v.kept(a.weight(v.read(row + chunk * CHUNK)))); });
       whole += a.sums[chunk] = sums.total();

@@ -97,10 +97,92 @@ void restore_row(const Logits& logits, const Edits& a, int64_t row) {
   refresh(logits, row, a.columns + first, a.counts[row]);
 }
 
+// Rows in which some tokens are impossible for a while.
+struct Confined {
+  Logits logits;
+  const int32_t* chosen;  // [count] rows
+  const uint32_t* masks;  // [count, words]
+  int64_t words;
+  uint8_t* written;  // [count] whether chunks without a possible token hold -inf, or only their maxima do
+  float* before;     // [count, chunks + columns] the maxima of chunks, then what was written over, side by side
+
+  // The possible ones among the columns of a chunk, a bit each; all of its bits.
+  OCTAVO_INLINE_MEMBER uint64_t possible(int64_t i, int64_t chunk, uint64_t& every) const {
+    static_assert(CHUNK == 64);
+    const uint32_t* mask = masks + i * words;
+    uint64_t bits = mask[2 * chunk];
+    if (2 * chunk + 1 < words) bits |= static_cast<uint64_t>(mask[2 * chunk + 1]) << 32;
+    every = ~uint64_t{0} >> (CHUNK - logits.width_of(chunk));
+    return bits & every;
+  }
+};
+
+// Calls body(chunk, impossible) for each chunk that has impossible tokens, a bit each, and whose numbers show it.
+template <class Body>
+void each_written(const Confined& a, int64_t i, const Body& body) {
+  uint64_t every;
+  for (int64_t chunk = 0; chunk < a.logits.chunks(); ++chunk) {
+    const uint64_t possible = a.possible(i, chunk, every);
+    if (possible != every && (possible || a.written[i])) body(chunk, every & ~possible);
+  }
+}
+
+void confine_row(const Confined& a, int64_t i) {
+  const int64_t row = a.chosen[i], chunks = a.logits.chunks();
+  float *values = a.logits.row(row), *tops = a.logits.tops_of(row), *before = a.before + i * (chunks + a.logits.columns);
+  __builtin_memcpy(before, tops, static_cast<size_t>(chunks) * sizeof *tops);
+  before += chunks;
+  uint64_t every;
+  for (int64_t chunk = 0; chunk < chunks && !a.written[i]; ++chunk)
+    if (!a.possible(i, chunk, every)) tops[chunk] = -INFINITE;
+  each_written(a, i, [&](int64_t chunk, uint64_t impossible) {
+    bool changed = false;
+    for (; impossible; impossible &= impossible - 1) {
+      float& value = values[chunk * CHUNK + __builtin_ctzll(impossible)];
+      changed |= !(value < tops[chunk]);
+      *before++ = value;
+      value = -INFINITE;
+    }
+    if (changed) tops[chunk] = top_of(values + chunk * CHUNK, a.logits.width_of(chunk));
+  });
+}
+
+void release_row(const Confined& a, int64_t i) {
+  const int64_t row = a.chosen[i], chunks = a.logits.chunks();
+  float* values = a.logits.row(row);
+  const float* before = a.before + i * (chunks + a.logits.columns);
+  __builtin_memcpy(a.logits.tops_of(row), before, static_cast<size_t>(chunks) * sizeof *before);
+  before += chunks;
+  each_written(a, i, [&](int64_t chunk, uint64_t impossible) {
+    for (; impossible; impossible &= impossible - 1)
+      values[chunk * CHUNK + __builtin_ctzll(impossible)] = *before++;
+  });
+}
+
 }  // namespace
 }  // namespace octavo
 
 using namespace octavo;
+
+OCTAVO_EXPORT(logits_confine)(float* values, int64_t rows, int64_t columns, int64_t stride, float* tops,
+                              const int32_t* chosen, int64_t count, const uint32_t* masks, int64_t words,
+                              uint8_t* written, float* before, int64_t release) {
+  const Confined a{{values, rows, columns, stride, tops}, chosen, masks, words, written, before};
+  parallel(count > 1 && count * columns >= WORTH_SHARING, [&](int thread, int threads) {
+    const Share own = share(count, thread, threads);
+    for (int64_t i = own.first; i < own.last; ++i) {
+      if (release) {
+        release_row(a, i);
+        continue;
+      }
+      confine_row(a, i);
+      if (a.written[i] || top_of(a.logits.tops_of(chosen[i]), a.logits.chunks()) > -INFINITE) continue;
+      release_row(a, i);
+      a.written[i] = 1;  // where no token is possible, all numbers show it
+      confine_row(a, i);
+    }
+  });
+}
 
 OCTAVO_EXPORT(logits_edit)(float* values, int64_t rows, int64_t columns, int64_t stride, float* tops,
                            const float* peak, const float* log_sum, const Edits* edits) {
