@@ -61,6 +61,9 @@ def told(answer: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in answer.items() if key not in ("id", "created")}
     if "usage" in kept:  # what was in the cache depends on what had been asked before
         kept["usage"] = {key: value for key, value in kept["usage"].items() if key != "prompt_tokens_details"}
+    for choice in kept.get("choices", ()):
+        if "score" in choice:  # its last digits are the machine's
+            choice["score"] = round(choice["score"], 3)
     return kept
 
 
