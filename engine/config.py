@@ -32,6 +32,8 @@ def parse_bytes(value: int | str, setting: str) -> int:
 
 
 DEFAULT_NUM_SEQS = 128
+DEFAULT_NUM_BEAMS = 16
+CATALOGUE_NUM_BEAMS = 256  # where answers are ranked by beams, many are asked for
 _LARGEST = 2**63 - 1  # what a message to the engine's process can carry
 
 
@@ -75,7 +77,8 @@ class EngineConfig:
             graphs when the engine starts: it starts sooner and needs less memory, small steps take longer.
         enable_prefix_caching: reuse pages of earlier prompts.
         generation_config: "auto" honours the model's generation_config.json, "none" ignores it.
-        max_num_beams: most beams a request may ask for.
+        max_num_beams: most beams a request may ask for (default: 16; where there are catalogues 256, or as many as
+            max_num_seqs allows).
         catalogue: NAME=FILE: titles that answers can be limited to, a line each, as JSON: a text, or an object with
             text or ids; several: repeat the flag, or separate them by commas.
         seed: of the engine's own random choices (seeds for requests that bring none; default:
@@ -107,7 +110,7 @@ class EngineConfig:
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     generation_config: Literal["auto", "none"] = "auto"
-    max_num_beams: int = 16
+    max_num_beams: int | None = None
     catalogue: tuple[str, ...] = ()
     seed: int | None = None
     show_progress: bool = True
@@ -115,9 +118,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must name a local folder or a hub id, got an empty value.")
-        for name in ("max_num_batched_tokens", "block_size", "max_num_beams"):
+        for name in ("max_num_batched_tokens", "block_size"):
             self._at_least(name, 1)
-        for name in ("threads", "max_model_len", "max_num_seqs", "num_gpu_blocks_override"):
+        for name in ("threads", "max_model_len", "max_num_seqs", "max_num_beams", "num_gpu_blocks_override"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         if self.max_num_batched_tokens < self.most_seqs:
@@ -159,7 +162,17 @@ class EngineConfig:
     @property
     def most_seqs(self) -> int:
         """`max_num_seqs`, or its default."""
-        return min(DEFAULT_NUM_SEQS, self.max_num_batched_tokens) if self.max_num_seqs is None else self.max_num_seqs
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        most = max(DEFAULT_NUM_SEQS, CATALOGUE_NUM_BEAMS) if self.catalogue else DEFAULT_NUM_SEQS
+        return min(most, self.max_num_batched_tokens)
+
+    @property
+    def most_beams(self) -> int:
+        """`max_num_beams`, or its default."""
+        if self.max_num_beams is not None:
+            return self.max_num_beams
+        return max(DEFAULT_NUM_BEAMS, min(CATALOGUE_NUM_BEAMS, self.most_seqs)) if self.catalogue else DEFAULT_NUM_BEAMS
 
     @property
     def catalogues(self) -> dict[str, str]:

@@ -195,9 +195,9 @@ class Engine:
             prompt_name="decoder_prompt" if encoder_input else "prompt",
             constraint=None if params.structured_outputs is None else self._grammars.get(params.structured_outputs),
         )
-        if decoding.num_beams > self.config.max_num_beams:
+        if decoding.num_beams > self.config.most_beams:
             raise InvalidRequestError(
-                f"num_beams is {decoding.num_beams}, but at most {self.config.max_num_beams} are allowed "
+                f"num_beams is {decoding.num_beams}, but at most {self.config.most_beams} are allowed "
                 "(max_num_beams). Ask for fewer, or raise --max-num-beams.",
                 param="num_beams",
             )

@@ -26,7 +26,7 @@ EXAMPLES = ROOT / "examples"
 LANGCHAIN = Path(sys.prefix) / "clients" / "langchain"  # tools/setup.py puts it there
 TESTED = {
     "openai_client.py", "tools.py", "langchain_chat.py", "curl.sh", "stream.mjs", "offline_batch.py",
-    "translate_with_beams.py",
+    "catalogue.py", "translate_with_beams.py",
 }  # fmt: skip
 
 Start = Callable[..., str]
@@ -132,6 +132,16 @@ def test_a_batch_without_a_server() -> None:
     assert re.search(r"^\(\d+ tokens of 8 answers in [\d.]+ s\)$", text, re.MULTILINE)
     scores = [float(score) for score in re.findall(r"^ *(-\d+\.\d{3})  In the forest", text, re.MULTILINE)]
     assert len(scores) == 2
+
+
+def test_a_catalogue() -> None:
+    shown = run(sys.executable, "catalogue.py")
+    _, later, now = shown.values()
+    assert later[0].endswith("%  Later the fox found the book.")
+    assert {line.split("  ")[-1] for line in now[:4]} == {
+        f"Now the {who} saw the {what}." for who in ("teacher", "tutor") for what in ("boat", "ship")
+    }
+    assert all(len(lines) == 5 for lines in (later, now))
 
 
 @pytest.mark.skipif("demo" not in Settings.model_fields, reason="no encoder-decoder model is bundled")

@@ -23,8 +23,8 @@ from support.text_seq2seq import MAX_LENGTH, TEXTS, WORDS, make_text_checkpoint
 from engine import LLM, CompletionOutput, SamplingParams, Seq2SeqInput
 
 SETTINGS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "show_progress": False, "max_step_time": 0, "max_num_beams": 256,
-    "max_num_seqs": 256, "num_gpu_blocks_override": 2048,
+    "device": "cpu", "dtype": "float32", "show_progress": False, "max_step_time": 0,
+    "num_gpu_blocks_override": 2048,
 }  # fmt: skip
 CATALOGUE = {"catalogue": "titles"}
 NAMES = ("llama-full-tied", "gpt2-untied")  # of one EOS: with several the reference's answers have duplicates

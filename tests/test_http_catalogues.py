@@ -31,7 +31,7 @@ def api(checkpoint: Callable[[str], Checkpoint], tmp_path_factory: pytest.TempPa
     client = LocalClient(
         EngineConfig(
             model=str(checkpoint(NAME).path), dtype="float32", device="cpu", show_progress=False,
-            max_num_beams=64, catalogue=tuple(f"{name}={path}" for name, path in files.items()),
+            catalogue=tuple(f"{name}={path}" for name, path in files.items()),
         )
     )  # fmt: skip
     yield Api(client, max_answer_size="1MiB")
@@ -57,7 +57,7 @@ def answers(call: Any, *, stream: bool) -> dict[int, dict[str, Any]]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(
-    "search", [{"temperature": 0}, {"n": 3, "seed": 4}, {"num_beams": 64, "n": 40}, {"num_beams": 8, "n": 3}]
+    "search", [{"temperature": 0}, {"n": 3, "seed": 4}, {"num_beams": 256, "n": 40}, {"num_beams": 8, "n": 3}]
 )
 def test_answers_are_titles(api: Api, path: str, search: dict[str, Any], stream: bool) -> None:
     """Without max_tokens: the longest has room. Beams bring their scores, and no title twice."""
@@ -88,6 +88,7 @@ def test_answers_are_titles(api: Api, path: str, search: dict[str, Any], stream:
         ({"constraint": {"catalogue": "mine", "grammar": "x"}}, "constraint", "constraint"),
         ({"constraint": {"catalogue": "a" * 300}}, "constraint", "constraint"),
         ({"constraint": MINE, "ignore_eos": True}, "ignore_eos", "cannot be used with constraint"),
+        ({"constraint": MINE, "num_beams": 257}, "num_beams", "at most 256 beams are allowed"),
         ({"constraint": {"catalogue": "few"}, "num_beams": 4, "n": 3}, "n", "the catalogue few has 2 titles"),
     ],
 )

@@ -166,7 +166,7 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         num_blocks=num_blocks,
         full_requests=0.0,
         max_num_seqs=config.most_seqs,
-        max_num_beams=config.max_num_beams,
+        max_num_beams=config.most_beams,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_encoder_len=model.max_encoder_len,
         encoder_vocab_size=None if model.max_encoder_len is None else spec.encoder_vocab_size,
