@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from engine import StructuredOutputsParams
+from engine.text.grammars import grammar_text
 from server.answering.call_grammar import call_grammar
 from server.answering.formats import CALLS, _files, choose_formats
 from server.answering.parsing import AnswerParser, AnswerReader, Parsing
@@ -66,7 +68,8 @@ def matcher_of(grammar: str, special: Mapping[int, str]) -> tuple[Any, Vocabular
     vocabulary = Vocabulary(special)
     wrapped = llguidance.TokenizerWrapper(vocabulary)
     tokens = llguidance.LLTokenizer(wrapped, n_vocab=257 + len(special), eos_token=[256])
-    matcher = llguidance.LLMatcher(tokens, llguidance.grammar_from("lark", grammar), log_level=0)
+    text = grammar if grammar.startswith("{") else llguidance.grammar_from("lark", grammar)
+    matcher = llguidance.LLMatcher(tokens, text, log_level=0)
     assert not matcher.get_error()
     return matcher, vocabulary
 
@@ -147,6 +150,51 @@ def test_reasoning_may_come_first(special: Mapping[int, str]) -> None:
         begun = grammar_of(parsing_of("hermes", choice, "think", prompt="<think>\n"), special)
         assert accepts(begun, special, f"Why?</think>\n{one}")
     assert not accepts(begun, special, "<think>Why?") or not special
+
+
+def around(parsing: Parsing, special: Mapping[int, str], text: str) -> bool:
+    """The text is all of an answer of which JSON of a schema is asked."""
+    form = {
+        "type": "object",
+        "properties": {"c": {"type": "boolean"}},
+        "required": ["c"],
+        "additionalProperties": False,
+    }
+    outer = call_grammar(parsing, special, formed=True)
+    params = StructuredOutputsParams(json={"type": "object", **form}, disable_any_whitespace=True, around=outer)
+    matcher, vocabulary = matcher_of(grammar_text(params), special)
+    ids = vocabulary.ids(text)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL], ids=["as text", "special"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_answer_is_of_a_form_or_holds_calls(name: str, special: Mapping[int, str]) -> None:
+    reasoning = "none" if name == "llama3_json" else "think"
+    parsing, form = parsing_of(name, "auto", reasoning), '{"c":true}'
+    one, loose = write(name, ("add", ADD)), write(name, ("find-it", '{"x": {}}'))
+    for right in (form, one, loose):
+        assert around(parsing, special, right), right
+    for wrong in ("", "Hello", one[:-9], write(name, ("add", BAD)), form + one, one + form, '{"c":1}'):
+        assert not around(parsing, special, wrong), wrong
+    if reasoning == "think":
+        thought = "<think>\nWhy < ?\n</think>\n\n"
+        for right in (form, one):
+            assert around(parsing, special, thought + right)
+        assert not around(parsing, special, thought)
+
+
+@pytest.mark.parametrize("special", [{}, SPECIAL], ids=["as text", "special"])
+def test_reasoning_may_come_before_a_form(special: Mapping[int, str]) -> None:
+    reader = AnswerReader(choose_formats("", "none", "think"))
+    parsing, begun = reader.parsing(None, ""), reader.parsing(None, "<think>\n")
+    assert parsing is not None
+    assert begun is not None
+    assert around(parsing, special, '{"c":true}')
+    assert around(parsing, special, '<think>Yes {</think>\n{"c":true}')
+    assert not around(parsing, special, '<think>Yes {</think>\n{"c":1}')
+    assert around(begun, special, 'Yes {</think>\n\n{"c":false}')
+    assert not around(begun, special, '{"c":false}')
 
 
 def test_where_nothing_must_be_there_is_no_grammar() -> None:

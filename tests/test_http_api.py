@@ -154,7 +154,8 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
         "allowed_token_ids": [8, 9, 8],
     }  # fmt: skip
-    assert {*fields, "structured_outputs"} == set(SamplingParams.__dataclass_fields__)  # test_http_structured.py
+    others = {"structured_outputs", "constraint"}  # test_http_structured.py, test_http_catalogues.py
+    assert {*fields, *others} == set(SamplingParams.__dataclass_fields__)
     api = Api()
     assert api.complete(prompt="a", **fields).status_code == 200
     assert api.sampling() == SamplingParams(**(fields | {"logit_bias": {5: 1.5}}))

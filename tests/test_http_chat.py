@@ -275,7 +275,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
         "allowed_token_ids": [8, 9, 8],
     }  # fmt: skip
-    assert {*fields, "logprobs", "structured_outputs"} == set(SamplingParams.__dataclass_fields__)
+    assert {*fields, "logprobs", "structured_outputs", "constraint"} == set(SamplingParams.__dataclass_fields__)
     api = Api()
     assert api.chat(**fields, logprobs=True, top_logprobs=4).status_code == 200
     assert api.asked()[1] == SamplingParams(**(fields | {"logit_bias": {5: 1.5}, "logprobs": 4}))
@@ -365,7 +365,6 @@ def nested(depth: int) -> dict[str, Any]:
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"documents": [{"text": "x"}]}, "documents"),
         ({"documents": ["x"]}, "documents[0]"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

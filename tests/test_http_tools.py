@@ -260,6 +260,7 @@ def test_where_nothing_is_parsed_all_stays_as_it_was() -> None:
 
 STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
 NAMED = {"type": "function", "function": {"name": "find"}}
+JSON_OBJECT = {"response_format": {"type": "json_object"}}
 
 
 @pytest.mark.parametrize(
@@ -287,11 +288,52 @@ def test_the_engine_is_told_which_calls_an_answer_must_hold(fields: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("fields", "start"),
+    [
+        ({}, "start: reasoning? (calls | @answer)"),
+        ({"tools": STRICT}, "start: reasoning? (calls | @answer)"),
+        ({"tools": None}, "start: reasoning? @answer"),
+        ({"tool_choice": "none"}, "start: reasoning? @answer"),
+        ({"chat_template_kwargs": {"thinks": True}}, "start: thought (calls | @answer)"),
+        ({"tools": None, "chat_template_kwargs": {"thinks": True}}, "start: thought @answer"),
+    ],
+)
+def test_a_form_is_that_of_the_text_alone(fields: dict[str, Any], start: str) -> None:
+    pytest.importorskip("llguidance")
+    api = Api("{}")
+    api.answer(**fields, **JSON_OBJECT)
+    ((_, params),) = api.client.asked.values()
+    assert params.structured_outputs is not None
+    assert params.structured_outputs.json_object
+    assert params.structured_outputs.around is not None
+    assert params.structured_outputs.around.splitlines()[0] == start
+
+
+def test_where_calls_must_be_no_form_is_asked_for() -> None:
+    pytest.importorskip("llguidance")
+    api = Api(FIND)
+    api.answer(tool_choice="required", **JSON_OBJECT)
+    ((_, params),) = api.client.asked.values()
+    assert params.structured_outputs is not None
+    assert (params.structured_outputs.kind, params.structured_outputs.around) == ("grammar", None)
+
+
+@pytest.mark.parametrize("parsers", [{"reasoning_parser": "none"}, {"tool_call_parser": "none"}])
+def test_a_form_is_that_of_all_of_the_answer_where_nothing_is_told_apart(parsers: dict[str, str]) -> None:
+    pytest.importorskip("llguidance")
+    api = Api("{}", **parsers)
+    api.answer(tools=None, **JSON_OBJECT)
+    ((_, params),) = api.client.asked.values()
+    assert params.structured_outputs is not None
+    assert (params.structured_outputs.around is None) == ("reasoning_parser" in parsers)
+
+
+@pytest.mark.parametrize(
     ("settings", "fields", "param", "says"),
     [
         ({"tool_call_parser": "none"}, {}, "tool_choice", "--tool-call-parser"),
         ({"tool_call_parser": "glm45"}, {}, "tool_choice", r"\(glm45\) cannot be enforced"),
-        ({}, {"response_format": {"type": "json_object"}}, "tool_choice", "another demand"),
+        ({"tool_call_parser": "glm45"}, {"tool_choice": "auto", **JSON_OBJECT}, "tools", "one without the other"),
         ({}, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]}, "tools", "type"),
     ],
 )
@@ -301,7 +343,7 @@ def test_what_cannot_be_enforced_is_400(
     pytest.importorskip("llguidance")
     api = Api(ADD, **settings)
     for stream in (False, True):
-        problem = error(api.chat(tool_choice="required", stream=stream, **fields))
+        problem = error(api.chat(**{"tool_choice": "required", "stream": stream, **fields}))
         assert problem["param"] == param
         assert re.search(says, problem["message"]), problem["message"]
     assert not api.client.asked

@@ -35,6 +35,8 @@ class StructuredOutputsParams:
             schema: {"structures": [{"begin": ..., "schema": ..., "end": ...}], "triggers": [...]}, or that as text.
         disable_any_whitespace: JSON has no white space between its parts.
         whitespace_pattern: regular expression of the white space that JSON may have between two parts.
+        around: what may stand around that, or in its place (reasoning, calls of functions): a grammar in the same form
+            of Lark, in which `@answer` stands for it.
     """
 
     choice: Sequence[str] | None = None
@@ -45,6 +47,7 @@ class StructuredOutputsParams:
     structural_tag: str | Mapping[str, Any] | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    around: str | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -54,7 +57,7 @@ class StructuredOutputsParams:
             _refuse(
                 f"structured_outputs must hold exactly one of {', '.join(KINDS)}, got {', '.join(given) or 'none'}."
             )
-        for name in ("grammar", "regex", "whitespace_pattern"):
+        for name in ("around", "grammar", "regex", "whitespace_pattern"):
             text = getattr(self, name)
             if text is not None:
                 if not isinstance(text, str):

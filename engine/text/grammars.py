@@ -34,11 +34,14 @@ _WALK = 48  # bytes of each answer that a trial of a grammar begins: one of low 
 # What a grammar may cost: states take about 2 kB each, 14,000 units of fuel a millisecond. Schemas with many optional
 # properties need large rows; grammars of clients may be ambiguous, and then take the square of these.
 LIMITS = {"max_lexer_states": 25_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
-LARK_LIMITS = LIMITS | {"max_items_in_row": 300, "step_max_items": 10_000}
+LARK_LIMITS = LIMITS | {"max_items_in_row": 300, "step_max_items": 5_000}
 # Seconds that masks of a request may take in a step, and all that took long together.
-STEP_LIMIT, TOTAL_LIMIT = 0.04, 0.25
+STEP_LIMIT, TOTAL_LIMIT = 0.03, 0.25
 _FEW = 4  # answers of a request whose masks are filled together with those of others
 _SLOW = 0.005  # seconds from which time counts
+# With so many threads masks are filled by the caller alone: others take longer to wake, while those of the forward pass
+# still look for work, than they save.
+FEW_THREADS = 2
 
 
 def _llguidance() -> Any:
@@ -98,6 +101,9 @@ def grammar_text(params: StructuredOutputsParams, *, may_open_with_space: bool =
         if "::=" in text and not re.search(r"^\s*\??\w+\s*:(?!:=)", text, re.MULTILINE):
             raise _refused(params, "it is written in GBNF (::=); write it in Lark, whose rules are `name: ...`.")
         top = _add_lark(parts, "lark", text)
+    if params.around is not None:
+        _add_lark(parts, "answer", f"start: @{top}")
+        top = _add_lark(parts, "around", params.around)
     if may_open_with_space or not may_force:
         header = "" if may_force else '%llguidance {"no_forcing": true}\n'
         opening = '" "? ' if may_open_with_space else ""
@@ -241,7 +247,8 @@ class _Watch:
         self._began, self._worked = time.perf_counter(), time.process_time()
 
     def seconds(self) -> float:
-        return min(time.perf_counter() - self._began, time.process_time() - self._worked)
+        passed = time.perf_counter() - self._began
+        return passed if passed <= _SLOW else min(passed, time.process_time() - self._worked)
 
 
 class _Meter:
@@ -249,12 +256,13 @@ class _Meter:
 
     Attributes:
         is_slow: the last masks took long, or those of another request beside them.
+        takes_long: a token took long once, so that others are timed.
     """
 
-    __slots__ = ("is_slow", "seconds")
+    __slots__ = ("is_slow", "seconds", "takes_long")
 
     def __init__(self) -> None:
-        self.is_slow, self.seconds = False, 0.0
+        self.is_slow, self.takes_long, self.seconds = False, False, 0.0
 
     def took_too_long(self, seconds: float) -> bool:
         """Count this time; whether it has been enough."""
@@ -264,9 +272,13 @@ class _Meter:
 
 
 def _compute(rows: Sequence[tuple[GrammarConstraint, int]], masks: Masks) -> None:
-    """Fill rows of masks by several threads. llguidance's own function for it wants int32."""
-    work = [(one._matcher, place) for one, place in rows]
-    rows[0][0]._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+    """Fill rows of masks. llguidance's own functions for it want int32."""
+    pool, first, size = rows[0][0]._pool, masks.ctypes.data, masks.shape[1] * masks.itemsize
+    if pool is None:
+        for one, place in rows:
+            one._matcher.unsafe_compute_mask_ptr(first + place * size, size)
+    else:
+        pool.unsafe_compute_mask_ptr([(one._matcher, place) for one, place in rows], first, size, len(masks))
     for one, place in rows:
         if one._matcher.is_error():
             one._note()
@@ -279,7 +291,7 @@ class GrammarConstraint:
     Args:
         matcher: llguidance's, which is this constraint's alone.
         vocab_size: tokens of the model.
-        pool: fills masks of several answers at a time.
+        pool: fills masks of several answers at a time; None: they are filled one after the other.
         meter: of the request's answers; None: a new one.
 
     Attributes:
@@ -301,12 +313,16 @@ class GrammarConstraint:
 
     def accept(self, token: int) -> None:
         """The answer goes on with this token."""
-        if self.problem is None:
-            watch = _Watch()
-            if not self._matcher.consume_token(token):
-                self._note()
-            elif self._meter.took_too_long(watch.seconds()):
-                self._give_up()
+        if self.problem is not None:
+            return
+        meter, began = self._meter, time.perf_counter()
+        watch = _Watch() if meter.takes_long else None  # whose clock takes as long as most tokens
+        if not self._matcher.consume_token(token):
+            self._note()
+        elif watch is not None and meter.took_too_long(watch.seconds()):
+            self._give_up()
+        elif time.perf_counter() - began > _SLOW:
+            meter.takes_long = True
 
     def fill(self, mask_row: MaskRow) -> None:
         """Write which tokens may come next."""
@@ -446,7 +462,7 @@ class Grammars:
             tokens=library.LLTokenizer(
                 library.TokenizerWrapper(vocabulary), n_vocab=self._vocab_size, eos_token=self._eos_ids
             ),
-            pool=library.LLExecutor(self._threads),
+            pool=library.LLExecutor(self._threads) if self._threads > FEW_THREADS else None,
             may_open_with_space=self._opens_texts and vocabulary.opens_without_space,
             may_force=vocabulary.writes_all,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from engine.errors import InvalidRequestError
@@ -9,7 +10,8 @@ from engine.text.tokenizer import Tokenizer
 
 # In front of a text that is to be tokenised as if it went on: no tokenizer joins it with what follows.
 _BEFORE = "\x02"
-_LONGEST = 128  # bytes of a token that the greedy way looks for
+_MOST_KEPT = 4096  # texts whose tokens are kept
+_LONGEST = 128  # bytes of a token that the greedy way looks for, and of a text whose tokens are kept
 
 
 class Vocabulary:
@@ -37,6 +39,8 @@ class Vocabulary:
         self.bos_token_id = None
         self._tokenizer = tokenizer
         self._special = special = frozenset(self.special_token_ids)
+        # What must come is asked for with each mask, and is mostly the same.
+        self._written = functools.lru_cache(_MOST_KEPT)(self._write)
         self._ids: dict[bytes, int] = {}
         for token, found in enumerate(self.tokens):
             if found and token not in special:
@@ -54,6 +58,9 @@ class Vocabulary:
     def __call__(self, text: bytes | str) -> list[int]:
         """The tokens of a text that stands within another one, the way the tokenizer writes it where that is known."""
         data = text.encode() if isinstance(text, str) else text
+        return self._written(data).copy() if len(data) <= _LONGEST else self._write(data)
+
+    def _write(self, data: bytes) -> list[int]:
         try:
             plain = data.decode()
             for before in ([], self._before):

@@ -1,4 +1,5 @@
-"""A grammar by which an answer holds the calls that it must, in the form that the model was trained to write."""
+"""A grammar by which an answer holds the calls that it must, in the form that the model was trained to write, and what
+may stand before or instead of another form that is asked of it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from server.answering.formats import CallFormat, Writing
 from server.answering.parsing import Parsing
-from server.answering.tools import Function
+from server.answering.tools import Function, Tools
 
 # One space, or none, between two parts of the arguments: a model that is led may go on with white space for ever.
 _JSON_OPTIONS = {"coerce_one_of": True, "lenient": False, "whitespace_pattern": r"\x20"}
@@ -20,7 +21,7 @@ _TERMINALS = (
 )
 
 
-def call_grammar(parsing: Parsing, special: Mapping[int, str]) -> str | None:
+def call_grammar(parsing: Parsing, special: Mapping[int, str], *, formed: bool = False) -> str | None:
     """What the answer must look like, as llguidance's form of Lark; None where it may be anything.
 
     An answer that must hold calls holds nothing else but reasoning, where the model has that. Of one that may hold
@@ -29,19 +30,28 @@ def call_grammar(parsing: Parsing, special: Mapping[int, str]) -> str | None:
     Args:
         parsing: how the answer is read, and the functions that it may call.
         special: how texts write special tokens, by their ids: a grammar names them.
+        formed: an answer that is no call has a form of its own, for which `@answer` stands.
 
     Raises:
         ValueError: the model's format is none that can be enforced.
     """
     tools, format = parsing.tools, parsing.formats.calls
-    if tools is None or format is None or not (tools.forced or any(one.strict for one in tools.functions)):
+    quoted = _Quoted(special)
+    before, rules = _reasoning(parsing, quoted)
+    if tools is None or format is None:
+        return "\n".join([f"start: {before} @answer", *rules, *_TERMINALS]) if formed and before else None
+    if not (formed or tools.forced or any(one.strict for one in tools.functions)):
         return None
     if format.writing is None:
         raise ValueError(f"calls in the form of {format.models} ({format.name}) cannot be enforced")
-    quoted = _Quoted(special)
-    before, rules = _reasoning(parsing, quoted)
     if tools.forced:
         start = "calls"
+    elif formed and (format.writing.first + format.writing.begin).startswith("{"):
+        # Of JSON "{" is read alone, and not with what may follow it in a call.
+        rules.append(f"call: %json {_as_object(format.writing, tools)}")
+        return "\n".join([f"start: {before} (call | @answer)", *rules, *_TERMINALS])
+    elif formed:
+        start = "(calls | @answer)"
     else:
         start, more = _free(format, format.writing, quoted)
         rules += more
@@ -86,12 +96,11 @@ def _calls(
     """
     lines, names = [], []
     for index, function in enumerate(functions):
-        schema: dict[str, Any] = {"type": "object"}
-        if function.parameters is not None and (every or function.strict):
-            schema |= function.parameters
         names.append(f"call_{index}")
         lines.append(f"call_{index}: {_literal(function.name)} {quoted(writing.middle)} arguments_{index}")
-        lines.append(f"arguments_{index}: %json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}")
+        lines.append(
+            f"arguments_{index}: %json {json.dumps({**_arguments(function, every=every), 'x-guidance': _JSON_OPTIONS})}"
+        )
     others = "" if not several or writing.between is None else f"({quoted(writing.between)} call)*"
     return [
         f"calls: {quoted(writing.first)} call more",
@@ -100,6 +109,29 @@ def _calls(
         f"more: {others} {quoted(writing.last)}",
         *lines,
     ]
+
+
+def _as_object(writing: Writing, tools: Tools) -> str:
+    """A call that is nothing but an object, as a JSON schema."""
+    name, arguments = (re.findall(r'"(\w+)"', text)[0] for text in (writing.begin, writing.middle))
+    calls = [
+        {
+            "type": "object",
+            "properties": {name: {"const": function.name}, arguments: _arguments(function, every=tools.forced)},
+            "required": [name, arguments],
+            "additionalProperties": False,
+        }
+        for function in tools.callable
+    ]
+    return json.dumps({"anyOf": calls, "x-guidance": _JSON_OPTIONS})
+
+
+def _arguments(function: Function, *, every: bool) -> dict[str, Any]:
+    """The schema of a function's arguments, as far as answers are held to it."""
+    schema: dict[str, Any] = {"type": "object"}
+    if function.parameters is not None and (every or function.strict):
+        schema |= function.parameters
+    return schema
 
 
 def _reasoning(parsing: Parsing, quoted: _Quoted) -> tuple[str, list[str]]:

@@ -8,7 +8,7 @@ from typing import Any, Self
 from engine import EngineInfo, SamplingParams
 from server.answering.answer import Run
 from server.answering.chat import ChatPieces
-from server.answering.enforcing import enforce_calls
+from server.answering.enforcing import enforce
 from server.answering.messages import Message, estimate_messages, read_messages
 from server.answering.parsed_chat import ParsedChatPieces
 from server.answering.parsing import Parsing
@@ -65,7 +65,7 @@ class ConversationRun(Run[ChatPiece, Choice]):
         self.parsing = self.service.answers.parsing(self.tools, prompt.text or "", final)
         if self.parsing is not None:
             self.shown_special = self.parsing.shown_special
-        self.shape = await enforce_calls(self.service, self.shape, self.tools, self.parsing)
+        self.shape = await enforce(self.service, self.shape, self.tools, self.parsing)
         params = self.shape.params
         if params.max_tokens is None:
             limit = _default_max_tokens(params, self.service.client.info, len(prompt.token_ids))

@@ -1,4 +1,5 @@
-"""What a request asks of the calls in its answer, as a grammar that the engine holds it to."""
+"""What a request asks of its answer, as a grammar that the engine holds it to: calls that must be, and a form that
+reasoning and calls stand outside of."""
 
 from __future__ import annotations
 
@@ -13,41 +14,43 @@ from server.context import Service
 from server.errors import ApiError
 
 
-async def enforce_calls(service: Service, shape: Shape, tools: Tools | None, parsing: Parsing | None) -> Shape:
-    """What is asked of the engine, so that the answer holds the calls that it must, and strict functions get arguments
-    of their schemas.
+async def enforce(service: Service, shape: Shape, tools: Tools | None, parsing: Parsing | None) -> Shape:
+    """What is asked of the engine, so that the answer holds the calls that it must, strict functions get arguments of
+    their schemas, and a form that is asked for is that of the text alone.
 
     Args:
         shape: what the request asks besides.
         parsing: how the answer is read; None where it is text as it is.
 
     Raises:
-        ApiError: the model's way to write calls is not known, or cannot be enforced, or something else is asked of the
-            whole answer.
+        ApiError: the model's way to write calls is not known, or cannot be enforced.
         InvalidRequestError: a function's schema cannot be compiled.
     """
-    if tools is None or not (tools.forced or any(function.strict for function in tools.functions)):
-        return shape
-    param = "tool_choice" if tools.forced else "tools"
-    if parsing is None or parsing.tools is None:
-        if not tools.forced:
-            return shape  # calls are text here, whatever they say
-        message = "how this model writes calls is not known, so that none can be enforced; name it with"
-        raise ApiError(400, f"{message} --tool-call-parser.", param=param, code="unsupported_parameter")
-    try:
-        grammar = call_grammar(parsing, service.answers.special)
-    except ValueError as problem:
-        if not tools.forced:
+    forced = tools is not None and tools.forced
+    form = None if forced else shape.params.structured_outputs  # where nothing but calls may come there is no text
+    if parsing is None or (tools is not None and parsing.tools is None):
+        if forced:
+            message = "how this model writes calls is not known, so that none can be enforced; name it with"
+            raise ApiError(400, f"{message} --tool-call-parser.", param="tool_choice", code="unsupported_parameter")
+        if parsing is None:
             return shape
-        message = f"{problem}; send tool_choice auto."
-        raise ApiError(400, message, param=param, code="unsupported_parameter") from None
-    if shape.params.structured_outputs is not None:
-        message = f"{param} cannot be used with another demand on what the whole answer looks like."
-        raise ApiError(400, message, param=param, code="invalid_value")
-    structured = StructuredOutputsParams(grammar=grammar)
     try:
+        grammar = call_grammar(parsing, service.answers.special, formed=form is not None)
+    except ValueError as problem:
+        if forced:
+            message = f"{problem}; send tool_choice auto."
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter") from None
+        if form is None:
+            return shape  # strict is a hint then
+        message = f"{problem}, so that none can stand instead of text of a given form; send one without the other."
+        raise ApiError(400, message, param="tools", code="unsupported_parameter") from None
+    if grammar is None:
+        return shape
+    try:
+        structured = StructuredOutputsParams(grammar=grammar) if form is None else replace(form, around=grammar)
         params = replace(shape.params, structured_outputs=structured)
-        await service.grammars.check(structured, service.settings.grammar_timeout)
+        if tools is not None:
+            await service.grammars.check(structured, service.settings.grammar_timeout)
     except InvalidRequestError as problem:
         raise InvalidRequestError(f"tools: {problem}", param="tools", code=problem.code) from problem
     return replace(shape, params=params)

@@ -8,9 +8,10 @@ from pydantic import BaseModel, Field, WithJsonSchema, create_model
 from typing_extensions import TypedDict
 
 from engine import MAX_STOP_STRINGS
+from server.api.base import Body
 from server.api.fields import at_most
 from server.api.response_schemas import ONE_ANSWER_FIELDS
-from server.api.schemas import MAX_MESSAGES, Body, ServedBody
+from server.api.schemas import MAX_MESSAGES, ServedBody
 from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES
 
 _MAX_MEMBERS = 32  # of the objects tool_choice, thinking, metadata and output_config

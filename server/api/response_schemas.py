@@ -8,9 +8,10 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, create_m
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from server.api.base import Body
 from server.api.chat_schemas import ChatTokenLogprob
 from server.api.fields import Name, at_most, sampling_fields
-from server.api.schemas import MAX_MESSAGES, Body, ServedBody
+from server.api.schemas import MAX_MESSAGES, ServedBody
 from server.api.template_fields import FUNCTION_NAME, MAX_TOOLS, MAX_VARIABLES
 
 MAX_METADATA = 16  # pairs, as at OpenAI

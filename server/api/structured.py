@@ -13,6 +13,7 @@ from server.api.fields import at_most
 from server.errors import ApiError
 
 MAX_CHOICES = 1000
+_SAY_NOTHING = ("disable_additional_properties", "disable_fallback")  # of the fields that vLLM has
 
 
 def _check_schema(value: Any) -> Any:
@@ -58,6 +59,12 @@ class StructuredOutputs(Body):
     whitespace_pattern: str | None = Field(None, description="The white space that JSON may have between two parts.")
     disable_additional_properties: Literal[False] | None = Field(None, description="Not supported: the schema says it.")
     disable_fallback: bool | None = Field(None, description="Says nothing: there is one backend.")
+
+    def given(self) -> dict[str, Any]:
+        """What is asked for, by the engine's names. Schemas may be large, so that nothing is copied."""
+        fields = type(self).model_fields.items()
+        values = {field.alias or name: getattr(self, name) for name, field in fields if name not in _SAY_NOTHING}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class StructuredBody(Body):
@@ -109,10 +116,7 @@ class StructuredBody(Body):
         if self.response_format is not None and self.response_format.type != "text":
             asked.append(("response_format", _read_format(self.response_format)))
         if self.structured_outputs is not None:
-            given = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-            for name in ("disable_additional_properties", "disable_fallback"):
-                given.pop(name, None)
-            asked.append(("structured_outputs", given))
+            asked.append(("structured_outputs", self.structured_outputs.given()))
         for name in ("guided_choice", "guided_grammar", "guided_json", "guided_regex"):
             value = getattr(self, name)
             if value is not None:
