@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import llguidance
 import numpy as np
 import pytest
 from support import reference
@@ -286,6 +287,11 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"properties": {"a": False}, "required": ["a"], "type": "object"}}, '(keyword "required" at #)'),
     ({"json": {"items": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}, '(keyword "oneOf" at #/items)'),
     ({"json": False}, '(keyword "false" at #)'),
+    ({"json": {"properties": {"a": {"minimum": 10**30}}}}, '(keyword "minimum" at #/properties/a)'),
+    (
+        {"json": {"items": {"enum": [1, [{"b": -(2**53) - 1}]]}}},
+        '(keyword "enum" at #/items): -90071992',
+    ),
     ({"json": {"properties": {f"p{i}": {} for i in range(900)}}}, "Current row has"),
     ({"regex": "("}, "the regular expression cannot be used"),
     ({"regex": "(a)\\1"}, "backreferences are not supported"),
@@ -305,6 +311,32 @@ def test_what_cannot_be_compiled(given: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
     assert caught.value.param == f"structured_outputs.{params.kind}"
     assert caught.value.code == "invalid_grammar"
+
+
+BOUNDS: list[tuple[dict[str, Any], str, str]] = [  # each with what it allows, and what it does not
+    ({"exclusiveMinimum": 0, "maximum": 0.3}, "0.1 0.3 0.0000001", "0 0.0 -0 0.31"),
+    ({"exclusiveMaximum": 0, "minimum": -0.3}, "-0.1 -0.3", "0 -0 -0.0 -0.31"),
+    ({"exclusiveMinimum": 10, "exclusiveMaximum": 10.05}, "10.01 10.04999", "10 10.0 10.05"),
+    ({"exclusiveMaximum": 1, "minimum": 0.1, "exclusiveMinimum": 0.01}, "0.1 0.98", "1 1.0 0.09"),
+    ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, "0.5 0.99", "0 0.0 1 1.0"),
+    ({"exclusiveMinimum": 2**53 - 2, "type": "integer"}, "9007199254740991 9007199254740993", "9007199254740990"),
+]
+
+
+@pytest.mark.parametrize(("schema", "allowed", "refused"), BOUNDS, ids=lambda value: str(value)[:40])
+def test_bounds_hold_where_they_are_close(schema: dict[str, Any], allowed: str, refused: str) -> None:
+    params = StructuredOutputsParams(json={"type": "number"} | schema)
+
+    def goes(text: str) -> bool:
+        matcher = llguidance.LLMatcher(
+            grammars.single_bytes(llguidance),
+            grammars.grammar_text(params),
+            limits=grammars.limits_of(llguidance, params),
+        )
+        return matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+
+    assert [text for text in allowed.split() if not goes(text)] == []
+    assert [text for text in refused.split() if goes(text)] == []
 
 
 def test_what_a_model_refuses_harms_no_other_request(engines: Callable[..., Engine], model: Checkpoint) -> None:

@@ -22,7 +22,7 @@ from engine.errors import InvalidRequestError
 from engine.interface.constraints import Constraint
 from engine.interface.sampling_table import MaskRow, Masks
 from engine.interface.structured import StructuredOutputsParams
-from engine.text.schemas import narrow_formats, overlapping, place_of
+from engine.text.schemas import MOST_EXACT, narrow, overlapping, place_of, rounded_number
 from engine.text.tokenizer import Tokenizer
 from engine.text.vocabulary import Vocabulary
 
@@ -134,7 +134,15 @@ def _add_schema(parts: dict[str, dict[str, Any]], name: str, schema: Any, params
             "property that is required and has another const.",
             ("oneOf", path.removesuffix("/oneOf")),
         )
-    narrow_formats(schema)
+    if (found := rounded_number(schema)) is not None:
+        keyword, path, number = found
+        raise _refused(
+            params,
+            f"{number} is beyond {MOST_EXACT} (2**53 - 1), and larger numbers are not exact here; say it by a string "
+            "with an enum or a pattern.",
+            (keyword, path),
+        )
+    narrow(schema)
     options: dict[str, Any] = {"coerce_one_of": True, "lenient": False}
     if params.disable_any_whitespace:
         options["whitespace_flexible"] = False

@@ -1,5 +1,5 @@
-"""What llguidance leaves open about JSON schemas: where in one a problem lies, whether `oneOf` excludes, and formats of
-which it allows a little too much.
+"""What llguidance leaves open about JSON schemas: where in one a problem lies, whether `oneOf` excludes, formats of
+which it allows a little too much, and numbers that it rounds.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeGuard
 
 # Keywords whose value is a schema, a list of them, or schemas by name.
 _ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
@@ -58,17 +58,77 @@ _FORMATS = {
 }
 
 
-def narrow_formats(schema: Any) -> None:
-    """Say some formats of a schema by patterns, which allow nothing that is not of that format."""
+def narrow(schema: Any) -> None:
+    """Say in other words what llguidance would read too widely: formats by patterns that allow nothing else, exclusive
+    bounds by inclusive ones.
+    """
     for _, item in list(subschemas(schema)):
-        pattern = _FORMATS.get(str(item.get("format")))
-        if pattern is None or not isinstance(item, dict):
-            continue
-        del item["format"]
-        if "pattern" in item:
-            item["allOf"] = [*item.get("allOf", ()), {"pattern": pattern}]
-        else:
-            item["pattern"] = pattern
+        if isinstance(item, dict):
+            _narrow_bounds(item)
+            _narrow_format(item)
+
+
+def _narrow_format(item: dict[str, Any]) -> None:
+    pattern = _FORMATS.get(str(item.get("format")))
+    if pattern is None:
+        return
+    del item["format"]
+    if "pattern" in item:
+        item["allOf"] = [*item.get("allOf", ()), {"pattern": pattern}]
+    else:
+        item["pattern"] = pattern
+
+
+def _narrow_bounds(item: dict[str, Any]) -> None:
+    """llguidance takes a whole number that is excluded (0 in 0 < x < 0.5) when no other lies between the bounds."""
+    if item.get("type") == "integer":
+        return
+    lowest = max((item[name] for name in ("minimum", "exclusiveMinimum") if _is_number(item.get(name))), default=None)
+    highest = min((item[name] for name in ("maximum", "exclusiveMaximum") if _is_number(item.get(name))), default=None)
+    if lowest is None or highest is None or not 0 < highest - lowest < 1:
+        return
+    if item.get("exclusiveMinimum") == lowest == int(lowest):
+        del item["exclusiveMinimum"]
+        item["minimum"] = lowest + (abs(lowest) * _STEP or _LEAST)
+    if item.get("exclusiveMaximum") == highest == int(highest):
+        del item["exclusiveMaximum"]
+        item["maximum"] = highest - (abs(highest) * _STEP or _LEAST)
+
+
+_BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+MOST_EXACT = 2**53 - 1  # llguidance's bounds, and integers of its constants, are float64
+# From a number that is excluded to the least that is allowed: llguidance reads the last digits of a float64 wrongly.
+_STEP, _LEAST = 1e-13, 1e-50
+
+
+def rounded_number(schema: Any) -> tuple[str, str, int | float] | None:
+    """A keyword with a number that llguidance would round, so that it allowed other values than the schema.
+
+    Returns:
+        Its name, the path of the schema that has it, and the number; None if there is none.
+    """
+    for path, item in subschemas(schema):
+        for keyword in _BOUNDS:
+            bound = item.get(keyword)
+            if _is_number(bound) and abs(bound) > MOST_EXACT:
+                return keyword, path, bound
+        for keyword in ("const", "enum"):
+            for number in _numbers(item.get(keyword)):
+                if abs(number) > MOST_EXACT:
+                    return keyword, path, number
+    return None
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if _is_number(value):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _UNKNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
