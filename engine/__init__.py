@@ -19,6 +19,7 @@ from engine.errors import (
 from engine.host.cgroups import available_memory
 from engine.host.cpus import compute_in_one_thread
 from engine.interface.cache_map import CacheMap, LiveRequest
+from engine.interface.kv_events import default_topic
 from engine.interface.outputs import (
     BeamMoves,
     ChoiceDelta,
@@ -123,6 +124,7 @@ __all__ = [
     "UnsupportedModelError",
     "available_memory",
     "compute_in_one_thread",
+    "default_topic",
     "inspect_device",
     "inspect_model",
     "inspect_quantization_cache",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from engine.errors import ConfigError
+from engine.interface.kv_events import KVEventsConfig, as_json, parse_kv_events
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -76,6 +77,8 @@ class EngineConfig:
         enforce_eager: start each kernel of a decoding step by itself on a GPU, instead of recording steps as CUDA
             graphs when the engine starts: it starts sooner and needs less memory, small steps take longer.
         enable_prefix_caching: reuse pages of earlier prompts.
+        kv_events_config: where to publish which pages are cached, for routers that send a prompt where its beginning
+            is: JSON in vLLM's form, such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.
         generation_config: "auto" honours the model's generation_config.json, "none" ignores it.
         max_num_beams: most beams a request may ask for (default: 16; where there are catalogues 256, or as many as
             max_num_seqs allows).
@@ -109,6 +112,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+    kv_events_config: str | None = None
     generation_config: Literal["auto", "none"] = "auto"
     max_num_beams: int | None = None
     catalogue: tuple[str, ...] = ()
@@ -158,6 +162,27 @@ class EngineConfig:
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
         self._check_catalogues()
+        object.__setattr__(self, "kv_events_config", as_json(self.kv_events_config))
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config wants events of the prefix cache, but enable_prefix_caching is false. "
+                "Switch it on, or set no kv_events_config."
+            )
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """`kv_events_config`, if there is something to publish."""
+        if self.kv_events_config is None:
+            return None
+        events = parse_kv_events(self.kv_events_config)
+        return events if events.publishes else None
+
+    def with_kv_topic(self, topic: str) -> EngineConfig:
+        """A copy whose KV events have this topic, if there are any and none is set."""
+        events = self.kv_events
+        if events is None or events.topic:
+            return self
+        return replace(self, kv_events_config=as_json(asdict(events) | {"topic": topic}))
 
     @property
     def most_seqs(self) -> int:

@@ -10,12 +10,12 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.execution.executor import Executor, LocalExecutor
 from engine.execution.profiling import warn_if_short
 from engine.execution.runner import ModelRunner
@@ -24,6 +24,7 @@ from engine.host.cpus import choose_threads
 from engine.interface.cache_map import CacheMap
 from engine.interface.generation import GenerationDefaults, load_defaults, resolve
 from engine.interface.inputs import check_terms, decoder_start, read_input, read_pooling_input
+from engine.interface.kv_events import default_topic
 from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.interface.pooling import check_task, resolve_pooling
 from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
@@ -39,6 +40,9 @@ from engine.text.catalogues import Catalogues, check_files
 from engine.text.grammars import Grammars
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from engine.process.kv_events import KVEventPublisher
 
 logger = logging.getLogger("octavo.engine")
 
@@ -66,11 +70,17 @@ class Engine:
         started = time.monotonic()
         self.config = config
         check_files(config.catalogues)
-        self.executor: Executor = _start(config)
+        self._publisher = _open_publisher(config)  # before the model loads, so that a taken port is known at once
         try:
-            self._prepare(config)
-        except BaseException:  # a runner in a process of its own would stay
-            self.executor.close()
+            self.executor: Executor = _start(config)
+            try:
+                self._prepare(config)
+            except BaseException:  # a runner in a process of its own would stay
+                self.executor.close()
+                raise
+        except BaseException:
+            if self._publisher is not None:
+                self._publisher.close()
             raise
         warn_if_short(self.info)
         self._log_start(time.monotonic() - started)
@@ -92,6 +102,15 @@ class Engine:
             rotary_shifts=facts.rotary_shifts,
         )
         self.scheduler = Scheduler(limits, BlockPool(info.num_blocks))
+        if self._publisher is not None:
+            if encoder_only or info.max_encoder_len is not None:
+                raise ConfigError(
+                    f"kv_events_config is for models that are decoders alone, and {config.model} has an encoder: none "
+                    "of its pages follows from the tokens of a prompt. Set no kv_events_config."
+                )
+            self.scheduler.record_events()
+            self._publisher.start("GPU" if device.type == "cuda" else "CPU")
+            self._publish_events()
         # On a GPU a step of one token a row is recorded, and takes less time than one that checks some more.
         self.scheduler.drafts_forced_tokens = device.type == "cpu"
         step_time = config.max_step_time
@@ -268,7 +287,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; the requests that it brought news for, each with its whole answer so far."""
         outputs = []
-        for delta in self._stepping.advance():
+        for delta in self._advance():
             output = self._outputs[delta.request_id]
             output.accumulate(delta)
             outputs.append(output.copy())
@@ -278,15 +297,36 @@ class Engine:
 
     def step_deltas(self) -> list[RequestDelta]:
         """Run one step; only what is new. Do not mix with `step` for the same request."""
-        deltas = self._stepping.advance()
+        deltas = self._advance()
         for delta in deltas:
             if delta.finished:
                 self._outputs.pop(delta.request_id, None)
         return deltas
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the contents of all pages; False, and nothing is forgotten, while requests hold some."""
+        done = self.scheduler.pool.clear()
+        self._publish_events()
+        return done
+
+    def _advance(self) -> list[RequestDelta]:
+        deltas = self._stepping.advance()
+        if self._publisher is not None:
+            self._publish_events()
+        return deltas
+
+    def _publish_events(self) -> None:
+        events = self.scheduler.events
+        if self._publisher is not None and events is not None and events.events:
+            self._publisher.publish(events.take())
+
     def stats(self) -> EngineStats:
         """Counters and gauges, as a copy."""
-        return dataclasses.replace(self.scheduler.snapshot())
+        stats = dataclasses.replace(self.scheduler.snapshot())
+        if self._publisher is not None:
+            stats.num_kv_event_messages = self._publisher.num_messages
+            stats.num_kv_event_drops = self._publisher.num_dropped
+        return stats
 
     def cache_map(self) -> CacheMap:
         """What the pages hold at this moment, and for whom."""
@@ -305,6 +345,9 @@ class Engine:
         self._outputs.clear()
         if not self._closed:
             self._closed = True
+            if self._publisher is not None:
+                self.reset_prefix_cache()
+                self._publisher.close()
             self.executor.close()
             del self.executor, self._stepping
 
@@ -330,6 +373,18 @@ def _load_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
         hf_token=config.hf_token,
         lower_case=info.lower_case,
     )
+
+
+def _open_publisher(config: EngineConfig) -> KVEventPublisher | None:
+    events = config.kv_events
+    if events is None:
+        return None
+    try:
+        from engine.process.kv_events import KVEventPublisher  # needs packages that an engine does without
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"kv_events_config needs the package {error.name}, which is not installed.") from error
+    topic = events.topic or default_topic(config.model, None, os.environ)
+    return KVEventPublisher(events, topic, config.block_size)
 
 
 def _start(config: EngineConfig) -> Executor:

@@ -20,7 +20,7 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 
-from engine import EngineConfig, EngineInfo
+from engine import EngineConfig, EngineInfo, default_topic
 from engine.host.logs import LogFormat, adopt_libraries
 from engine.process.client import EngineClient, RestartPolicy, start_engine
 from engine.text.processor import Tokenizer, load_tokenizer
@@ -146,8 +146,9 @@ def _prepare(
     api_keys.replace(read_api_keys(settings))
     tracing = start_tracing(settings, version)
     response_store = open_store(settings)
-    client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures), log_format)
     model_id = served_model_id(config.model, settings.served_model_name)
+    config = config.with_kv_topic(default_topic(model_id, None if settings.uds else settings.port, os.environ))
+    client, tokenizer = _load(config, RestartPolicy(max_failures=settings.max_engine_failures), log_format)
     _log_facts(client, tokenizer, model_id)
     if tokenizer is not None and tokenizer.chat_template is not None:
         shared_workers().start()  # they are ready when the first conversation comes

@@ -25,12 +25,26 @@ class Table:
         self.content = content
 
 
+class Listener:
+    """What the pool's own words say is known."""
+
+    def __init__(self) -> None:
+        self.known: set[bytes] = set()
+
+    def removed(self, page_hash: bytes) -> None:
+        self.known.remove(page_hash)
+
+    def cleared(self) -> None:
+        self.known.clear()
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Owners follow the discipline: shared and published pages are copied before they are written."""
 
     @initialize(total=st.integers(2, 10))
     def start(self, total: int) -> None:
         self.pool = BlockPool(total)
+        self.listener = self.pool.listener = Listener()
         self.memory: dict[int, int] = {}
         self.tables: list[Table] = []
         self.pinned: list[tuple[int, int]] = []  # page, content
@@ -192,10 +206,19 @@ class PoolMachine(RuleBasedStateMachine):
         for page, page_hash in zip(table.pages, self.chain(table.content), strict=True):
             if not page:
                 continue
-            self.pool.publish(page, page_hash)
-            if page_hash not in self.page_of and page not in self.hash_of:
+            new = page_hash not in self.page_of and page not in self.hash_of
+            assert self.pool.publish(page, page_hash) == new
+            if new:
                 self.page_of[page_hash] = page
                 self.hash_of[page] = page_hash
+                self.listener.known.add(page_hash)
+
+    @rule()
+    def clear(self) -> None:
+        done = self.pool.clear()
+        assert done == (not self.in_use())
+        if done:
+            self.page_of, self.hash_of, self.cached = {}, {}, []
 
     @rule(content=st.lists(st.integers(0, 1), max_size=4), seen=st.sampled_from([None, None, 0, 1, 2, 3]))
     def match_and_adopt(self, content: list[int], seen: int | None) -> None:
@@ -229,6 +252,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert pool.num_cached == len(self.cached)
         assert pool.num_available == pool.num_free + pool.num_cached
         assert pool.peak_held >= pool.num_held
+        assert self.listener.known == set(self.page_of)
         refs = self.refs()
         for page in range(1, pool.total + 1):
             assert pool.references(page) == refs[page]

@@ -18,6 +18,7 @@ import yaml
 from cli.main import main
 from cli.settings import Loaded, SettingsParser
 from engine import ConfigError, EngineConfig
+from engine.interface.kv_events import parse_kv_events
 from octavo import shadowed
 from server.config.groups import GROUPS, OTHER
 from server.config.settings import DEMO_MODEL, DEMOS, SECRETS, ServerSettings, Settings, flag, variable
@@ -36,6 +37,7 @@ ENGINE = {
     "enforce_eager": True, "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 77,
     "enable_prefix_caching": False, "generation_config": "none", "max_num_beams": 4, "seed": 5, "show_progress": False,
     "catalogue": ("a=one.jsonl", "b=two=2.jsonl"),
+    "kv_events_config": '{"enable_kv_cache_events": true, "publisher": "null"}',
 }  # fmt: skip
 SERVICE = {
     "host": "::1", "port": 81, "uds": "/run/o.sock", "root_path": "/llm", "forwarded_allow_ips": "10.0.0.0/8,127.0.0.1",
@@ -121,6 +123,14 @@ def test_a_switch_without_a_default(load: Callable[..., Loaded]) -> None:
         load([], {"OCTAVO_ASYNC_SCHEDULING": "7"})
     with pytest.raises(ConfigError, match="async_scheduling must be true, false or None, got 'off'"):
         EngineConfig(model="m", async_scheduling="off")  # type: ignore[arg-type]
+
+
+def test_where_events_go_is_a_mapping_in_a_file(load: Callable[..., Loaded], tmp_path: Path) -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:1234", "hwm": 5}
+    loaded = load(["--config", as_file(tmp_path, {"kv_events_config": events})])
+    assert loaded.engine.kv_events == parse_kv_events(events)
+    with pytest.raises(ConfigError, match=r"octavo\.yaml has no field 'to'"):
+        load(["--config", as_file(tmp_path, {"kv_events_config": {"to": "tcp://*:1234"}})])
 
 
 def test_every_setting_is_a_variable(load: Callable[..., Loaded]) -> None:

@@ -32,6 +32,7 @@ LAYERS = {
     "engine.backends.torch.sampling": 4,
     "engine.stepping": 5,
     "engine.process.runner": 5,
+    "engine.process.kv_events": 5,
     "engine.engine": 5,
     "engine.text": 5,
     "engine.pooled": 6,
@@ -182,6 +183,7 @@ def test_server_and_command_line_compute_nothing(path: Path) -> None:
 # What reads or writes JSON is no message; workers have messages of their own.
 MESSENGERS = (
     "engine.process.main", "engine.process.client", "engine.process.messages", "engine.process.runner",
+    "engine.process.kv_events",
     "engine.pooled.vectors", "server.api.reading", "server.response_store", "server.workers.child",
     "server.workers.frames", "server.workers.pool", "server.workers.templates", "server.workers.texts",
 )  # fmt: skip
@@ -308,6 +310,7 @@ def test_only_dates_are_read_from_the_wall_clock() -> None:
     dates = {
         "engine/model/quantised_cache.py",  # ages of files
         "engine/backends/native/loading.py",
+        "engine/process/kv_events.py",  # when events were published
         "server/answering/answer.py",  # `created`
         "server/answering/pooling.py",
         "server/answering/response_events.py",  # `completed_at`

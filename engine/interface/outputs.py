@@ -221,6 +221,7 @@ class EngineStats:
     `num_encoder_hits` counts how often a request found its encoder input encoded already.
     `num_steps_ahead` counts the steps that were planned before the answer of the one before them was known.
     `num_draft_tokens` counts tokens that were expected and computed, `num_accepted_draft_tokens` those that came.
+    `num_kv_event_messages` counts messages about pages, `num_kv_event_drops` those that were not sent live.
     `lacks_room`: the first in line waits for rows or pages, not for its part of a step.
     """
 
@@ -250,6 +251,8 @@ class EngineStats:
     num_encoder_hits: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_kv_event_messages: int = 0
+    num_kv_event_drops: int = 0
     peak_pages_held: int = 0
 
 

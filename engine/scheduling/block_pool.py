@@ -15,6 +15,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,13 +46,28 @@ class PageHasher:
         return hashlib.blake2b(parent + token_ids.tobytes(), key=self._key, digest_size=16).digest()
 
 
+class PoolListener(Protocol):
+    """Is told what can no longer be found."""
+
+    def removed(self, page_hash: PageHash) -> None:
+        """One content, at the moment at which it is forgotten."""
+
+    def cleared(self) -> None:
+        """All of them."""
+
+
 class BlockPool:
-    """All pages and how often each is referred to. Only this class changes reference counts and hashes."""
+    """All pages and how often each is referred to. Only this class changes reference counts and hashes.
+
+    Attributes:
+        listener: hears of contents that are forgotten, if it is set.
+    """
 
     def __init__(self, num_blocks: int):
         """A pool of num_blocks pages, numbered from 1."""
         self.total = num_blocks
         self.peak_held = 0
+        self.listener: PoolListener | None = None
         self._refs = [0] * (num_blocks + 1)
         self._pins = [0] * (num_blocks + 1)
         self._states = bytearray(num_blocks + 1)
@@ -134,13 +150,14 @@ class BlockPool:
         self._pins[page] -= 1
         self._release_if_unused(page)
 
-    def publish(self, page: int, page_hash: PageHash) -> None:
-        """Let later prompts find a full, written page. A page whose content is known already keeps
-        only its holders."""
+    def publish(self, page: int, page_hash: PageHash) -> bool:
+        """Let later prompts find a full, written page; whether it is the first with its content. A page whose content
+        is known already keeps only its holders."""
         if page_hash in self._page_of or self._hash_of[page] is not None:
-            return
+            return False
         self._page_of[page_hash] = page
         self._hash_of[page] = page_hash
+        return True
 
     def forget(self, hashes: Iterable[PageHash]) -> None:
         """Make these contents unfindable; unreferenced pages are free at once."""
@@ -150,6 +167,19 @@ class BlockPool:
                 del self._cached[page]
                 self._free.append(page)
                 self._states[page] = FREE
+
+    def clear(self) -> bool:
+        """Forget all contents; False, and nothing is forgotten, while pages are held."""
+        if self.num_held:
+            return False
+        self._free.extend(reversed(self._cached))
+        self._cached.clear()
+        self._page_of.clear()
+        self._hash_of = [None] * (self.total + 1)
+        self._states = bytearray(self.total + 1)
+        if self.listener is not None:
+            self.listener.cleared()
+        return True
 
     def match(self, hashes: Sequence[PageHash], seen: int | None = None) -> list[int]:
         """The longest beginning whose pages are known; takes no reference (see `adopt`).
@@ -233,3 +263,5 @@ class BlockPool:
         if page_hash is not None:
             del self._page_of[page_hash]
             self._hash_of[page] = None
+            if self.listener is not None:
+                self.listener.removed(page_hash)

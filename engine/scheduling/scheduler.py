@@ -30,6 +30,7 @@ from engine.scheduling.drafting import Drafter, drafts_of, forced_drafts
 from engine.scheduling.encoder_cache import EncoderCache
 from engine.scheduling.in_flight import InFlightStep, InFlightSteps
 from engine.scheduling.limits import SchedulerConfig, check_fits
+from engine.scheduling.page_events import PageEvents
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.queues import Deadlines, WaitingQueue
 from engine.scheduling.row import Row
@@ -44,6 +45,7 @@ class Scheduler:
     Attributes:
         drafter: expects tokens of sequences that decode, so that a step may check several; None: none are expected.
         drafts_forced_tokens: several tokens of which each is the only one that a constraint allows are one step's.
+        events: what the prefix cache gains and loses, if that is to be told (`record_events`).
 
     Use: `schedule()`, run the plan, `update()`; or `fail()` if the plan could not be run. While a plan runs,
     `schedule_ahead()` may give the next one; answers are applied in the order of the plans.
@@ -71,8 +73,15 @@ class Scheduler:
         self._last = LastStep()
         self._outbox: list[RequestDelta] = []
         self.stats = EngineStats(pages_total=pool.total, block_size=config.block_size)
+        self.events: PageEvents | None = None
         self._tables = Tables(pool, self._hasher, config)
         self._encoder_cache = EncoderCache(pool, self._hasher, config, self.stats)
+
+    def record_events(self) -> PageEvents:
+        """Begin to collect what the prefix cache gains and loses, before the first request."""
+        self.events = self.pool.listener = PageEvents(self._hasher, self.config.block_size)
+        self._tables = Tables(self.pool, self._hasher, self.config, self.events)
+        return self.events
 
     # ---------------------------------------------------------------- requests in and out
 

@@ -13,17 +13,23 @@ from engine.interface.request import Request
 from engine.scheduling.block_pool import BlockPool, PageHash, PageHasher
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.limits import SchedulerConfig
+from engine.scheduling.page_events import PageEvents
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup, pages_needed
 
 
 class Tables:
-    """The scheduler's way with the tables of sequences: `BlockPool` knows pages, this knows which tokens they hold."""
+    """The scheduler's way with the tables of sequences: `BlockPool` knows pages, this knows which tokens they hold.
 
-    def __init__(self, pool: BlockPool, hasher: PageHasher, config: SchedulerConfig):
+    Args:
+        events: is told of pages that can be found from now on; None: nobody wants to know.
+    """
+
+    def __init__(self, pool: BlockPool, hasher: PageHasher, config: SchedulerConfig, events: PageEvents | None = None):
         self._pool = pool
         self._hasher = hasher
         self._config = config
+        self._events = events
 
     def root(self, request: Request, encoder_input: EncoderInput | None, shift: int) -> PageHash:
         """Hash before the first page of a request's sequences: what changes K and V besides their tokens."""
@@ -179,6 +185,8 @@ class Tables:
     def _publish(self, group: SequenceGroup, sequence: Sequence) -> None:
         full = sequence.num_computed // self._config.block_size
         hashes = sequence.extend_hashes(self._hasher, group.root, self._config.block_size, full)
-        for page in range(sequence.num_published, full):
-            self._pool.publish(sequence.table[page], hashes[page])
+        table, publish = sequence.table, self._pool.publish
+        new = [page for page in range(sequence.num_published, full) if publish(table[page], hashes[page])]
+        if new and self._events is not None:
+            self._events.stored(group, sequence.tokens, hashes, new)
         sequence.num_published = full

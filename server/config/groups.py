@@ -14,7 +14,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "the batch": ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_step_time", "async_scheduling"),
     "the pages": (
         "kv_cache_memory", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "num_gpu_blocks_override",
-        "enable_prefix_caching", "prefix_cache_scope",
+        "enable_prefix_caching", "prefix_cache_scope", "kv_events_config",
     ),
     "where it listens": ("host", "port", "uds", "root_path", "forwarded_allow_ips"),
     "access": (

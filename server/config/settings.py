@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_origin, get_type_hints
@@ -323,6 +324,11 @@ class SettingsBase(ServerSettings, BaseSettings):
     @classmethod
     def _split_files(cls, value: Any) -> Any:
         return _split(value)
+
+    @check_field("kv_events_config", mode="before", check_fields=False)
+    @classmethod
+    def _write_json(cls, value: Any) -> Any:
+        return json.dumps(value) if isinstance(value, dict) else value
 
     @check_model(mode="before")
     @classmethod

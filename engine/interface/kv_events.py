@@ -1,0 +1,113 @@
+"""Settings of KV events: what is told about pages of the prefix cache, and where. The form is vLLM's."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from engine.errors import ConfigError
+
+NAME = "kv_events_config"
+_TRANSPORTS = re.compile(r"(tcp|ipc|inproc)://\S+")
+_LARGEST = 2**31 - 1  # what a ZeroMQ socket's option can be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """Where to publish which pages the prefix cache holds.
+
+    Attributes:
+        enable_kv_cache_events: tell them at all.
+        publisher: zmq, or null for nowhere (default: zmq where events are enabled).
+        endpoint: ZeroMQ address of the PUB socket: bound where it has *, ::, ipc:// or inproc://, else connected to.
+        replay_endpoint: address that a ROUTER socket is bound to, which sends again what a subscriber has missed.
+        buffer_steps: messages that are kept for that.
+        hwm: messages that may wait for a slow subscriber; more are lost to it, until it asks for them again.
+        max_queue_size: messages that may wait to be sent at all; more are left to replay.
+        topic: first part of each message (default: `default_topic`).
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enable_kv_cache_events, bool):
+            raise _wrong("enable_kv_cache_events", "true or false", self.enable_kv_cache_events)
+        if self.publisher not in ("zmq", "null", None):
+            raise _wrong("publisher", '"zmq" or "null"', self.publisher)
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if (name == "endpoint" or value is not None) and not (
+                isinstance(value, str) and _TRANSPORTS.fullmatch(value)
+            ):
+                raise _wrong(name, "a ZeroMQ address such as tcp://*:5557 or ipc:///run/octavo/kv", value)
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+                raise _wrong(name, f"an integer from 1 to {_LARGEST}", value)
+        if not isinstance(self.topic, str):
+            raise _wrong("topic", "a text", self.topic)
+
+    @property
+    def publishes(self) -> bool:
+        """There is something to publish to."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+
+def parse_kv_events(given: Any) -> KVEventsConfig:
+    """The settings in a mapping, or in a JSON object as a text.
+
+    Raises:
+        ConfigError: it is neither, or something in it is no setting, or out of range.
+    """
+    values = _decoded(given)
+    known = [field.name for field in fields(KVEventsConfig)]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{NAME} has no field {name!r}; there are {', '.join(known)}.")
+    return KVEventsConfig(**values)
+
+
+def as_json(given: Any) -> Any:
+    """A mapping as the text that it would be on a command line; anything else as it is."""
+    return json.dumps(dict(given)) if isinstance(given, Mapping) else given
+
+
+def default_topic(model: str, port: int | None, environ: Mapping[str, str]) -> str:
+    """kv@POD@MODEL, by which llm-d knows the replica.
+
+    Args:
+        model: its id to clients.
+        port: of the HTTP service; None where there is none.
+        environ: POD_IP of it is the pod's address; without it this machine's name stands for the pod.
+    """
+    address = environ.get("POD_IP", "")
+    pod = (f"{address}:{port}" if port else address) if address else socket.gethostname()
+    return f"kv@{pod}@{model}"
+
+
+def _decoded(given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    try:
+        values = json.loads(given)
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is no text"
+        raise ConfigError(f"{NAME} must be a JSON object, got {given!r}: {reason}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{NAME} must be a JSON object, got {given!r}.")
+    return values
+
+
+def _wrong(name: str, wanted: str, value: object) -> ConfigError:
+    return ConfigError(f"{NAME}: {name} must be {wanted}, got {value!r}.")

@@ -1,0 +1,328 @@
+"""KV events over ZeroMQ: which pages the prefix cache holds, for routers that send a prompt where its beginning is.
+
+Messages are those of vLLM since its events are maps: three parts, the topic, the message's number as 8 bytes, and
+`[time, events, rank]` in MessagePack. The engine's thread only puts events into a queue; a thread here encodes and
+sends them, and answers subscribers that ask for what they have missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+import zmq
+
+from engine.errors import ConfigError
+from engine.interface.kv_events import NAME, KVEventsConfig
+from engine.scheduling.block_pool import PageHash
+from engine.scheduling.page_events import PageEvent, PagesCleared, PagesStored
+
+logger = logging.getLogger("octavo.kv_events")
+
+END = (-1).to_bytes(8, "big", signed=True)  # the number after the last message of a replay
+RANK = 0  # there is one engine
+_AT_ONCE = 256  # messages of a replay before new ones have their turn
+_MOST_REPLAYS = 8  # at a time
+_RETRY = 10  # milliseconds until a replay's slow client is tried again
+_PATIENCE = 10.0  # seconds without progress after which such a client is given up
+_LAST_WORDS = 1.0  # seconds that the last messages get when the engine is closed
+
+
+class BlockStored(msgspec.Struct, tag=True):
+    """Pages were added; those of one event follow each other."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None]
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    """Pages are gone."""
+
+    block_hashes: list[int]
+    medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """All pages are gone."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def public_hash(page_hash: PageHash) -> int:
+    """A page's hash to others: the last 8 of its 16 bytes, big-endian, as an int64."""
+    return int.from_bytes(page_hash[-8:], "big", signed=True)
+
+
+class KVEventPublisher:
+    """Publishes what happens to pages. `publish` is called by one thread, and never waits.
+
+    A message that finds the queue full, or the buffer of a slow subscriber, is not sent live: subscribers see that a
+    number is missing, and have it by replay as long as it is among the last `buffer_steps`.
+
+    Args:
+        config: where to.
+        topic: of all messages.
+        block_size: tokens of a page.
+
+    Attributes:
+        num_messages: that were published, which is the number of the next one.
+        num_dropped: that were not sent live because the queue was full.
+
+    Raises:
+        ConfigError: an address cannot be used.
+    """
+
+    def __init__(self, config: KVEventsConfig, topic: str, block_size: int):
+        self.num_messages = self.num_dropped = 0
+        self._topic = topic.encode()
+        self._size = block_size
+        self._medium = ""
+        self._most = config.max_queue_size
+        self._queue: SimpleQueue[_Message | None] = SimpleQueue()
+        self._kept: deque[_Message] | None = deque(maxlen=config.buffer_steps) if config.replay_endpoint else None
+        self._lock = threading.Lock()  # of what is kept
+        self._replays: deque[_Replay] = deque()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._thread: threading.Thread | None = None
+        self._sockets: list[zmq.Socket[bytes]] = []
+        try:
+            self._publisher = self._socket(zmq.PUB, config.endpoint)
+            self._publisher.set_hwm(config.hwm)
+            self._open(self._publisher, "endpoint", config.endpoint, bind=_is_bound(config.endpoint))
+            self._router: zmq.Socket[bytes] | None = None
+            if config.replay_endpoint is not None:
+                self._router = self._socket(zmq.ROUTER, config.replay_endpoint)
+                # A client that reads slowly is waited for, and not left with gaps.
+                self._router.router_mandatory = True
+                self._open(self._router, "replay_endpoint", config.replay_endpoint, bind=True)
+        except BaseException:
+            self._close_sockets()
+            raise
+
+    def start(self, medium: str) -> None:
+        """Begin to send.
+
+        Args:
+            medium: where the pages are, such as "GPU" or "CPU".
+        """
+        self._medium = medium
+        self._thread = threading.Thread(target=self._run, name="octavo-kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: list[PageEvent]) -> None:
+        """Send events as one message, as soon as they can be sent."""
+        message = _Message(self.num_messages, time.time(), events)
+        self.num_messages += 1
+        if self._kept is not None:
+            with self._lock:
+                self._kept.append(message)
+        if self._queue.qsize() >= self._most:
+            self.num_dropped += 1
+            return
+        self._queue.put(message)
+        self._call()
+
+    def close(self) -> None:
+        """Send what is left, in a moment, and end."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._call()
+            self._thread.join(_LAST_WORDS)
+            self._thread = None
+        self._close_sockets()
+
+    def _call(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has been called often enough
+            self._wake.send(b"\0")
+
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        # The context is the process's, so that inproc:// reaches other sockets of it.
+        made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self._sockets.append(made)
+        made.linger = int(1000 * _LAST_WORDS)
+        made.ipv6 = "[" in address or "::" in address
+        return made
+
+    def _open(self, closed: zmq.Socket[bytes], name: str, address: str, *, bind: bool) -> None:
+        try:
+            (closed.bind if bind else closed.connect)(address)
+        except zmq.ZMQError as error:
+            verb = "bound" if bind else "connected to"
+            raise ConfigError(
+                f"{NAME}: {name} {address!r} cannot be {verb}: {error.strerror or error}. Set another {name}."
+            ) from error
+
+    def _close_sockets(self) -> None:
+        for opened in self._sockets:
+            opened.close()
+        self._woken.close()
+        self._wake.close()
+
+    # ---------------------------------------------------------------- in the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._woken.fileno(), zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        goes_on = True
+        while goes_on:
+            progress = False
+            try:
+                goes_on, progress = self._send_queued(), self._replay()
+            except Exception:  # what is wrong with one message must not end all others
+                logger.exception("a KV event could not be published")
+            if goes_on and not progress:
+                poller.poll(_RETRY if self._replays else None)
+
+    def _send_queued(self) -> bool:
+        """Send what waits; False once there is nothing more to come."""
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+        while True:
+            try:
+                message = self._queue.get_nowait()
+            except Empty:
+                return True
+            if message is None:
+                return False
+            self._publisher.send_multipart([self._topic, message.number, self._encode(message)])
+
+    def _replay(self) -> bool:
+        """Answer subscribers that have missed messages; whether there may be more to send at once."""
+        if self._router is None:
+            return False
+        while len(self._replays) < _MOST_REPLAYS:
+            try:
+                *envelope, first = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(first) == 8 and envelope:
+                self._replays.append(_Replay(envelope, self._since(int.from_bytes(first, "big"))))
+            else:
+                logger.warning("A request for KV events is ignored: it must be a number of 8 bytes, big-endian.")
+        progress = False
+        for _ in range(len(self._replays)):
+            replay = self._replays.popleft()
+            sent = self._send_some(replay)
+            progress |= sent > 0
+            if sent:
+                replay.moved = time.monotonic()
+            if not replay.is_over and time.monotonic() - replay.moved < _PATIENCE:
+                self._replays.append(replay)
+        return progress
+
+    def _send_some(self, replay: _Replay) -> int:
+        """Go on with a replay; how many parts of it were sent."""
+        assert self._router is not None
+        for sent in range(_AT_ONCE):
+            if replay.next is None:
+                message = next(replay.messages, None)
+                replay.next = [END, b""] if message is None else [message.number, self._encode(message)]
+            try:
+                self._router.send_multipart([*replay.envelope, *replay.next], zmq.NOBLOCK)
+            except zmq.Again:
+                return sent
+            except zmq.ZMQError as error:  # its client is gone
+                logger.debug("A replay of KV events ends: %s.", error)
+                replay.is_over = True
+                return sent
+            if replay.next[0] == END:
+                replay.is_over = True
+                return sent + 1
+            replay.next = None
+        return _AT_ONCE
+
+    def _since(self, number: int) -> Iterator[_Message]:
+        """The kept messages from this number on."""
+        assert self._kept is not None
+        with self._lock:
+            kept = list(self._kept)
+        return (message for message in kept if int.from_bytes(message.number, "big") >= number)
+
+    def _encode(self, message: _Message) -> bytes:
+        if message.payload is None:
+            events = [self._event(event) for event in message.events]
+            message.payload = self._encoder.encode([message.time, events, RANK])
+            message.events = []
+        return message.payload
+
+    def _event(self, event: PageEvent) -> KVEvent:
+        if isinstance(event, PagesCleared):
+            return AllBlocksCleared()
+        hashes = [public_hash(page_hash) for page_hash in event.hashes]
+        if not isinstance(event, PagesStored):
+            return BlockRemoved(hashes, self._medium)
+        keys: list[tuple[str, ...] | None] = [None] * len(hashes)
+        if event.root is not None:
+            keys[0] = (event.root.hex(),)
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if event.parent is None else public_hash(event.parent),
+            token_ids=event.token_ids.tolist(),
+            block_size=self._size,
+            lora_id=None,
+            medium=self._medium,
+            lora_name=None,
+            extra_keys=keys,
+        )
+
+
+def _is_bound(address: str) -> bool:
+    return "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
+
+
+class _Message:
+    """Events of a step.
+
+    Attributes:
+        number: 8 bytes, big-endian.
+        events: empty once they are encoded.
+        payload: None before.
+    """
+
+    __slots__ = ("events", "number", "payload", "time")
+
+    def __init__(self, number: int, now: float, events: list[PageEvent]):
+        self.number = number.to_bytes(8, "big")
+        self.time = now
+        self.events = events
+        self.payload: bytes | None = None
+
+
+class _Replay:
+    """A subscriber that is sent again what it missed.
+
+    Attributes:
+        envelope: parts that lead to it.
+        messages: that it has not had.
+        next: what it is sent next, where that is encoded.
+        moved: `time.monotonic()` seconds of the last progress.
+        is_over: nothing more is to be sent.
+    """
+
+    def __init__(self, envelope: list[bytes], messages: Iterator[_Message]):
+        self.envelope = envelope
+        self.messages = messages
+        self.next: list[Any] | None = None
+        self.moved = time.monotonic()
+        self.is_over = False

@@ -1,0 +1,92 @@
+"""What the prefix cache has gained and lost, in the order in which it did: the pages that a router may count on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.scheduling.block_pool import PageHash, PageHasher
+from engine.scheduling.plan import Int32
+from engine.scheduling.sequence import IntBuffer, SequenceGroup
+
+
+@dataclass(slots=True)
+class PagesStored:
+    """Pages that follow each other can be found from now on.
+
+    Attributes:
+        hashes: one for each page.
+        parent: hash of the page before the first of them; None where they begin a sequence.
+        token_ids: of all the pages.
+        root: where they begin a sequence whose K and V depend on more than tokens, what stands for the rest.
+    """
+
+    hashes: list[PageHash]
+    parent: PageHash | None
+    token_ids: Int32
+    root: PageHash | None
+
+
+@dataclass(slots=True)
+class PagesRemoved:
+    """Pages cannot be found any more."""
+
+    hashes: list[PageHash]
+
+
+@dataclass(slots=True)
+class PagesCleared:
+    """No page can be found any more."""
+
+
+PageEvent = PagesStored | PagesRemoved | PagesCleared
+
+
+class PageEvents:
+    """Collects events until they are taken. There is none where nobody wants them.
+
+    Attributes:
+        events: since they were last taken, oldest first.
+    """
+
+    def __init__(self, hasher: PageHasher, block_size: int):
+        self._ordinary = hasher.root(None)
+        self._size = block_size
+        self.events: list[PageEvent] = [PagesCleared()]  # whatever a predecessor held
+
+    def stored(self, group: SequenceGroup, tokens: IntBuffer, hashes: Sequence[PageHash], pages: Sequence[int]) -> None:
+        """A sequence's pages at these places, in ascending order, can be found."""
+        start = 0
+        for place in range(1, len(pages) + 1):
+            if place == len(pages) or pages[place] != pages[place - 1] + 1:
+                self._stored(group, tokens, hashes, pages[start], pages[place - 1] + 1)
+                start = place
+
+    def removed(self, page_hash: PageHash) -> None:
+        """A page was evicted."""
+        last = self.events[-1] if self.events else None
+        if isinstance(last, PagesRemoved):
+            last.hashes.append(page_hash)
+        else:
+            self.events.append(PagesRemoved([page_hash]))
+
+    def cleared(self) -> None:
+        """All pages were forgotten."""
+        self.events = [PagesCleared()]  # what happened before is of no interest
+
+    def take(self) -> list[PageEvent]:
+        """The events so far, which are forgotten here."""
+        events, self.events = self.events, []
+        return events
+
+    def _stored(
+        self, group: SequenceGroup, tokens: IntBuffer, hashes: Sequence[PageHash], first: int, end: int
+    ) -> None:
+        self.events.append(
+            PagesStored(
+                hashes=list(hashes[first:end]),
+                parent=hashes[first - 1] if first else None,
+                token_ids=tokens.view(first * self._size, end * self._size).copy(),
+                root=group.root if first == 0 and group.root != self._ordinary else None,
+            )
+        )
