@@ -199,3 +199,56 @@ def test_a_request_refused_at_once_has_its_line_too(body: dict[str, Any], status
         "event": "request finished", "log_level": "info", "request_id": "mine", "outcome": "refused",
         "path": "/v1/completions", "status": status, "code": code, "param": param,
     }  # fmt: skip
+
+
+# ---------------------------------------------------------------- what gateways say
+
+
+def asked_with(headers: list[tuple[str, str | bytes]]) -> dict[str, Any]:
+    api = Api(timed)
+    return line(lambda: api.request("POST", "/v1/completions", json={"prompt": "a"}, headers=headers))  # type: ignore[arg-type]
+
+
+def test_a_session_and_a_gateways_words_are_in_the_line() -> None:
+    logged = asked_with(
+        [("X-Session-ID", "user-7/chat 3"), ("X-Gateway-Route", "a"), ("x-gateway-pod-name", "epp-1"), ("X-Other", "b")]
+    )
+    assert logged["session_id"] == "user-7/chat 3"
+    assert logged["gateway"] == {"route": "a", "pod-name": "epp-1"}
+    plain = asked_with([])
+    assert not {"session_id", "gateway"} & set(plain)
+
+
+def test_they_are_bounded_and_cannot_write_lines_of_their_own() -> None:
+    logged = asked_with(
+        [
+            ("X-Session-ID", "s" * 5000),
+            ("X-Session-ID", "second"),
+            ("X-Gateway-Odd", b"a\tb\x7f\xff\x1b[31m"),
+            ("X-Gateway-Odd", "again"),
+            ("X-Gateway-" + "n" * 65, "long name"),
+            ("X-Gateway-", "no name"),
+            *[
+                (f"X-Gateway-{name}", SECRET)
+                for name in ("Api-Key", "Token", "Authorization", "Cookie", "Client-Secret")
+            ],
+            *[(f"X-Gateway-N{number}", "v" * 200) for number in range(20)],
+        ]
+    )
+    assert logged["session_id"] == "s" * 128 + "..."
+    assert logged["gateway"]["odd"] == "a?b???[31m"
+    assert len(logged["gateway"]) == 8
+    assert logged["gateway"]["n6"] == "v" * 128 + "..."
+    assert SECRET not in repr(logged)
+
+
+def test_one_request_does_not_inherit_them_from_another() -> None:
+    api = Api(timed)
+
+    def ask() -> None:
+        for headers in ({"X-Session-ID": "one", "X-Gateway-Route": "a"}, {}):
+            api.request("POST", "/v1/completions", json={"prompt": "a"}, headers=headers)
+
+    first, second = lines(ask)
+    assert (first["session_id"], first["gateway"]) == ("one", {"route": "a"})
+    assert not {"session_id", "gateway"} & set(second)

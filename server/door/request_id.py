@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars, clear_contextvars
 
+from server.door.gateway import gateway_fields
 from server.errors import ApiError, to_api_error
 
 logger = logging.getLogger("octavo.server")
@@ -40,8 +41,8 @@ def client_address(scope: Scope) -> str | None:
 
 
 class RequestIdMiddleware:
-    """Binds the request's id to its logs, sends it back as X-Request-ID, and lets no exception out. All answers get
-    `NO_SNIFFING`, too.
+    """Binds the request's id, and what gateways say of it, to its logs, sends the id back as X-Request-ID, and lets no
+    exception out. All answers get `NO_SNIFFING`, too.
 
     The id is in `scope["state"]["request_id"]`, too. The engine never sees it: there, ids are the server's.
     """
@@ -56,7 +57,7 @@ class RequestIdMiddleware:
         own_id = request_id(scope["headers"])
         # A connection's next request may run in the context that the one before has left.
         clear_contextvars()
-        bind_contextvars(request_id=own_id)
+        bind_contextvars(request_id=own_id, **gateway_fields(scope["headers"]))
         scope.setdefault("state", {})["request_id"] = own_id
         field = (HEADER, own_id.encode())
         started = False
