@@ -320,6 +320,8 @@ BOUNDS: list[tuple[dict[str, Any], str, str]] = [  # each with what it allows, a
     ({"exclusiveMaximum": 1, "minimum": 0.1, "exclusiveMinimum": 0.01}, "0.1 0.98", "1 1.0 0.09"),
     ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, "0.5 0.99", "0 0.0 1 1.0"),
     ({"exclusiveMinimum": 2**53 - 2, "type": "integer"}, "9007199254740991 9007199254740993", "9007199254740990"),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-9007199254740991 0", "9007199254740992"),
+    ({"minimum": -3.4e38, "exclusiveMaximum": 3.4e38, "maximum": 7}, "-9007199254740991 7", "7.5 -9007199254740992"),
 ]
 
 

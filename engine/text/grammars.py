@@ -134,6 +134,7 @@ def _add_schema(parts: dict[str, dict[str, Any]], name: str, schema: Any, params
             "property that is required and has another const.",
             ("oneOf", path.removesuffix("/oneOf")),
         )
+    narrow(schema)
     if (found := rounded_number(schema)) is not None:
         keyword, path, number = found
         raise _refused(
@@ -142,7 +143,6 @@ def _add_schema(parts: dict[str, dict[str, Any]], name: str, schema: Any, params
             "with an enum or a pattern.",
             (keyword, path),
         )
-    narrow(schema)
     options: dict[str, Any] = {"coerce_one_of": True, "lenient": False}
     if params.disable_any_whitespace:
         options["whitespace_flexible"] = False

@@ -59,8 +59,8 @@ _FORMATS = {
 
 
 def narrow(schema: Any) -> None:
-    """Say in other words what llguidance would read too widely: formats by patterns that allow nothing else, exclusive
-    bounds by inclusive ones.
+    """Say in other words what llguidance would read too widely, or not at all: formats by patterns that allow nothing
+    else, bounds that are not exact by the nearest that are, exclusive ones by inclusive ones.
     """
     for _, item in list(subschemas(schema)):
         if isinstance(item, dict):
@@ -80,7 +80,17 @@ def _narrow_format(item: dict[str, Any]) -> None:
 
 
 def _narrow_bounds(item: dict[str, Any]) -> None:
-    """llguidance takes a whole number that is excluded (0 in 0 < x < 0.5) when no other lies between the bounds."""
+    for sign, name, exclusive in ((1, "maximum", "exclusiveMaximum"), (-1, "minimum", "exclusiveMinimum")):
+        wide = [
+            keyword
+            for keyword in (name, exclusive)
+            if _is_number(item.get(keyword)) and sign * item[keyword] > MOST_EXACT
+        ]
+        for keyword in wide:
+            del item[keyword]
+        if wide and name not in item and exclusive not in item:
+            item[name] = sign * MOST_EXACT
+    # llguidance takes a whole number that is excluded (0 in 0 < x < 0.5) when no other lies between the bounds.
     if item.get("type") == "integer":
         return
     lowest = max((item[name] for name in ("minimum", "exclusiveMinimum") if _is_number(item.get(name))), default=None)
