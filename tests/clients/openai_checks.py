@@ -181,11 +181,11 @@ SUM: Any = [{"role": "user", "content": "What is 12 * 34?"}]
 
 
 def check_parsed_answers(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": HELLO, "response_format": Book, "max_tokens": 120}
+    asked: Any = {**GREEDY, "messages": HELLO, "response_format": Book, "max_tokens": 120}
     assert isinstance(client.chat.completions.parse(**asked).choices[0].message.parsed, Book)
     with client.chat.completions.stream(**asked) as stream:
         assert stream.get_final_completion().choices[0].message.parsed is not None
-    wanted: Any = {"model": MODEL, "input": "Hello", "text_format": Book, "max_output_tokens": 120}
+    wanted: Any = {**GREEDY, "input": "Hello", "text_format": Book, "max_output_tokens": 120}
     assert isinstance(client.responses.parse(**wanted).output_parsed, Book)
     with client.responses.stream(**wanted) as events:
         assert isinstance(events.get_final_response().output_parsed, Book)
