@@ -410,7 +410,7 @@ def test_a_service_tells_what_it_keeps_and_a_new_engine_begins_anew(tmp_path: Pa
             assert ask(cache_salt="mine") == 0
             catch_up()
             assert mirror.pages
-            assert mirror.begins(tokens, 16) == 0, "a salted prompt's pages stand for nobody else's"
+            assert mirror.begins(tokens, 16) == 0, "pages of a salted prompt count for one without the salt"
             assert ask() == 0
             catch_up()
             whole = len(tokens) // 16

@@ -288,6 +288,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"items": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}, '(keyword "oneOf" at #/items)'),
     ({"json": False}, '(keyword "false" at #)'),
     ({"json": {"properties": {"a": {"minimum": 10**30}}}}, '(keyword "minimum" at #/properties/a)'),
+    ({"json": {"minimum": 10**400, "maximum": 0.5}}, '(keyword "minimum" at #)'),
     (
         {"json": {"items": {"enum": [1, [{"b": -(2**53) - 1}]]}}},
         '(keyword "enum" at #/items): -90071992',
@@ -318,6 +319,8 @@ BOUNDS: list[tuple[dict[str, Any], str, str]] = [  # each with what it allows, a
     ({"exclusiveMaximum": 0, "minimum": -0.3}, "-0.1 -0.3", "0 -0 -0.0 -0.31"),
     ({"exclusiveMinimum": 10, "exclusiveMaximum": 10.05}, "10.01 10.04999", "10 10.0 10.05"),
     ({"exclusiveMaximum": 1, "minimum": 0.1, "exclusiveMinimum": 0.01}, "0.1 0.98", "1 1.0 0.09"),
+    ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.3}]}, "0.1 0.0000001", "0 -0 0.0 0.31"),
+    ({"exclusiveMaximum": 0, "anyOf": [{"minimum": -0.3}]}, "-0.1 -0.3", "0 -0 -0.0 -0.31"),
     ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, "0.5 0.99", "0 0.0 1 1.0"),
     ({"exclusiveMinimum": 2**53 - 2, "type": "integer"}, "9007199254740991 9007199254740993", "9007199254740990"),
     ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-9007199254740991 0", "9007199254740992"),

@@ -43,7 +43,7 @@ PageEvent = PagesStored | PagesRemoved | PagesCleared
 
 
 class PageEvents:
-    """Collects events until they are taken. There is none where nobody wants them.
+    """Collects events until they are taken. A scheduler has one only where events are to be told.
 
     Attributes:
         events: since they were last taken, oldest first.

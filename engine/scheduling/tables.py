@@ -22,7 +22,7 @@ class Tables:
     """The scheduler's way with the tables of sequences: `BlockPool` knows pages, this knows which tokens they hold.
 
     Args:
-        events: is told of pages that can be found from now on; None: nobody wants to know.
+        events: is told of pages that can be found from now on; None: that is not recorded.
     """
 
     def __init__(self, pool: BlockPool, hasher: PageHasher, config: SchedulerConfig, events: PageEvents | None = None):

@@ -4,6 +4,7 @@ which it allows a little too much, and numbers that it rounds.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import combinations
@@ -62,10 +63,12 @@ def narrow(schema: Any) -> None:
     """Say in other words what llguidance would read too widely, or not at all: formats by patterns that allow nothing
     else, bounds that are not exact by the nearest that are, exclusive ones by inclusive ones.
     """
-    for _, item in list(subschemas(schema)):
-        if isinstance(item, dict):
-            _narrow_bounds(item)
-            _narrow_format(item)
+    items = [item for _, item in subschemas(schema) if isinstance(item, dict)]
+    combined = any(map(_combines, items))
+    for item in items:
+        _narrow_wide_bounds(item)
+        _narrow_exclusive_bounds(item, combined)
+        _narrow_format(item)
 
 
 def _narrow_format(item: dict[str, Any]) -> None:
@@ -79,30 +82,44 @@ def _narrow_format(item: dict[str, Any]) -> None:
         item["pattern"] = pattern
 
 
-def _narrow_bounds(item: dict[str, Any]) -> None:
+def _narrow_wide_bounds(item: dict[str, Any]) -> None:
     for sign, name, exclusive in ((1, "maximum", "exclusiveMaximum"), (-1, "minimum", "exclusiveMinimum")):
-        wide = [
-            keyword
-            for keyword in (name, exclusive)
-            if _is_number(item.get(keyword)) and sign * item[keyword] > MOST_EXACT
-        ]
+        found = [keyword for keyword in (name, exclusive) if _is_number(item.get(keyword))]
+        wide = [keyword for keyword in found if sign * item[keyword] > MOST_EXACT]
         for keyword in wide:
             del item[keyword]
-        if wide and name not in item and exclusive not in item:
+        if wide == found != []:
             item[name] = sign * MOST_EXACT
-    # llguidance takes a whole number that is excluded (0 in 0 < x < 0.5) when no other lies between the bounds.
+
+
+def _narrow_exclusive_bounds(item: dict[str, Any], combined: bool) -> None:
+    """llguidance takes a whole number that is excluded (0 in 0 < x < 0.5) when no other lies between the bounds.
+
+    Args:
+        combined: bounds of other schemas may come to those of this one.
+    """
     if item.get("type") == "integer":
         return
-    lowest = max((item[name] for name in ("minimum", "exclusiveMinimum") if _is_number(item.get(name))), default=None)
-    highest = min((item[name] for name in ("maximum", "exclusiveMaximum") if _is_number(item.get(name))), default=None)
-    if lowest is None or highest is None or not 0 < highest - lowest < 1:
+    bounds = {name: item[name] for name in _BOUNDS if _is_number(item.get(name))}
+    if any(abs(bound) > MOST_EXACT for bound in bounds.values()):
+        return  # it is refused
+    lowest = max((bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds), default=-math.inf)
+    highest = min((bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds), default=math.inf)
+    if not (combined or 0 < highest - lowest < 1):
         return
-    if item.get("exclusiveMinimum") == lowest == int(lowest):
+    if bounds.get("exclusiveMinimum") == lowest == math.floor(lowest):
         del item["exclusiveMinimum"]
         item["minimum"] = lowest + (abs(lowest) * _STEP or _LEAST)
-    if item.get("exclusiveMaximum") == highest == int(highest):
+    if bounds.get("exclusiveMaximum") == highest == math.floor(highest):
         del item["exclusiveMaximum"]
         item["maximum"] = highest - (abs(highest) * _STEP or _LEAST)
+
+
+def _combines(item: Mapping[str, Any]) -> bool:
+    """Several schemas, in or beside this one, may hold for the same number."""
+    several = isinstance(item.get("allOf"), list) and len(item["allOf"]) > 1
+    beside = any(name in item for name in ("$ref", "allOf", "anyOf", "oneOf"))
+    return several or (beside and any(name in item for name in _BOUNDS))
 
 
 _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
