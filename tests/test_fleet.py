@@ -16,7 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import fleet as simulation  # noqa: E402
-from fleet import Fleet, Replica, Request, Service, arrivals, made_up, report  # noqa: E402
+from fleets.fleet import Fleet, report  # noqa: E402
+from fleets.measured import fit, foretold  # noqa: E402
+from fleets.replica import Replica, Request, Service, serviceable  # noqa: E402
+from fleets.traces import arrivals, made_up, traces  # noqa: E402
 
 PLAIN = Service(step=0.02, token=1e-4, pair=1e-7, row=2e-4, context=1e-6)
 
@@ -150,7 +153,7 @@ def test_every_request_is_answered_once(routing: str) -> None:
 
 def test_routing_by_prefixes_finds_more_and_waits_less() -> None:
     trace = made_up(2000)
-    rate = 0.8 * simulation.serviceable(PLAIN, trace)
+    rate = 0.8 * serviceable(PLAIN, trace)
     found = {}
     for routing in simulation.ROUTINGS:
         fleet = Fleet(replace(PLAIN, cache=40_000), 20, routing)
@@ -181,19 +184,19 @@ def test_arrivals_keep_a_traces_pattern_at_another_rate() -> None:
 
 
 def test_traces_that_are_not_there_are_made_up(tmp_path: Path) -> None:
-    assert list(simulation.traces(tmp_path)) == ["made-up"]
+    assert list(traces(tmp_path)) == ["made-up"]
     folder = tmp_path / "mooncake"
     folder.mkdir()
     line = {"timestamp": 2500, "input_length": 1600, "output_length": 64, "hash_ids": [0, 7]}
     (folder / "conversation_trace.jsonl").write_text(json.dumps(line) + "\n")
-    (request,) = simulation.traces(tmp_path)["mooncake-conversation"]
+    (request,) = traces(tmp_path)["mooncake-conversation"]
     assert request == Request(2.5, 100, 4, [0, 7], 32, first=request.first, end=request.end)
     folder = tmp_path / "azure_llm_2023"
     folder.mkdir()
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44"]
     rows.append("2023-11-16 18:15:50.9951690,396,109")
     (folder / "AzureLLMInferenceTrace_conv.csv").write_text("\n".join(rows))
-    first, second = simulation.traces(tmp_path)["azure-conversation"]
+    first, second = traces(tmp_path)["azure-conversation"]
     assert (first.arrival, first.tokens, first.output, first.blocks) == (0.0, 374, 44, ())
     assert (second.arrival, second.tokens, second.output) == (pytest.approx(4.314579), 396, 109)
 
@@ -201,8 +204,8 @@ def test_traces_that_are_not_there_are_made_up(tmp_path: Path) -> None:
 def test_a_service_is_found_again_from_its_steps() -> None:
     shapes = [(64, 0, 0, 0), (2000, 0, 0, 0), (500, 1000, 0, 0), (0, 0, 1, 50), (0, 0, 16, 20_000), (0, 0, 40, 900)]
     samples = [dict(zip(("tokens", "start", "rows", "context"), shape, strict=True)) for shape in shapes]
-    samples = [sample | {"seconds": simulation.foretold(PLAIN, sample)} for sample in samples]
-    found = simulation.fit(samples)
+    samples = [sample | {"seconds": foretold(PLAIN, sample)} for sample in samples]
+    found = fit(samples)
     for name in ("step", "token", "pair", "row", "context"):
         assert getattr(found, name) == pytest.approx(getattr(PLAIN, name), rel=1e-6)
 
