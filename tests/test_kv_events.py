@@ -166,6 +166,7 @@ def test_a_mirror_agrees_with_the_pool_after_every_step() -> None:
 def test_a_mirror_agrees_with_the_pool_for_long() -> None:
     """MIRROR_STEPS=100000 makes it take hours."""
     found = happened([Simulator, AheadSimulator], range(100, 108), int(os.environ.get("MIRROR_STEPS", "1500")))
+    assert found.pop("dropped"), found  # how many depends on the threads
     assert min(found.values()) > 100, found
 
 
