@@ -83,6 +83,7 @@ def dense(
     scale: float | None = None,
     bias: DistanceBias | PositionBias | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same in float64 by the textbook, one row at a time."""
     group = row.q.shape[1] // row.k.shape[1]
@@ -101,7 +102,10 @@ def dense(
     if bias is not None:
         column = distance + bias.zero if isinstance(bias, DistanceBias) else torch.arange(context).expand_as(distance)
         scores = scores + bias.table.double()[:, column.clamp(0, bias.table.shape[1] - 1)]
-    return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(~seen, -math.inf), -1), v)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, queries, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1)[..., :context], v)
 
 
 def assert_exact(rows: list[Row], query_lens: list[int], tolerance: float = 1e-5, **how: Any) -> None:
@@ -146,6 +150,7 @@ def test_mixed_batch_equals_dense(kv_heads: int, group: int, head_dim: int) -> N
         {"window": Window(40)},
         {"window": Window(127)},
         {"softcap": 2.0},
+        {"sinks": torch.linspace(-3, 9, 6), "window": Window(20)},
         {"bias": table(6, 65, 32)},
         {"bias": table(6, 400, 399)},
         {"bias": table(6, 1, 0)},

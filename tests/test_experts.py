@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeConfig, Ernie4_5_MoeTopKRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeTopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.phimoe.modeling_phimoe import PhimoeConfig, PhimoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from engine.execution.invariance import min_invariant_rows
@@ -21,7 +25,7 @@ from engine.model.activations import ACTIVATIONS
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.layers import Linear
 from engine.model.place import Place
-from engine.model.spec import Dense, Experts, Gated
+from engine.model.spec import Clamped, Corrected, Dense, Experts, Gated, SparseMixer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -130,6 +134,78 @@ def test_equals_transformers(theirs: tuple[Any, Experts]) -> None:
     with torch.inference_mode():
         expected = block.eval()(x[None])[0]
     torch.testing.assert_close(run(module, x, padding=2, min_rows=3), expected, rtol=1e-5, atol=1e-6)
+
+
+def glm(groups: int, kept: int, normalize: bool) -> tuple[nn.Module, Experts]:
+    config = Glm4MoeConfig(
+        hidden_size=24,
+        n_routed_experts=12,
+        num_experts_per_tok=4,
+        n_group=groups,
+        topk_group=kept,
+        norm_topk_prob=normalize,
+        routed_scaling_factor=1.7,
+    )
+    routing = Corrected(groups=groups, open_groups=kept, least=1e-20, scale=1.7)
+    return Glm4MoeTopkRouter(config), Experts(Gated(20, "silu"), 12, 4, normalize, routing)
+
+
+def ernie(least: float) -> tuple[nn.Module, Experts]:
+    config = Ernie4_5_MoeConfig(hidden_size=24, moe_num_experts=12, moe_k=4, moe_norm_min=least)
+    return Ernie4_5_MoeTopKRouter(config), Experts(Gated(20, "silu"), 12, 4, True, Corrected("softmax", least=least))
+
+
+def phimoe(jitter: float) -> tuple[nn.Module, Experts]:
+    config = PhimoeConfig(hidden_size=24, num_local_experts=12, router_jitter_noise=jitter)
+    return PhimoeTopKRouter(config), Experts(Gated(20, "silu"), 12, 2, False, SparseMixer(2 * jitter))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_clamped_experts_equal_transformers(packed: bool) -> None:
+    config = GptOssConfig(
+        hidden_size=24, intermediate_size=20, num_local_experts=6, num_experts_per_tok=2, swiglu_limit=0.8
+    )
+    block = GptOssMLP(config).eval()
+    module = make(Experts(Clamped(20, 0.8, 1.702, bias=True), 6, 2, router_bias=True), 24)
+    halves = {name: getattr(module.up, name).detach().clone() for name in ("weight", "bias")}
+    with torch.no_grad():
+        block.router.weight.copy_(module.router.weight)
+        block.router.bias.copy_(module.router.bias)
+        for name, tensor in halves.items():
+            turns = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)
+            stored = block.experts.gate_up_proj if name == "weight" else block.experts.gate_up_proj_bias
+            stored.copy_(turns.transpose(1, 2) if name == "weight" else turns)
+        block.experts.down_proj.copy_(module.down.weight.transpose(1, 2))
+        block.experts.down_proj_bias.copy_(module.down.bias)
+        if packed:
+            for inner in module.modules():
+                if isinstance(inner, Linear | ExpertMatrices):
+                    inner.pack()
+        x = inputs(17, 24)
+        expected = block(x[None])[0][0]
+    torch.testing.assert_close(run(module, x, padding=2, min_rows=3), expected.view(17, 24), rtol=1e-5, atol=1e-5)
+
+
+ROUTERS = [glm(1, 1, True), glm(4, 2, False), glm(3, 2, True), ernie(1e-12), ernie(0.4), phimoe(0.01), phimoe(0.4)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("theirs", ROUTERS)
+def test_routing_equals_transformers(theirs: tuple[Any, Experts], packed: bool) -> None:
+    router, part = theirs
+    module = make(part, 24)
+    with torch.inference_mode():
+        router.eval().weight.copy_(module.router.weight)
+        for name, tensor in router.state_dict().items():
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(module.correction)
+        if packed:
+            module.router.pack()
+        x = inputs(50, 24)
+        _, weights, chosen = router(x)
+        ours, experts = module.route(x)
+    expected = torch.zeros(50, part.count).scatter(1, chosen, weights)
+    torch.testing.assert_close(torch.zeros(50, part.count).scatter(1, experts, ours), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -224,10 +224,9 @@ def test_a_refusal_names_the_nearest_and_lists_what_is_supported() -> None:
     ("model_type", "architecture", "expected"),
     [
         ("codegen", "CodeGenForCausalLM", "GPTJForCausalLM"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", "LlamaForCausalLM"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
         ("jamba", "JambaForCausalLM", "OlmoeForCausalLM"),
         ("persimmon", "PersimmonForCausalLM", "StableLmForCausalLM"),
-        ("minimax", "MiniMaxForCausalLM", "MixtralForCausalLM"),
     ],
 )
 def test_where_no_name_is_near_settings_are(model_type: str, architecture: str, expected: str) -> None:

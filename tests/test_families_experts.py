@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: what published configs are made of, what is refused, and how experts are stored."""
+"""Families with experts: what published configs are made of, what is refused, and how experts are stored."""
 
 from __future__ import annotations
 
@@ -18,8 +18,29 @@ from support.published import MIXTRAL_8X7B, QWEN3_30B_A3B, read
 from engine.backends.attention.base import Window
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.model.normalisation import Norm
-from engine.model.positions import LinearScaling, Rotary, YarnScaling
-from engine.model.spec import Attention, Experts, Gated, Lm, ModelSpec, PerHead, Pre, Stack, Tokens
+from engine.model.positions import LinearScaling, LongScaling, Rotary, YarnScaling
+from engine.model.spec import Attention, Corrected, Experts, Gated, Lm, ModelSpec, PerHead, Pre, Shared, Stack, Tokens
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 100}
+GLM = SMALL | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+}
+ERNIE = SMALL | {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_num_experts": 6}
+PHIMOE = SMALL | {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"}
+QWEN2 = SMALL | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 6}
+GPT_OSS = SMALL | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "short_mscale": 1.2,
+    "long_mscale": 1.2,
+    "original_max_position_embeddings": 64,
+}
 
 
 def decoder(model: ModelSpec) -> Stack:
@@ -73,6 +94,17 @@ def test_mixtral_altered(tmp_path: Path) -> None:
         (MIXTRAL_8X7B, {"sliding_window": 0}, r"sliding_window .* at least 1, or null .* got 0"),
         (MIXTRAL_8X7B, {"hidden_act": "laplace"}, "'laplace'"),
         (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, r"num_experts_per_tok .* 128; got 129"),
+        ({**GLM, "n_group": 3}, {}, "n_group .* must divide .* 8; got 3"),
+        ({**GLM, "n_group": 4}, {"topk_group": 5}, "topk_group .* from 1 to n_group 4; got 5"),
+        ({**GLM, "n_group": 8}, {"topk_group": 4}, "n_group 8 .* at least 2 of the 8 experts"),
+        ({**GLM, "n_group": 4}, {"num_experts_per_tok": 3}, "topk_group 1 at least num_experts_per_tok 3"),
+        (GLM, {"n_shared_experts": 0}, "n_routed_experts and n_shared_experts .* got 8 and 0"),
+        (ERNIE, {"moe_layer_interval": 0}, "moe_layer_interval .* at least 1, got 0"),
+        (ERNIE, {"moe_k": 7}, r"num_experts_per_tok .* 6; got 7"),
+        (PHIMOE, {"num_experts_per_tok": 3}, "num_experts_per_tok .* must be 2 .* got 3"),
+        (PHIMOE, {"rope_scaling": LONG | {"long_mscale": 1.5}}, "short_mscale and long_mscale the same .* 1.2 and 1.5"),
+        (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act .* must be 'silu' for gpt-oss, got 'gelu'"),
+        (QWEN2, {"decoder_sparse_step": 0}, r"decoder_sparse_step .* at least 1, got 0"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, r"decoder_sparse_step .* at least 1, got 0"),
     ],
 )
@@ -181,3 +213,33 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"lacks tensors.*layers\.1\.block_sparse_moe\.experts\.3\.w3\.weight"):
         load(tmp_path)
+
+
+def test_which_layers_have_experts(tmp_path: Path) -> None:
+    """The first layers of GLM-4.5 are dense; ERNIE's have experts at intervals."""
+    glm = decoder(read(tmp_path, GLM, first_k_dense_replace=2, intermediate_size=64, moe_intermediate_size=24)).blocks
+    routing = Corrected(least=1e-20, scale=2.5)
+    shared = Shared(Experts(Gated(24, "silu"), 8, 2, routing=routing), Gated(24, "silu"))
+    assert [block.ffn for block in glm] == [Gated(64, "silu")] * 2 + [shared] * 2
+    ernie = decoder(read(tmp_path, ERNIE, moe_layer_interval=2, moe_k=2, num_hidden_layers=6, moe_layer_end_index=4))
+    assert [isinstance(block.ffn, Shared) for block in ernie.blocks] == [False, True, False, True, False, False]
+
+
+def test_features_that_are_turned_are_multiplied_by_the_setting_of_phimoe(tmp_path: Path) -> None:
+    position = decoder(read(tmp_path, PHIMOE, num_key_value_heads=4, rope_scaling=LONG)).blocks[0].attention.position
+    assert isinstance(position, Rotary)
+    assert isinstance(position.scaling, LongScaling)
+    assert position.scaling.attention_factor == 1.2
+
+
+def test_layers_that_guess_later_tokens_are_left_unread(tmp_path: Path) -> None:
+    """They stand after the last layer of a checkpoint of GLM-4.5."""
+    shape = FAMILY_SHAPES["glm4-moe"]
+    build_reference(shape).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file) | {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    load(tmp_path, torch.float32)
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(4, 4)}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.4\.eh_proj"):
+        load(tmp_path, torch.float32)

@@ -75,6 +75,7 @@ def problems(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Tensor, Paged | Ra
         "scale": head_dim**-0.5,
         "softcap": draw(st.one_of(st.none(), st.floats(1, 50))),
         "bias": draw(st.sampled_from([None, table(heads, 50, 40), table(heads, 700, 350), by_position(heads, 120)])),
+        "sinks": draw(st.sampled_from([None, torch.linspace(-3, 9, heads)])),
     }
     return sizes, queries(rows, [n for n, _ in sizes], causal), kv, how
 

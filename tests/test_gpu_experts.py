@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.model import experts as experts_of_models
 from engine.model.experts import ExpertsFeedForward
 from engine.model.place import Place
-from engine.model.spec import Activation, Dense, Experts, Gated
+from engine.model.spec import Activation, Clamped, Corrected, Dense, Experts, Gated, Routing, SparseMixer
 
 pytest.importorskip("triton")
 
@@ -121,6 +121,31 @@ def test_equals_the_module(
     with kernels() as device:
         module = make(Experts(expert, count, min(active, count), normalize), hidden, dtype, device)
         check(module, inputs(tokens + padding, hidden, dtype, device), tokens)
+
+
+@pytest.mark.parametrize("routing", [Corrected(), Corrected("softmax", 3, 2, 1e-3, 1.7), SparseMixer(0.4)])
+def test_experts_that_torch_chooses(routing: Routing) -> None:
+    with kernels() as device:
+        part = Experts(Gated(24, "silu"), 9, 2, not isinstance(routing, SparseMixer), routing)
+        module = make(part, 40, torch.float32, device)
+        x = inputs(13, 40, torch.float32, device)
+        with torch.inference_mode(), poisoned():
+            out = module.mix(x, 11)
+        assert not out[11:].any()
+        torch.testing.assert_close(out.cpu(), in_torch(module, x, 11), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("expert", [Clamped(24, 0.7, 1.702, bias=True), Gated(24, "gelu", bias=True)])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_biases_and_clamped_gates(expert: Clamped | Gated, dtype: torch.dtype) -> None:
+    with kernels() as device:
+        module = make(Experts(expert, 5, 2, router_bias=True), 40, dtype, device)
+        x = inputs(13, 40, dtype, device)
+        with torch.inference_mode(), poisoned():
+            out = module.mix(x, 11)
+        assert not out[11:].any()
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(out.float().cpu(), in_torch(module, x, 11), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))

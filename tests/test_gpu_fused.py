@@ -50,6 +50,8 @@ SUBJECTS = [
     "mixtral",
     "phi3-window-partial-rotary-tied",
     "phi3-long-factors",  # two rows are turned as short sequences are
+    "qwen2-moe",  # a network for every token beside experts
+    "gpt-oss",  # sinks, experts with biases
     "t5-gated",
     "bart",
 ]

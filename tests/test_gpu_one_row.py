@@ -88,7 +88,7 @@ def check(path: Path, tokens: list[int], expected: list[int], both: bool = False
         assert not products.called
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma2", "gpt-oss"])
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_family_checkpoint(FAMILY_SHAPES[name], tmp_path)
     tokens = min(model.prompts(), key=len)

@@ -96,7 +96,7 @@ def test_memory_that_is_short_in_the_middle_of_a_step(checkpoint: Callable[[str]
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom-odd-heads-untied", "phi3-long-factors"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom-odd-heads-untied", "gpt-oss", "phi3-long-factors"])
 def test_families(name: str, tmp_path: Path) -> None:
     """The last one turns a short sequence and a long one, each in its own way."""
     make_family_checkpoint(FAMILY_SHAPES[name], tmp_path)

@@ -1,4 +1,4 @@
-"""What holds for the plain decoder holds for a windowed, an ALiBi and an experts model, too.
+"""What holds for the plain decoder holds for a windowed, an ALiBi and an experts model, and for one with sinks, too.
 
 Batches, chunks, preemptions, prefix hits and beams change no answer; each test sees to it that they did happen.
 """
@@ -32,6 +32,9 @@ SHAPES = {
     "experts": replace(
         FAMILY_SHAPES["qwen3-moe"], vocab=VOCAB, settings={**FAMILY_SHAPES["qwen3-moe"].settings, "num_experts": 7}
     ),
+    "shared experts": replace(FAMILY_SHAPES["qwen2-moe"], vocab=VOCAB),
+    "corrected experts": replace(FAMILY_SHAPES["glm4-moe"], vocab=VOCAB),
+    "sinks": replace(FAMILY_SHAPES["gpt-oss"], vocab=VOCAB),
     # Half of the jobs reach further than the original length.
     "factors by request": replace(
         FAMILY_SHAPES["phi3-factors-by-request"],

@@ -101,6 +101,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Row], list[int], Paged | Ragged, boo
         "scale": head_dim**-0.5,
         "softcap": draw(st.one_of(st.none(), st.floats(1, 50))),
         "bias": draw(st.sampled_from([None, table(heads, 50, 40), table(heads, 700, 350), by_position(heads, 120)])),
+        "sinks": draw(st.sampled_from([None, torch.linspace(-3, 9, heads)])),
     }
     return rows, [n for n, _ in sizes], kv, causal, how, dtype
 
@@ -238,7 +239,14 @@ each_format = pytest.mark.parametrize(("dtype", "pages"), PAIRS, ids=lambda kind
     heads=st.sampled_from([(9, 3), (4, 4), (5, 1)]),
     head_dim=st.sampled_from([16, 24, 64]),
     how=st.sampled_from(
-        [{}, {"window": Window(70)}, {"softcap": 4.0}, {"bias": "distance"}, {"bias": "position", "window": Window(9)}]
+        [
+            {},
+            {"window": Window(70)},
+            {"softcap": 4.0},
+            {"sinks": "each"},
+            {"bias": "distance"},
+            {"bias": "position", "window": Window(9)},
+        ]
     ),
     seed=st.integers(0, 99),
 )
@@ -255,6 +263,8 @@ def test_chunks_crowds_and_threads_change_no_bit(
 ) -> None:
     """A prompt in chunks of any size, one token among them, among others, by one thread or two; or whole, alone."""
     how = dict(how, scale=head_dim**-0.5)
+    if "sinks" in how:
+        how["sinks"] = torch.linspace(-2, 8, heads[0])
     if "bias" in how:
         how["bias"] = {"distance": table(heads[0], 65, 60), "position": by_position(heads[0], 280)}[how["bias"]]
     row = make_row(seed, 300, *heads, head_dim, torch.float32)
@@ -287,7 +297,14 @@ def test_chunks_crowds_and_threads_change_no_bit(
     threads=st.integers(1, 4),
     centred=st.booleans(),
     how=st.sampled_from(
-        [{}, {"window": Window(70)}, {"softcap": 4.0}, {"bias": "distance"}, {"bias": "position", "window": Window(9)}]
+        [
+            {},
+            {"window": Window(70)},
+            {"softcap": 4.0},
+            {"sinks": "each"},
+            {"bias": "distance"},
+            {"bias": "position", "window": Window(9)},
+        ]
     ),
 )
 @pytest.mark.slow
@@ -308,6 +325,8 @@ def test_few_queries_get_the_bits_of_many(
     """Few queries meet keys where they lie, many meet packed ones; which of them it is changes no bit."""
     how = dict(how, scale=head_dim**-0.5)
     heads = kv_heads * group
+    if "sinks" in how:
+        how["sinks"] = torch.linspace(-2, 8, group * kv_heads)
     if "bias" in how:
         how["bias"] = {"distance": table(heads, 65, 60), "position": by_position(heads, 280)}[how["bias"]]
     rows = [make_row(i, n, heads, kv_heads, head_dim, torch.float32) for i, n in enumerate(contexts)]

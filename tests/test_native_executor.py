@@ -123,7 +123,7 @@ def equal(pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
 
 def agree(model: Transformer, padding: int = 0) -> None:
     """Both executors give the same bits, but for experts' weights, whose exponentials are summed otherwise."""
-    if not any(isinstance(block.ffn, spec.Experts) for block in model.spec.trunk.blocks):
+    if not any(isinstance(block.ffn, spec.Experts | spec.Shared) for block in model.spec.trunk.blocks):
         equal(both_ways(model, padding))
         return
     exact = all(

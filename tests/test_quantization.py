@@ -47,6 +47,8 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "bert": lambda folder: make_encoder_checkpoint(ENCODER_SHAPES["bert"], folder),
     "classifier": lambda folder: make_encoder_checkpoint(ENCODER_SHAPES["roberta-classes"], folder),
     "experts": lambda folder: make_family_checkpoint(FAMILY_SHAPES["qwen3-moe"], folder),
+    "shared experts": lambda folder: make_family_checkpoint(FAMILY_SHAPES["qwen2-moe"], folder),
+    "clamped experts": lambda folder: make_family_checkpoint(FAMILY_SHAPES["gpt-oss"], folder),
 }
 POOLED = {"bert": PoolingParams(pooling="mean", normalize=False), "classifier": PoolingParams(task="classify")}
 PROMPT = random_prompt(29, 1, 23)
@@ -138,7 +140,7 @@ def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder:
         step = _steps(x, bits) / 2
         float32 = 1e-5 * (x.abs() @ weight.abs().T + 1)
         error = (found - wanted).abs()
-        if "router" in path or (name == "classifier" and path.startswith("head")):
+        if "router" in path or "opening" in path or (name == "classifier" and path.startswith("head")):
             kept += 1
             assert (error <= float32).all(), path
             continue
@@ -146,7 +148,9 @@ def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder:
         assert (error <= 1.01 * bound + float32).all(), path
         assert (error > float32).any(), f"{path} is not quantised"
         relative.append(float(error.square().mean().sqrt() / wanted.square().mean().sqrt()))
-    assert kept == {"classifier": 2, "experts": len(plain.runner.model.spec.trunk.blocks)}.get(name, 0)
+    layers = len(plain.runner.model.spec.trunk.blocks)
+    of_layers = {"experts": layers, "shared experts": 2 * layers, "clamped experts": layers}
+    assert kept == ({"classifier": 2} | of_layers).get(name, 0)
     assert max(relative) < {"int8": 0.03, "int4": 0.3}[kind]
     last = [path for path in modules if id(modules[path]) in exact][-1]
     ends = [seen_by[id(of[last])][0] for seen_by, of in ((exact, modules), (seen, matrices(ours)))]
@@ -158,10 +162,12 @@ def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder:
 
 
 @each_kind
-def test_experts_are_quantised(kind: Quantization, folder: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("name", ["experts", "clamped experts"])
+def test_experts_are_quantised(name: str, kind: Quantization, folder: Callable[[str], Path]) -> None:
+    """The second have biases, which keep their format."""
     with mock.patch.object(ExpertMatrices, "pack"):
-        plain = make_engine(folder("experts"))
-    ours = make_engine(folder("experts"), quantization=kind)
+        plain = make_engine(folder(name))
+    ours = make_engine(folder(name), quantization=kind)
     pairs = [
         (one, other)
         for one, other in zip(plain.runner.model.modules(), ours.runner.model.modules(), strict=True)
@@ -172,7 +178,9 @@ def test_experts_are_quantised(kind: Quantization, folder: Callable[[str], Path]
         assert not other.weight.numel(), "the plain matrices are given up"
         for expert in range(len(one.weight)):
             x = torch.eye(one.inputs)  # quantised without an error
-            torch.testing.assert_close(other(x, expert), dense(one.weight[expert], kind).T, rtol=2e-2, atol=1e-4)
+            bias = 0.0 if one.bias is None else one.bias[expert]
+            expected = dense(one.weight[expert], kind).T + bias
+            torch.testing.assert_close(other(x, expert), expected, rtol=2e-2, atol=1e-4)
 
 
 @pytest.fixture(params=["native", "torch"])

@@ -165,6 +165,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "yarn-length": (YARN | {"original_max_position_embeddings": "512"}, "original_max_position_embeddings .*: '512'"),
     "yarn-attention": (YARN | {"attention_factor": -1.0}, "attention_factor .*: -1.0"),
     "yarn-ramp": (YARN | {"beta_fast": True}, "beta_fast .*: True"),
+    "yarn-turns": (YARN | {"beta_fast": 1e308}, "beta_fast .* from 1e-18 to 1e18: 1e[+]308"),
     "longrope-no-short": ({"rope_type": "longrope", "long_factor": [1.0] * 16}, "short_factor .* list of numbers"),
     "longrope-no-long": ({"rope_type": "longrope", "short_factor": [1.0] * 16}, "long_factor .* list of numbers"),
     "longrope-zero": (LONG | {"long_factor": [0.0] * 16}, "long_factor .* list of numbers above 0"),

@@ -65,6 +65,11 @@ MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
+# What the defaults of transformers lack to be a model.
+COMPLETED: dict[str, dict[str, int]] = {
+    "dots1": {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1},
+    "glm4_moe": {"head_dim": 128},
+}
 
 
 def table(families: Iterable[Family] = FAMILIES) -> str:
@@ -130,7 +135,8 @@ def default_model(family: Family, architecture: str) -> tuple[Any, ModelSpec]:
     known = [name for name in (architecture, *family.architectures) if name in kinds]
     if not known:
         raise UnsupportedModelError(f"{family.name}: transformers has none of {', '.join(family.architectures)}")
-    config = CONFIG_MAPPING[kinds[known[0]]](architectures=[architecture])
+    kind = kinds[known[0]]
+    config = CONFIG_MAPPING[kind](architectures=[architecture], **COMPLETED.get(kind, {}))
     return config, family.spec(config)
 
 

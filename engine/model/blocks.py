@@ -9,7 +9,7 @@ from engine.errors import UnsupportedModelError
 from engine.model import spec
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
-from engine.model.experts import ExpertsFeedForward
+from engine.model.experts import ExpertsFeedForward, SharedExperts
 from engine.model.layers import CrossAttention, DenseFeedForward, GatedFeedForward, SelfAttention
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
@@ -109,6 +109,8 @@ def build_feed_forward(part: spec.FeedForward, hidden_size: int, place: Place) -
             return GatedFeedForward(part, hidden_size, place)
         case spec.Experts():
             return ExpertsFeedForward(part, hidden_size, place)
+        case spec.Shared():
+            return SharedExperts(part, hidden_size, place)
 
 
 def build_block(

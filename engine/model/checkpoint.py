@@ -174,10 +174,11 @@ def read_config(path: Path) -> Any:
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise UnsupportedModelError(
-            f"{path} holds quantised weights ({method or 'method unknown'}), which are not supported. "
-            "Use the checkpoint in bfloat16, float16 or float32."
-        )
+        if not families.reads(config, method):
+            raise UnsupportedModelError(
+                f"{path} holds quantised weights ({method or 'method unknown'}), which are not supported. "
+                "Use the checkpoint in bfloat16, float16 or float32."
+            )
     part = language_part(config)
     if part is not config:
         logger.info("%s is served as a text model: images are refused.", families.architecture(config))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelLoadError
-from engine.model.spec import Attention, Experts, FeedForward, Gated, ModelSpec, Stack, Tokens
+from engine.model.spec import Attention, Clamped, Dense, Experts, FeedForward, ModelSpec, Opened, Shared, Stack, Tokens
 from engine.model.weight_files import Checkpoint
 
 _MOST_BYTES = 16 << 20  # of a config.json; published ones have some KiB
@@ -34,12 +34,13 @@ COUNTS: dict[str, tuple[int, int]] = {
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
          "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads"), _HEADS,
     ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (0, 1 << 16)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
+         "moe_num_experts", "moe_num_shared_experts", "moe_k", "n_group", "topk_group"), (0, 1 << 16)),
     **dict.fromkeys(
         ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
          "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim",
-         "ffn_hidden_size", "moe_intermediate_size", "expansion_ratio", "pooler_hidden_size",
-         "relative_attention_num_buckets"), _FEATURES,
+         "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "expansion_ratio",
+         "pooler_hidden_size", "relative_attention_num_buckets"), _FEATURES,
     ),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
     **dict.fromkeys(
@@ -47,10 +48,11 @@ COUNTS: dict[str, tuple[int, int]] = {
          "global_attn_every_n_layers", "_sliding_window_pattern", "no_rope_layer_interval"), _TOKENS,
     ),
     "relative_attention_max_distance": (1, 1 << 16),
-    **dict.fromkeys(("position_buckets", "max_relative_positions"), (-1, 1 << 16)),
+    **dict.fromkeys(("position_buckets", "max_relative_positions", "moe_layer_end_index"), (-1, 1 << 16)),
     **dict.fromkeys(
         ("type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size", "rotary_dim",
-         "sliding_window_pattern"), _FROM_ZERO,
+         "sliding_window_pattern", "first_k_dense_replace", "moe_layer_start_index", "moe_layer_interval",
+         "shared_intermediate_size"), _FROM_ZERO,
     ),
 }  # fmt: skip
 """Integers, and from where to where each may be."""
@@ -62,7 +64,10 @@ NUMBERS: dict[str, str] = {
          "local_rope_theta", "rope_local_base_freq", "embedding_multiplier", "attention_multiplier",
          "residual_multiplier", "logits_scaling", "logit_scale"), "above 0",
     ),
-    **dict.fromkeys(("clip_qkv", "rotary_pct", "partial_rotary_factor"), "of at least 0"),
+    **dict.fromkeys(
+        ("clip_qkv", "rotary_pct", "partial_rotary_factor", "router_jitter_noise", "moe_norm_min", "swiglu_alpha",
+         "swiglu_limit", "routed_scaling_factor"), "of at least 0",
+    ),
 }  # fmt: skip
 """Numbers that need not be whole, and from where on they may be."""
 
@@ -77,6 +82,9 @@ _NEEDED = frozenset(
     | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
     | {"hidden_size", "n_embd", "d_model", "dim", "vocab_size", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
     | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}
+    | {"moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"}
+    | {"moe_num_experts", "moe_k", "moe_layer_start_index", "moe_layer_end_index", "num_experts_per_tok"}
+    | {"routed_scaling_factor", "router_jitter_noise", "moe_norm_min", "swiglu_alpha", "swiglu_limit"}
     | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
 )
 
@@ -152,15 +160,17 @@ def check_parameters(path: Path, model: ModelSpec) -> None:
     """Refuse a config that asks for more weights than the files of a checkpoint can hold, before anything is made.
 
     Raises:
-        ModelLoadError: there are fewer bytes than parameters, or no files.
+        ModelLoadError: there are fewer bytes than parameters (than half of them, of MXFP4), or no files.
     """
     with Checkpoint(path) as checkpoint:  # a damaged file says so
         size = sum(file.stat().st_size for file in checkpoint.files)
+        # Of MXFP4 a byte holds two.
+        most = size + sum(checkpoint.shape(n).numel() for n in checkpoint.names if checkpoint.format(n) == "U8")
     least = sum(_parameters(stack) for stack in (model.encoder, model.decoder) if stack is not None)
     table = model.trunk.embedding
     if isinstance(table, Tokens):
         least += table.vocab_size * table.width
-    if least > size:
+    if least > most:
         layers = sum(len(stack.blocks) for stack in (model.encoder, model.decoder) if stack is not None)
         raise ModelLoadError(
             f"{path / 'config.json'} describes a model of at least {least} parameters ({layers} layers of "
@@ -184,7 +194,10 @@ def _of_attention(part: Attention, features: int) -> int:
     return features * part.head_dim * 2 * (part.heads + part.kv_heads)
 
 
-def _of_ffn(part: FeedForward, features: int) -> int:
+def _of_ffn(part: FeedForward | Clamped, features: int) -> int:
+    if isinstance(part, Shared):
+        always = part.always.inner if isinstance(part.always, Opened) else part.always
+        return _of_ffn(part.routed, features) + _of_ffn(always, features)
     if isinstance(part, Experts):
         return part.count * _of_ffn(part.expert, features)
-    return features * part.width * (3 if isinstance(part, Gated) else 2)
+    return features * part.width * (2 if isinstance(part, Dense) else 3)

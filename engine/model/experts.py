@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,20 +14,21 @@ from torch import Tensor, nn
 from engine.backends import triton as gpu
 from engine.backends.native.gemm import Quantised
 from engine.model import spec
-from engine.model.activations import activate_by_name, gate_by_name
-from engine.model.layers import Linear
+from engine.model.activations import activate, activate_by_name, gate_by_name
+from engine.model.layers import GatedFeedForward, Linear, OpenedFeedForward
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.place import Place
 from engine.model.quantisation import Quantization
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix per expert, weight [count, out, in]."""
+    """One matrix per expert, weight [count, out, in], and a bias [count, out] if they have any."""
 
-    def __init__(self, count: int, inputs: int, outputs: int, place: Place):
+    def __init__(self, count: int, inputs: int, outputs: int, bias: bool, place: Place):
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         self.weight = place.parameter(count, outputs, inputs)
+        self.bias = place.parameter(count, outputs) if bias else None
         self.packed: list[PackedProduct] | None = None
 
     def pack(
@@ -36,7 +40,8 @@ class ExpertMatrices(nn.Module):
             quantised: gives a matrix as it has been quantised; the plain ones need not be filled then.
         """
         matrices = self.weight if quantised is None else map(quantised, range(len(self.weight)))
-        products = (pack_product(one, quantization=quantization) for one in matrices)
+        biases = [None] * len(self.weight) if self.bias is None else list(self.bias)
+        products = (pack_product(one, bias, quantization) for one, bias in zip(matrices, biases, strict=True))
         packed = [product for product in products if product is not None]
         if packed and len(packed) == len(self.weight):
             self.packed = packed
@@ -45,7 +50,7 @@ class ExpertMatrices(nn.Module):
     def forward(self, x: Tensor, expert: int) -> Tensor:
         """[rows, in] to [rows, out] by one expert's matrix."""
         if self.packed is None:
-            return F.linear(x, self.weight[expert])
+            return F.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
         return self.packed[expert](x)
 
 
@@ -59,12 +64,14 @@ class ExpertsFeedForward(nn.Module):
     def __init__(self, part: spec.Experts, hidden_size: int, place: Place):
         super().__init__()
         self.part = part
-        self.gated = isinstance(part.expert, spec.Gated)
-        width = part.expert.width
-        self.router = Linear(hidden_size, part.count, False, place)
-        self.up = ExpertMatrices(part.count, hidden_size, 2 * width if self.gated else width, place)
-        self.down = ExpertMatrices(part.count, width, hidden_size, place)
-        self.activation = part.expert.activation
+        self.gated = isinstance(part.expert, spec.Gated | spec.Clamped)
+        width, bias = part.expert.width, part.expert.bias
+        self.router = Linear(hidden_size, part.count, part.router_bias, place)
+        self.up = ExpertMatrices(part.count, hidden_size, 2 * width if self.gated else width, bias, place)
+        self.down = ExpertMatrices(part.count, width, hidden_size, bias, place)
+        self.activation = "clamped" if isinstance(part.expert, spec.Clamped) else part.expert.activation
+        if isinstance(part.routing, spec.Corrected):
+            self.correction = replace(place, dtype=torch.float32).parameter(part.count)
 
     def forward(self, x: Tensor, tokens: int, min_rows: int = 1) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]; what lies past `tokens` is padding, which is sent to no expert and gives
@@ -93,18 +100,18 @@ class ExpertsFeedForward(nn.Module):
         """The same by kernels that do not ask the device how many tokens an expert has."""
         from engine.backends.triton import experts
 
-        out: Tensor = experts.mix(
-            x,
-            self.router(x),
-            self.up.weight,
-            self.down.weight,
-            tokens=tokens,
-            active=self.part.active,
-            activation=self.activation,
-            gated=self.gated,
-            normalize=self.part.normalize,
-        )
-        return out
+        how: dict[str, Any] = {"tokens": tokens, "activation": self.activation, "gated": self.gated}
+        if self.up.bias is not None and self.down.bias is not None:
+            how["biases"] = self.up.bias, self.down.bias
+        if isinstance(self.part.expert, spec.Clamped):
+            how["clamp"] = self.part.expert.limit, self.part.expert.slope
+        matrices = self.up.weight, self.down.weight
+        part = self.part
+        if isinstance(part.routing, spec.Likeliest):
+            return experts.mix(x, self.router(x), *matrices, active=part.active, normalize=part.normalize, **how)
+        weights, chosen = (found[:tokens] for found in self.route(x))
+        chosen, places = chosen.sort(dim=-1)
+        return experts.spread(x, weights.gather(-1, places), chosen.int(), *matrices, **how)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -124,12 +131,36 @@ class ExpertsFeedForward(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (float32) and experts of each token, [Tp, active] both; of experts alike the first are taken."""
-        probabilities = self.router(x).float().softmax(dim=-1)
-        weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
-        weights, chosen = weights[:, : self.part.active], chosen[:, : self.part.active]
+        match self.part.routing:
+            case spec.Likeliest():
+                weights, chosen = _best(self.router(x).float().softmax(dim=-1), self.part.active)
+                if self.part.normalize:
+                    weights = weights / weights.sum(dim=-1, keepdim=True)
+                return weights, chosen
+            case spec.Corrected() as routing:
+                return self._corrected(x, routing)
+            case spec.SparseMixer(tolerance):
+                return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
+
+    def _corrected(self, x: Tensor, routing: spec.Corrected) -> tuple[Tensor, Tensor]:
+        if self.router.packed is None:
+            bias = self.router.bias
+            logits = F.linear(x.float(), self.router.weight.float(), None if bias is None else bias.float())
+        else:
+            logits = self.router.in_float32(x)
+        scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(dim=-1)
+        favoured = scores + self.correction
+        if routing.open_groups < routing.groups:
+            grouped = favoured.view(len(favoured), routing.groups, -1)
+            pairs = _best(grouped.flatten(0, 1), 2)[0].view(*grouped.shape[:-1], 2).sum(dim=-1)
+            closed = torch.ones_like(pairs, dtype=torch.bool)
+            closed.scatter_(-1, _best(pairs, routing.open_groups)[1], False)
+            favoured = grouped.masked_fill(closed[..., None], -math.inf).view_as(favoured)
+        chosen = _best(favoured, self.part.active)[1]
+        weights = scores.gather(-1, chosen)
         if self.part.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, chosen
+            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.least)
+        return weights * routing.scale, chosen
 
     def group(self, chosen: Tensor, min_rows: int) -> tuple[Tensor, list[int], Tensor]:
         """Lay the tokens out expert by expert.
@@ -160,6 +191,52 @@ class ExpertsFeedForward(nn.Module):
 
     def compute(self, x: Tensor, expert: int) -> Tensor:
         """One expert's answers to its tokens, [rows, hidden]."""
-        by_name = gate_by_name if self.gated else activate_by_name
-        out: Tensor = self.down(by_name(self.activation, self.up(x, expert)), expert)
+        wide, part = self.up(x, expert), self.part.expert
+        match part:
+            case spec.Clamped():
+                hidden = _clamped(wide, part)
+            case spec.Gated():
+                hidden = gate_by_name(part.activation, wide)
+            case spec.Dense():
+                hidden = activate_by_name(part.activation, wide)
+        out: Tensor = self.down(hidden, expert)
         return out
+
+
+def _clamped(x: Tensor, part: spec.Clamped) -> Tensor:
+    """What `Clamped` makes of rows [gate | up], [T, 2 * width] to [T, width]."""
+    gate, up = x.chunk(2, dim=-1)
+    opened = activate(lambda g: g * torch.sigmoid(part.slope * g), gate.clamp(max=part.limit))
+    return (up.clamp(-part.limit, part.limit) + 1) * opened
+
+
+def _best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row [T, n], with their places; of equal ones the first."""
+    values, places = x.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], places[:, :count]
+
+
+def _mixed_sparsely(logits: Tensor, active: int, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Weights and experts as `SparseMixer` has them; logits [T, count] float32."""
+    weights, chosen, left = [], [], logits
+    for _ in range(active):
+        best, place = _best(left, 1)
+        far = (best - left) / logits.abs().maximum(best) > tolerance
+        weights.append(left.masked_fill(far, -math.inf).softmax(dim=-1).gather(-1, place))
+        chosen.append(place)
+        left = left.scatter(-1, place, -math.inf)
+    return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
+
+
+class SharedExperts(nn.Module):
+    """The weights of experts, and of the network beside them that every token goes to."""
+
+    def __init__(self, part: spec.Shared, hidden_size: int, place: Place):
+        super().__init__()
+        self.routed = ExpertsFeedForward(part.routed, hidden_size, place)
+        self.always: nn.Module
+        match part.always:
+            case spec.Opened():
+                self.always = OpenedFeedForward(part.always, hidden_size, place)
+            case spec.Gated():
+                self.always = GatedFeedForward(part.always, hidden_size, place)

@@ -8,7 +8,7 @@ initialised: the builder of a module fills them (`engine.model.weights`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +126,7 @@ class SelfAttention(nn.Module):
         self.qkv = Linear(hidden_size, (part.heads + 2 * part.kv_heads) * part.head_dim, part.qkv_bias, place)
         self.qk_norm = None if part.qk_norm is None else QkNorm(part, part.qk_norm, place)
         self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
+        self.sinks = None if part.sinks is None else replace(place, dtype=torch.float32).parameter(part.heads)
 
 
 class CrossAttention(nn.Module):
@@ -160,3 +161,12 @@ class GatedFeedForward(nn.Module):
         self.gate_up = Linear(hidden_size, 2 * part.width, part.bias, place)
         self.down = Linear(part.width, hidden_size, part.bias, place)
         self.activation = part.activation
+
+
+class OpenedFeedForward(nn.Module):
+    """The weights of sigmoid(opening(x)) * inner(x)."""
+
+    def __init__(self, part: spec.Opened, hidden_size: int, place: Place):
+        super().__init__()
+        self.opening = Linear(hidden_size, 1, False, place)
+        self.inner = GatedFeedForward(part.inner, hidden_size, place)

@@ -64,16 +64,18 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "with a window": cross.window is not None,
         "with norms of queries and keys": cross.qk_norm is not None,
         "with limits of its projections": cross.clip is not None,
+        "with sinks": cross.sinks is not None,
     }
     return [f"cross-attention {name}" for name, present in found.items() if present]
 
 
 def _unsupported_block(block: spec.Block) -> list[str]:
     attention, ffn = block.attention, block.ffn
-    expert = ffn.expert if isinstance(ffn, spec.Experts) else ffn
+    routed = ffn.routed if isinstance(ffn, spec.Shared) else ffn
+    network = routed.expert if isinstance(routed, spec.Experts) else routed
+    activation = None if isinstance(network, spec.Clamped) else network.activation
     found = {
-        "experts with biases": isinstance(ffn, spec.Experts) and expert.bias,
-        f"activation {expert.activation}": expert.activation not in ACTIVATIONS,
+        f"activation {activation}": activation is not None and activation not in ACTIVATIONS,
         "RelativeBuckets in attention": isinstance(attention.position, RelativeBuckets),
         "Disentangled attention of heads that share keys": attention.content_bias
         and attention.heads != attention.kv_heads,

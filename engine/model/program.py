@@ -22,7 +22,7 @@ from engine.backends.native.program import Rows
 from engine.model import spec
 from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import TokenEmbedding
-from engine.model.experts import ExpertsFeedForward
+from engine.model.experts import ExpertsFeedForward, SharedExperts
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import (
     CrossAttention,
@@ -30,6 +30,7 @@ from engine.model.layers import (
     DenseFeedForward,
     GatedFeedForward,
     Linear,
+    OpenedFeedForward,
     QkNorm,
     SelfAttention,
 )
@@ -242,6 +243,11 @@ class Attend(HasRows):
         return self.module.part
 
     @property
+    def sinks(self) -> Tensor | None:
+        """Scores beside those of the keys, [heads] float32."""
+        return None if isinstance(self.module, CrossAttention) else self.module.sinks
+
+    @property
     def backend(self) -> AttentionBackend:
         return self.module.backend
 
@@ -271,6 +277,16 @@ class Activate(HasRows):
     x: Rows
     out: Rows
     gated: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Open(HasRows):
+    """x = sigmoid(opening) * x, where an opening is one number of each row."""
+
+    READS = ("x", "opening")
+    WRITES = ("x",)
+    opening: Rows
+    x: Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,6 +333,7 @@ Operation = (
     | StoreEncoded
     | Attend
     | Activate
+    | Open
     | MixExperts
     | GatherNeighbours
     | Add
@@ -509,6 +526,15 @@ class Builder:
                 out = self.rows(name, self.stream.width)
                 self.add(MixExperts(module, x, out))
                 self.add(AllReduce(out))
+                return out
+            case SharedExperts():
+                out = self._inner(module.routed, x, name, layer)
+                self.add(Add(out, self._inner(module.always, x, f"{name} of all", layer), out))
+                return out
+            case OpenedFeedForward():
+                opening = self.product(module.opening, x, "opening")
+                out = self._inner(module.inner, x, name, layer)
+                self.add(Open(opening, out))
                 return out
             case _:
                 raise TypeError(f"{type(module).__name__} is no sublayer")

@@ -31,6 +31,12 @@ class WholeProjection:
     norm: Norm
 
 
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """A learned score for each head, which softmax counts and which belongs to no value: what a query need not look at
+    may go there (arXiv:2508.10925)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
@@ -45,6 +51,7 @@ class Attention:
         qkv_bias, out_bias: the projections have biases.
         clip: projected queries, keys and values are limited to [-clip, clip].
         softcap: scores s become softcap * tanh(s / softcap).
+        sinks: scores beside those of the keys.
     """
 
     heads: int
@@ -59,6 +66,7 @@ class Attention:
     out_bias: bool = False
     clip: float | None = None
     softcap: float | None = None
+    sinks: Sinks | None = None
 
     @property
     def content_bias(self) -> bool:
@@ -85,6 +93,56 @@ class Gated:
 
 
 @dataclass(frozen=True, slots=True)
+class Clamped:
+    """down((u + 1) * g * sigmoid(slope * g)), g being gate(x) and u up(x): u within [-limit, limit], g not above limit
+    (arXiv:2508.10925)."""
+
+    width: int
+    limit: float
+    slope: float
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """The experts of the largest probabilities (softmax), which are their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """The experts of the largest sums of score and a learned correction, weighted by the scores alone: load is balanced
+    without a loss for it (arXiv:2408.15664). All is computed in float32.
+
+    Attributes:
+        score: what becomes of the router's numbers.
+        groups, open_groups: experts lie in so many groups, of which a token sees those with the best pairs.
+        least: the sum that weights are divided by is no smaller than this.
+        scale: multiplies the weights.
+    """
+
+    score: Literal["sigmoid", "softmax"] = "sigmoid"
+    groups: int = 1
+    open_groups: int = 1
+    least: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMixer:
+    """One expert after the other: the best of those left, weighted by its probability among those near it
+    (arXiv:2409.12136).
+
+    Attributes:
+        tolerance: those are near whose number falls short of the best one by so much of its size at most.
+    """
+
+    tolerance: float
+
+
+Routing = Likeliest | Corrected | SparseMixer
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A router sends each token to `active` of `count` feed-forward experts (arXiv:1701.06538).
 
@@ -92,15 +150,34 @@ class Experts:
         expert: what each of them is.
         count, active: how many there are, and how many a token goes to.
         normalize: the weights of a token's experts are made to sum to 1.
+        routing: which experts a token goes to, and with what weights.
+        router_bias: the router has a bias.
     """
 
-    expert: Dense | Gated
+    expert: Dense | Gated | Clamped
     count: int
     active: int
     normalize: bool = True
+    routing: Routing = Likeliest()
+    router_bias: bool = False
 
 
-FeedForward = Dense | Gated | Experts
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """sigmoid(opening(x)) * inner(x), the opening being one number for each token, made by one row of weights."""
+
+    inner: Gated
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """routed(x) + always(x): beside the experts a network that every token goes to (arXiv:2401.06066)."""
+
+    routed: Experts
+    always: Gated | Opened
+
+
+FeedForward = Dense | Gated | Experts | Shared
 
 
 @dataclass(frozen=True, slots=True)

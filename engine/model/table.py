@@ -101,6 +101,32 @@ class Swapped:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternating:
+    """Two halves of the second axis, whose parts are stored in turns."""
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [target]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        half = target.shape[1] // 2
+        target[:, :half].copy_(source[:, 0::2])
+        target[:, half:].copy_(source[:, 1::2])
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """What `inner` fills, each of a stack's matrices being stored [in, out]."""
+
+    inner: Transform = Same()
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size((*shape[:-2], shape[-1], shape[-2])) for shape in self.inner.shapes(target)]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        self.inner.fill(target, place, source.transpose(-1, -2))
+
+
+@dataclass(frozen=True, slots=True)
 class Interleaved:
     """Queries, keys and values stored group by group: `queries` query heads, then one key and one value head.
 
@@ -261,6 +287,7 @@ class Family:
         spec: a transformers config to the parts; raises UnsupportedModelError for what has no part.
         weights: the parts to the table of weight names; None for a family whose parts are described but
             not implemented yet (`engine.model.missing` names them).
+        quantised: what its checkpoints may be stored as, by the `quant_method` of a config.
     """
 
     name: str
@@ -269,3 +296,4 @@ class Family:
     spec: Callable[[Any], ModelSpec]
     weights: Callable[[ModelSpec], WeightTable] | None = None
     headless: tuple[str, ...] = ()
+    quantised: tuple[str, ...] = ()

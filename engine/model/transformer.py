@@ -18,7 +18,7 @@ from engine.model import quantisation, spec
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, build_head
 from engine.model.kernels import LIBRARY, RowForm
-from engine.model.layers import CrossAttention, CrossPages, Linear
+from engine.model.layers import CrossAttention, CrossPages, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
 from engine.model.place import Place
 from engine.model.positions import Learned
@@ -122,9 +122,11 @@ class Transformer(nn.Module):
     def matrices(
         self, quantization: Quantization | None
     ) -> Iterator[tuple[Linear | ExpertMatrices, Quantization | None]]:
-        """All matrices, and what each becomes. The few numbers that choose an expert or a class keep their format; a
-        vocabulary's, on which every choice of a token hangs, have 8 bits."""
+        """All matrices, and what each becomes. The few numbers that choose an expert, open a
+        network or choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have 8
+        bits."""
         kept = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
+        kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         head = [] if self.head is None else list(self.head.modules())
         plain = {id(module) for module in (*kept, *(head if isinstance(self.spec.head, spec.Classifier) else ()))}
         careful = {id(module) for module in head}

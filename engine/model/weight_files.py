@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelLoadError
+from engine.model import mxfp4
 from engine.model.table import WeightTable
 
 SINGLE_FILE = "model.safetensors"
@@ -29,6 +30,7 @@ class Checkpoint:
         self.path = path
         self.files: list[Path] = []
         self.names: dict[str, tuple[Path, str]] = {}
+        self._scales: dict[str, tuple[Path, str]] = {}  # where those of MXFP4 are, by the name of the blocks
         self._handles: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -68,13 +70,28 @@ class Checkpoint:
                 raise ModelLoadError(f"{self.path} holds the tensor {name} twice: as {other} and as {place[1]}.")
             renamed[name] = place
         self.names = renamed
+        for name in [name for name in renamed if name in wanted and name.endswith(mxfp4.BLOCKS)]:
+            scales = name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
+            if scales in renamed and self.format(name) == self.format(scales) == "U8":
+                self._check_scales(name, scales)
+                self._scales[name] = self.names.pop(scales)
+
+    def _check_scales(self, name: str, scales: str) -> None:
+        blocks, found = self.shape(name), self.shape(scales)
+        if len(blocks) < 3 or found != blocks[:-1]:
+            raise ModelLoadError(
+                f"{self.path}: the tensor {scales} should have a number for each block of {name}, which is stored as "
+                f"{list(blocks)}, but is stored as {list(found)}."
+            )
 
     def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._slice(name).get_shape())
+        """Of blocks of MXFP4 that of what they hold."""
+        stored = torch.Size(self._slice(name).get_shape())
+        return mxfp4.decoded_shape(stored) if name in self._scales else stored
 
     def format(self, name: str) -> str:
-        """The stored format, in safetensors' words: F32, BF16 …"""
-        return str(self._slice(name).get_dtype())
+        """The stored format, in safetensors' words: F32, BF16 …; that in which blocks of MXFP4 are read."""
+        return "BF16" if name in self._scales else str(self._slice(name).get_dtype())
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a matrix."""
@@ -82,7 +99,12 @@ class Checkpoint:
         return part
 
     def read(self, name: str) -> Tensor:
-        file, key = self.names[name]
+        """A tensor as it is stored, or what blocks of MXFP4 hold."""
+        stored = self._read(self.names[name])
+        return mxfp4.decode(stored, self._read(self._scales[name])) if name in self._scales else stored
+
+    def _read(self, place: tuple[Path, str]) -> Tensor:
+        file, key = place
         with _readable(file):
             tensor: Tensor = self._handles[file].get_tensor(key)
         return tensor

@@ -97,7 +97,8 @@ def stored_dtype(path: Path, config: Any) -> torch.dtype:
         named = getattr(torch, named.removeprefix("torch."), None)
     if named is None:
         with Checkpoint(path) as checkpoint:
-            largest = max(checkpoint.names, key=lambda name: checkpoint.shape(name).numel(), default=None)
+            known = [name for name in checkpoint.names if checkpoint.format(name) in FORMATS]
+            largest = max(known, key=lambda name: checkpoint.shape(name).numel(), default=None)
             named = None if largest is None else FORMATS.get(checkpoint.format(largest))
     return named if named in (torch.float16, torch.bfloat16) else torch.float32
 

@@ -152,7 +152,8 @@ def run(model: Any, prompt: Sequence[int]) -> Any:
 
 @torch.no_grad()
 def randomise(model: Any, shape: FamilyShape) -> None:
-    """Random values for every parameter, by the kind of its module; buffers stay as they are."""
+    """Random values for every parameter, by the kind of its module, and for what corrects the scores of experts; other
+    buffers stay as they are."""
     fill_randomly(model, shape.seed)
     model.get_output_embeddings().weight[list(shape.eos)] *= shape.eos_gain
 
@@ -178,6 +179,9 @@ def fill_randomly(model: Any, seed: int) -> None:
                 inputs = parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
                 gain = 3.0 if is_router(module) else 1.2
                 parameter.copy_(noise * gain * inputs**-0.5)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
 
 
 def is_router(module: nn.Module) -> bool:
@@ -187,14 +191,31 @@ def is_router(module: nn.Module) -> bool:
 
 @contextmanager
 def watching_routers(model: Any) -> Iterator[list[float]]:
-    """Collects the smallest difference, in logits, between an expert that was chosen and one that was not."""
+    """Collects the smallest difference, in logits or corrected scores, between an expert, or a group of them, that was
+    chosen and one that was not."""
     margins: list[float] = []
 
     def note(module: Any, inputs: Any, _: Any) -> None:
-        logits = nn.functional.linear(inputs[0].flatten(0, -2), module.weight)
-        if logits.shape[-1] > module.top_k:
-            best = logits.topk(module.top_k + 1).values
-            margins.append(float((best[:, -2] - best[:, -1]).min()))
+        odds = nn.functional.linear(inputs[0].flatten(0, -2), module.weight)
+        if hasattr(module, "moe_statics"):
+            odds = module.moe_statics(odds.softmax(-1))
+        elif len(inputs) > 1:
+            odds = odds.sigmoid() + inputs[1]
+        elif hasattr(module, "e_score_correction_bias"):
+            odds = odds.sigmoid() + module.e_score_correction_bias
+            if module.topk_group < module.num_group:
+                grouped = odds.view(len(odds), module.num_group, -1)
+                pairs = grouped.topk(2).values.sum(-1)
+                least = margin(pairs, module.topk_group)
+                odds = grouped.masked_fill((pairs < least[:, None])[..., None], -math.inf).view_as(odds)
+        margin(odds, module.top_k)
+
+    def margin(odds: torch.Tensor, count: int) -> torch.Tensor:
+        """Notes it, and gives the least of each row that is chosen."""
+        best = odds.topk(min(count + 1, odds.shape[-1])).values
+        if odds.shape[-1] > count:
+            margins.append(float((best[:, count - 1] - best[:, count]).min()))
+        return best[:, count - 1]
 
     handles = [module.register_forward_hook(note) for module in model.modules() if is_router(module)]
     try:

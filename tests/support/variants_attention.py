@@ -25,13 +25,14 @@ _WHOLE: dict[str, Any] = {
     "softcap": 30.0,
     "bias": DistanceBias(torch.empty(_HEADS, 65, device=_META), 32),
 }
+_SINKS: dict[str, Any] = {"window": Window(127), "sinks": torch.empty(64, device=_META)}
 _SOME = {
     80: [(128, torch.bfloat16, {}), (96, torch.int8, {}), (128, FP8, {}), (256, torch.bfloat16, {})],
     86: [(128, torch.bfloat16, {})],
     90: [
         (64, torch.bfloat16, {}), (128, torch.bfloat16, {}), (128, FP8, {}), (80, torch.int8, {}),
         (256, torch.bfloat16, {}), (128, torch.bfloat16, _WHOLE), (64, torch.bfloat16, {"causal": False}),
-        (64, torch.bfloat16, {}, 71, 1),
+        (64, torch.bfloat16, {}, 71, 1), (64, torch.bfloat16, _SINKS, 64, 8),
     ],
     100: [(64, torch.bfloat16, {}), (128, torch.bfloat16, {}), (128, torch.int8, {}), (256, torch.float32, {})],
     120: [(128, torch.bfloat16, {}), (256, torch.bfloat16, {})],
@@ -42,6 +43,7 @@ _ALL = {
         *((dim, torch.bfloat16, how) for dim in (64, 128, 256) for how in (_WHOLE, {"causal": False})),
         (256, torch.float32, {}),
         (64, torch.bfloat16, {}, 71, 1),
+        (64, torch.bfloat16, _SINKS, 64, 8),
     ]
     for capability in _SOME
 }

@@ -1,4 +1,4 @@
-"""The kernels for mixtures of experts as Mixtral-8x7B and Qwen3-30B-A3B launch them, in bfloat16."""
+"""The kernels for mixtures of experts as Mixtral-8x7B, Qwen3-30B-A3B and gpt-oss-20b launch them, in bfloat16."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ import triton
 from engine.backends.triton import experts, routing
 from support.gpu import Variant
 
-# Name, experts, active ones, hidden size, width.
-MODELS = [("Mixtral-8x7B", 8, 2, 4096, 14336), ("Qwen3-30B-A3B", 128, 8, 2048, 768)]
+# Name, experts, active ones, hidden size, width, activation; "clamped" ones have biases.
+MODELS = [
+    ("Mixtral-8x7B", 8, 2, 4096, 14336, "silu"),
+    ("Qwen3-30B-A3B", 128, 8, 2048, 768, "silu"),
+    ("gpt-oss-20b", 32, 4, 2880, 2880, "clamped"),
+]
 
 
 def products(capability: int) -> list[Variant]:
     """Both products of each model, for steps of one token to a long prompt."""
     made: dict[tuple[Any, ...], Variant] = {}
-    for name, count, active, hidden, width in MODELS:
+    for name, count, active, hidden, width, activation in MODELS:
         for tokens in (1, 64, 128, 512, 8192):
             launch = experts.choose_launch(tokens, active, count, torch.bfloat16, capability)
             for gated, shared, features in ((True, active, hidden), (False, 1, width)):
                 constants = {
                     "SHARED": shared,
                     "GATED": gated,
-                    "ACTIVATION": "silu" if gated else "",
+                    "ACTIVATION": activation if gated else "",
+                    "BIASED": activation == "clamped",
                     "WEIGHTED": not gated,
                     "EVEN": features % launch.inputs == 0,
                     "TOKENS": launch.tokens,
@@ -32,12 +37,13 @@ def products(capability: int) -> list[Variant]:
                     "INPUTS": launch.inputs,
                     "NEIGHBOURS": 8,
                 }
-                pointers = {"x": "*bf16", "weights": "*bf16", "shares": "*bf16" if gated else "*fp32", "out": "*bf16"}
-                integers = {"features": "i32", "width": "i32", "bound": "i32"}
+                shares = "*bf16" if gated else "*fp32"
+                pointers = {"x": "*bf16", "weights": "*bf16", "biases": "*bf16", "shares": shares, "out": "*bf16"}
+                numbers = {"features": "i32", "width": "i32", "bound": "i32", "limit": "fp32", "slope": "fp32"}
                 made[(*constants.values(), launch)] = Variant(
                     name=f"{name}, {tokens} tokens, {'up' if gated else 'down'}",
                     kernel=experts._multiply,
-                    signature={**pointers, "order": "*i32", "tiles": "*i32", **integers},
+                    signature={**pointers, "order": "*i32", "tiles": "*i32", **numbers},
                     constants=constants,
                     multiples=("features", "width"),
                     num_warps=launch.warps,
@@ -49,7 +55,7 @@ def products(capability: int) -> list[Variant]:
 
 def others() -> list[Variant]:
     """What surrounds the products; the second model's experts are the most."""
-    _, count, active, _, _ = MODELS[1]
+    _, count, active, *_ = MODELS[1]
     sizes = {"CHUNK": 4096, "BLOCK": 1024, "BINS": triton.next_power_of_2(count)}
     integers = {"pairs": "i32", "chunks": "i32"}
     placed = {"chosen": "*i32", "counts": "*i32", "order": "*i32", "tiles": "*i32", **integers}

@@ -8,8 +8,10 @@ from torch import Tensor
 from engine.backends.attention.base import AttentionMetadata, Bias, ContentBias, Paged, Ragged
 
 
-def check_shapes(q: Tensor, kv: Paged | Ragged, metadata: AttentionMetadata, bias: Bias | None) -> None:
-    """Raises ValueError, with the figures, where q [T, heads, head_dim], keys, values and a bias do not agree."""
+def check_shapes(
+    q: Tensor, kv: Paged | Ragged, metadata: AttentionMetadata, bias: Bias | None, sinks: Tensor | None = None
+) -> None:
+    """Raises ValueError, with the figures, where q [T, heads, head_dim], keys, values and what is added disagree."""
     heads, head_dim = q.shape[1:]
     kv_heads = kv.keys.shape[-2]
     if heads % kv_heads or kv.keys.shape[-1] != head_dim or kv.keys.shape != kv.values.shape:
@@ -17,6 +19,8 @@ def check_shapes(q: Tensor, kv: Paged | Ragged, metadata: AttentionMetadata, bia
             f"q {tuple(q.shape)}, keys {tuple(kv.keys.shape)} and values {tuple(kv.values.shape)} do not "
             "agree: heads must be a multiple of kv_heads, and head_dim the same"
         )
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks have shape {list(sinks.shape)}, the queries have {heads} heads")
     tables = tables_of(bias)
     if any(table.shape[0] != heads for table in tables):
         raise ValueError(f"the bias has {tables[0].shape[0]} heads, the queries have {heads}")

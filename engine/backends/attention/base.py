@@ -85,7 +85,7 @@ class Paged:
         key_scales, value_scales: [num_blocks, block_size, kv_heads] of int8 and fp8 pages; None for all others.
         key_centre: [kv_heads, head_dim] float32 that was subtracted from keys before they were quantised, and that
             readers add; None for nothing. It adds the same to all scores of a query, so that a backend may leave
-            it out where no softcap follows.
+            it out where no softcap follows, and where there are no sinks.
     """
 
     keys: Tensor
@@ -245,8 +245,10 @@ class AttentionBackend(ABC):
         scale: float,
         bias: Bias | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
-        heads is a multiple of kv_heads; head h reads key head h // (heads // kv_heads).
+        heads is a multiple of kv_heads; head h reads key head h // (heads // kv_heads). sinks: [heads] float32, one
+        more score of each query, which belongs to no value.
         """

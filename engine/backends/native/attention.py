@@ -44,7 +44,7 @@ _Call: Any = structure(
     "Attention",
     "pointer q keys values out | int q_format kv_format q_token q_head key_token key_head value_token value_head |"
     "pointer key_scales value_scales centre where | int where_row block_size slots | pointer query_start context |"
-    "int rows tokens heads kv_heads head_dim causal left right | double scale softcap | pointer bias |"
+    "int rows tokens heads kv_heads head_dim causal left right | double scale softcap | pointer bias sinks |"
     "int bias_kind bias_columns bias_zero | pointer distance_keys distance_queries distance_columns |"
     "int distances content threads | pointer workspace shared finished |"
     "int workspace_bytes shared_floats whole outside",
@@ -114,6 +114,7 @@ class NativeAttention(AttentionBackend):
         scale: float,
         bias: Bias | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
@@ -129,8 +130,8 @@ class NativeAttention(AttentionBackend):
         if content and kv.keys.dtype == torch.int8:
             raise ValueError("no kernel for a content bias over keys of int8")
         prepared = self._prepare(q, kv, metadata, causal, window, content)
-        if bias is not None:
-            check_shapes(q, kv, metadata, bias)
+        if bias is not None or sinks is not None:
+            check_shapes(q, kv, metadata, bias, sinks)
         keys, values = _slots(kv.keys), _slots(kv.values)
         if q.stride(2) != 1:
             q = q.contiguous()
@@ -144,11 +145,14 @@ class NativeAttention(AttentionBackend):
         if isinstance(kv, Paged) and kv.key_scales is not None and kv.value_scales is not None:
             call.key_scales, call.value_scales = kv.key_scales.view(-1).data_ptr(), kv.value_scales.view(-1).data_ptr()
             call.centre = None if kv.key_centre is None else kv.key_centre.view(-1).data_ptr()
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        call.sinks = None if sinks is None else sinks.data_ptr()
         added = describe_bias(bias, keys.dtype)
         for name, value in added.fields.items():
             setattr(call, name, value)
         _ATTEND.call(prepared.address)
-        del added  # it had to live until now
+        del added, sinks  # they had to live until now
         if call.outside:
             call.outside = 0
             raise IndexError(f"a row's keys lie outside the {call.slots} that there are")

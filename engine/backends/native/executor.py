@@ -42,6 +42,7 @@ from engine.model.program import (
     MixExperts,
     Multiply,
     Normalize,
+    Open,
     Operation,
     PrepareHeads,
     Program,
@@ -77,7 +78,14 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
     if dtype not in FORMATS or not native.available():
         return f"there are no kernels for {dtype}" if native.available() else "there is no library"
     match operation:
-        case Normalize(module=RmsNorm() | LayerNorm()) | GatherNeighbours() | Add() | AddAdapters() | AllReduce():
+        case (
+            Normalize(module=RmsNorm() | LayerNorm())
+            | GatherNeighbours()
+            | Open()
+            | Add()
+            | AddAdapters()
+            | AllReduce()
+        ):
             return None
         case Multiply():
             return None if _packed(operation) is not None else "a matrix is not laid out for kernels of our own"
@@ -87,6 +95,10 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
         case Attend():
             known = isinstance(operation.backend, NativeAttention)
             return None if known else f"{operation.backend.name} attention has no kernel"
+        case MixExperts() if not isinstance(operation.module.part.routing, spec.Likeliest):
+            return f"{type(operation.module.part.routing).__name__} routing has no kernel"
+        case MixExperts() if operation.module.up.bias is not None:
+            return "experts with biases have no kernel"
         case MixExperts():
             known = all(packed is not None for packed in _experts(operation.module))
             return None if known else "experts' matrices are not laid out for kernels of our own"
@@ -271,6 +283,8 @@ class NativeExecutor:
                 self.native.gather(x, out, taps)
             case Activate(function, x, out, gated):
                 self.native.activate(function, x, out, gated=gated)
+            case Open(opening, x):
+                self.native.open(opening, x)
             case Add(x, y, out):
                 self.native.add(x, y, out)
             case MixExperts(module, x, out):
@@ -335,6 +349,7 @@ class NativeExecutor:
             scale=part.scale,
             softcap=part.softcap or 0.0,
             bias=None if bias is None else describe_bias(bias, self._dtype),
+            sinks=operation.sinks,
             centred=not operation.is_cross,
         )
 
@@ -357,7 +372,7 @@ class NativeExecutor:
             down=down,
             active=part.active,
             normalize=part.normalize,
-            function=part.expert.activation,
+            function=module.activation,
             gated=module.gated,
             room=room,
         )
@@ -412,7 +427,7 @@ def _alike(one: _Call, other: _Call) -> bool:
 
 def _experts(module: ExpertsFeedForward) -> list[Packed | None]:
     """The router's matrix and those of all experts; None for one that is not laid out, or that nothing can serve."""
-    known = module.activation in FUNCTIONS and module.part.count <= MOST_EXPERTS
+    known = module.activation in FUNCTIONS and module.part.count <= MOST_EXPERTS and module.up.bias is None
     if not known or module.up.packed is None or module.down.packed is None:
         return [None]
     packed = [module.router.packed, *module.up.packed, *module.down.packed]

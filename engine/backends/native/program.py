@@ -23,7 +23,7 @@ from engine.backends.native.rotary import LONGEST_HEAD, PAGES
 from engine.backends.native.structures import structure
 
 _RUN = kernels("program", "ppi")
-_NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER = range(9)
+_NORM, _PRODUCT, _ROTATE, _ATTEND, _ACTIVATE, _ADD, _CLIP, _EXPERTS, _GATHER, _OPEN = range(10)
 _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 _ROUNDED, _EXACT, _OFFSET = range(3)
 _THREADS = os.cpu_count() or 1
@@ -54,7 +54,7 @@ _Turn = structure(
 )
 _Attend = structure(
     "AttendWhat",
-    "Place q k v out | pointer pages bias distance_keys distance_queries distance_columns |"
+    "Place q k v out | pointer pages bias sinks distance_keys distance_queries distance_columns |"
     "int call centred bias_kind bias_columns bias_zero distances | double scale softcap",
 )
 _Activate = structure("ActivateWhat", "Place x out | int width gated function")
@@ -65,6 +65,7 @@ _Experts = structure(
 )
 _Gather = structure("GatherWhat", "Place x out | int width taps")
 _Add = structure("AddWhat", "Place x y out | int width")
+_Open = structure("OpenWhat", "Place opening x | int width")
 _Clip = structure("ClipWhat", "Place x | int width | double limit")
 
 
@@ -283,12 +284,14 @@ class Program:
         scale: float,
         softcap: float = 0.0,
         bias: AddedBias | None = None,
+        sinks: Tensor | None = None,
         centred: bool = True,
     ) -> None:
         """Attention of queries to keys and values, which are in pages or lie beside them.
 
         Args:
             call: which of a step's calls describes the batch.
+            sinks: [heads] float32, one more score of each query.
             centred: the pages' key centre belongs to these keys.
         """
         pages = kv if isinstance(kv, Pages) else None
@@ -298,9 +301,10 @@ class Program:
             _Attend(
                 q=_place(q), k=_place(keys), v=_place(values), out=_place(out),
                 pages=None if pages is None else pages.address, call=call, scale=scale, softcap=softcap,
-                centred=centred, **({} if bias is None else bias.fields),
+                centred=centred, sinks=None if sinks is None else sinks.data_ptr(),
+                **({} if bias is None else bias.fields),
             ),
-            pages, bias,
+            pages, bias, sinks,
         )  # fmt: skip
 
     def activate(self, function: str, x: Rows, out: Rows, *, gated: bool) -> None:
@@ -358,6 +362,10 @@ class Program:
     def add(self, x: Rows, y: Rows, out: Rows) -> None:
         """out = x + y."""
         self._add(_ADD, _Add(x=_place(x), y=_place(y), out=_place(out), width=out.width))
+
+    def open(self, opening: Rows, x: Rows) -> None:
+        """x = sigmoid(opening) * x, where an opening is one number of each row."""
+        self._add(_OPEN, _Open(opening=_place(opening), x=_place(x), width=x.width))
 
     def clip(self, x: Rows, limit: float) -> None:
         """Limit x to [-limit, limit]."""
@@ -480,9 +488,18 @@ class Program:
 def _named(kind: int, what: Any) -> str:
     if kind == _PRODUCT:
         return f"product {what.inputs} to {what.outputs}"
-    return ("norm", "product", "rotation and pages", "attention", "activation", "sum", "clip", "experts", "gather")[
-        kind
-    ]
+    return (
+        "norm",
+        "product",
+        "rotation and pages",
+        "attention",
+        "activation",
+        "sum",
+        "clip",
+        "experts",
+        "gather",
+        "opening",
+    )[kind]
 
 
 def _place(rows: Rows | None) -> ctypes.Structure:

@@ -78,6 +78,7 @@ class TorchReference(AttentionBackend):
         scale: float,
         bias: Bias | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
@@ -88,10 +89,10 @@ class TorchReference(AttentionBackend):
         Raises:
             ValueError: shapes or lengths contradict each other.
         """
-        plain = not causal and window is None and bias is None and softcap is None
+        plain = not causal and window is None and bias is None and softcap is None and sinks is None
         if plain and isinstance(kv, Ragged) and whole.serves(q, kv, metadata):
             return whole.attend(q, kv, metadata, scale)
-        check_shapes(q, kv, metadata, bias)
+        check_shapes(q, kv, metadata, bias, sinks)
         heads, head_dim = q.shape[1:]
         kv_heads = kv.keys.shape[-2]
         lines = len(tables_of(bias)) if isinstance(bias, ContentBias) else 0
@@ -103,7 +104,7 @@ class TorchReference(AttentionBackend):
             keys, values = _Vectors(kv.keys.reshape(-1, head_dim)), _Vectors(kv.values.reshape(-1, head_dim))
         out = q.new_zeros(q.shape)
         for group in groups:
-            result = _attend_group(q, keys, values, group, kv_heads, scale, bias, softcap)
+            result = _attend_group(q, keys, values, group, kv_heads, scale, bias, softcap, sinks)
             if group.places is not None:
                 result = result.index_select(0, group.places)
             out.index_copy_(0, group.tokens, result.to(q.dtype))
@@ -149,6 +150,7 @@ def _attend_group(
     scale: float,
     bias: Bias | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Results [tiles * width, heads, head_dim] float32 of a group."""
     heads, head_dim = q.shape[1:]
@@ -184,6 +186,14 @@ def _attend_group(
         total[:n].mul_(decay).add_(weights.sum(-1, keepdim=True))
         acc[:n].mul_(decay).baddbmm_(weights, values.chunks(step.rows, group.keys, padded))
         best[:n] = peak
+    if sinks is not None:
+        scores = folded.new_zeros(kv_heads, rows, 1)
+        scores[:, :fold] = sinks.float().view(kv_heads, fold, 1)
+        scores = scores.expand(shape).reshape(best.shape)
+        peak = torch.maximum(best, scores)
+        decay = best.sub_(peak).exp_()
+        total.mul_(decay).add_(scores.sub(peak).exp_())
+        acc.mul_(decay)
     acc.div_(total.clamp_min_(torch.finfo(torch.float32).tiny))
     result = acc.view(*shape, padded)[:, :, :fold, :, :head_dim].permute(0, 3, 1, 2, 4)
     return result.reshape(group.tiles * group.width, heads, head_dim)

@@ -30,6 +30,7 @@ from engine.model.program import (
     MixExperts,
     Multiply,
     Normalize,
+    Open,
     Operation,
     PrepareHeads,
     Program,
@@ -223,6 +224,7 @@ def _attend(operation: Attend, state: Pass) -> None:
         scale=part.scale,
         bias=state.bias(operation),
         softcap=part.softcap,
+        sinks=operation.sinks,
     )
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
 
@@ -234,6 +236,10 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 def _activate(operation: Activate, state: Pass) -> None:
     by_name = gate_by_name if operation.gated else activate_by_name
     state.values[operation.out] = by_name(operation.function, state.values[operation.x])
+
+
+def _open(operation: Open, state: Pass) -> None:
+    state.values[operation.x] = state.values[operation.opening].sigmoid() * state.values[operation.x]
 
 
 def _mix_experts(operation: MixExperts, state: Pass) -> None:
@@ -262,6 +268,7 @@ HANDLERS: dict[type, Handler] = {
     StoreEncoded: _store_encoded,
     Attend: _attend,
     Activate: _activate,
+    Open: _open,
     MixExperts: _mix_experts,
     GatherNeighbours: _gather_neighbours,
     Add: _add,

@@ -154,6 +154,7 @@ class TritonAttention(AttentionBackend):
         scale: float,
         bias: Bias | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [T, heads, head_dim] over each row's own keys; returns [T, heads, head_dim].
 
@@ -167,7 +168,7 @@ class TritonAttention(AttentionBackend):
         from engine.backends.triton.attention_decode import decode
         from engine.backends.triton.attention_prefill import prefill
 
-        check_shapes(q, kv, metadata, bias)
+        check_shapes(q, kv, metadata, bias, sinks)
         _check_formats(q, kv, bias)
         heads, head_dim = q.shape[1:]
         kv_heads = kv.keys.shape[-2]
@@ -183,7 +184,7 @@ class TritonAttention(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if prepared.tokens < q.shape[0]:
             out[prepared.tokens :].zero_()
-        arguments = _arguments(q, kv, bias, causal, window, scale, softcap, product, device)
+        arguments = _arguments(q, kv, bias, causal, window, scale, softcap, sinks, product, device)
         if prepared.decoding is not None:
             plan = prepared.decoding
             decode[(plan.programs,)](
@@ -298,6 +299,7 @@ def _arguments(
     window: Window | None,
     scale: float,
     softcap: float | None,
+    sinks: Tensor | None,
     product: torch.dtype,
     device: _Device,
 ) -> dict[str, Any]:
@@ -325,6 +327,7 @@ def _arguments(
         "key_scales": q if key_scales is None else key_scales,
         "value_scales": q if value_scales is None else value_scales,
         "centre": q if centre is None else centre, "where": where, "bias": q if table is None else table,
+        "sinks": q if sinks is None else sinks.float().contiguous(),
         "q_token": q.stride(0), "q_head": q.stride(1),
         "k_page": pages[0], "k_slot": keys.stride(-3), "k_head": keys.stride(-2),
         "v_page": pages[1], "v_slot": values.stride(-3), "v_head": values.stride(-2),
@@ -335,8 +338,9 @@ def _arguments(
         "PAGED": isinstance(kv, Paged), "PAGE": page, "STORED": _STORED.get(keys.dtype, 0),
         "HARDWARE": device.hardware, "CAUSAL": causal, "WINDOW": window is not None,
         "BIAS": _UNBIASED if table is None else _BY_DISTANCE if by_distance else _BY_POSITION,
-        # Without a softcap the centre adds the same to all of a query's scores.
-        "SOFTCAP": softcap is not None, "CENTRE": softcap is not None and centre is not None,
+        # Without a softcap or sinks the centre adds the same to all of a query's scores.
+        "CENTRE": centre is not None and (softcap is not None or sinks is not None),
+        "SOFTCAP": softcap is not None, "SINKS": sinks is not None,
         "DTYPE": {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[product],
         "PRECISION": "tf32x3" if product == torch.float32 else "tf32",
     }  # fmt: skip

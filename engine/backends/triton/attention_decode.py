@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from engine.backends.triton.attention_plan import ITEM, span
-from engine.backends.triton.attention_tiles import divide, meet, merge
+from engine.backends.triton.attention_tiles import divide, meet, merge, sink
 
 
 @triton.jit
@@ -37,13 +37,14 @@ def _part(places, about, one, chunks, step, part_rows, real, read, HEAD_DIM: tl.
 @triton.jit(do_not_specialize=["table_row", "columns", "zero", "left", "right", "part_rows"])
 def decode(
     q, out, keys, values, key_scales, value_scales, centre, where, query_start, context,
-    items, counters, parts, stats, bias,
+    items, counters, parts, stats, bias, sinks,
     q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, s_page, s_slot, table_row,
     columns, zero, left, right, scale, softcap, part_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, STORED: tl.constexpr, HARDWARE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CENTRE: tl.constexpr,
+    SINKS: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The work items of a plan, each for every key head; any number of programs.
@@ -57,7 +58,7 @@ def decode(
         where: block tables with stride table_row, or if not PAGED each row's first token.
         items, counters: see `plan_decode`.
         parts, stats: float32 [slots, KV_HEADS, part_rows, HEAD_DIM] and [slots, KV_HEADS, 2, part_rows].
-        bias: float32 [HEADS, columns], read if BIAS.
+        bias: float32 [HEADS, columns], read if BIAS; sinks: float32 [HEADS], read if SINKS.
         DTYPE: of the products.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -142,5 +143,7 @@ def decode(
                     best, total, acc = merge(best, total, acc, best2, total2, acc2)
                     best, total, acc = merge(best, total, acc, best3, total3, acc3)
         if done & (number > 0):
+            if SINKS:
+                best, total, acc = sink(best, total, acc, tl.load(sinks + heads), shift * scale, SOFTCAP)
             result = divide(acc, total).to(out.dtype.element_ty)
             tl.store(out + (token[:, None] * HEADS + heads[:, None]) * HEAD_DIM + features[None, :], result, mask=read)

@@ -10,18 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.backends.triton.attention_tiles import divide, meet
+from engine.backends.triton.attention_tiles import divide, meet, sink
 
 
 @triton.jit(do_not_specialize=["table_row", "columns", "zero", "left", "right"])
 def prefill(
-    q, out, keys, values, key_scales, value_scales, centre, where, query_start, context, items, bias,
+    q, out, keys, values, key_scales, value_scales, centre, where, query_start, context, items, bias, sinks,
     q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, s_page, s_slot, table_row,
     columns, zero, left, right, scale, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
     STORED: tl.constexpr, HARDWARE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CENTRE: tl.constexpr,
+    SINKS: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries and a key head; programs (tiles, KV_HEADS). The arguments are those of `decode`; items: int32
@@ -107,5 +108,7 @@ def prefill(
             True, CAUSAL, WINDOW, BIAS, SOFTCAP, STORED, HARDWARE, PAGED, PAGE,
             HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
         )  # fmt: skip
+    if SINKS:
+        best, total, acc = sink(best, total, acc, tl.load(sinks + heads), shift * scale, SOFTCAP)
     result = divide(acc, total).to(out.dtype.element_ty)
     tl.store(out + (token[:, None] * HEADS + heads[:, None]) * HEAD_DIM + features[None, :], result, mask=read)

@@ -163,6 +163,18 @@ def merge(best, total, acc, best_of, total_of, acc_of):
 
 
 @triton.jit
+def sink(best, total, acc, scores, lacking, SOFTCAP: tl.constexpr):
+    """The running maximum, sum and result after one more score [M] of each query, which belongs to no value; the keys'
+    scores lack so much [M], unless they were capped."""
+    if not SOFTCAP:
+        scores -= lacking
+    scores = scores * LOG2E
+    peak = tl.maximum(best, scores)
+    decay = tl.exp2(best - peak)
+    return peak, total * decay + tl.exp2(scores - peak), acc * decay[:, None]
+
+
+@triton.jit
 def divide(acc, total):
     """Results of queries; zeros for those that saw no key."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -23,13 +23,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.triton.activations import activated
+from engine.backends.triton.activations import activated, sigmoid
 from engine.backends.triton.routing import align, counted_before, most_tiles, route
 
 # Tiles whose programs run side by side for each block of weights: what they share comes from the L2 cache.
@@ -111,6 +112,7 @@ def capability_of(device: torch.device) -> int:
 def _multiply(
     x,
     weights,
+    biases,
     shares,
     out,
     order,
@@ -118,9 +120,12 @@ def _multiply(
     features,
     width,
     bound,
+    limit,
+    slope,
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     EVEN: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -164,9 +169,17 @@ def _multiply(
             a = tl.load(left + inputs[None, :], mask=some[:, None] & (inputs < features)[None, :], other=0.0)
             b = tl.load(right + inputs[:, None], mask=real[None, :] & (inputs < features)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
+    if BIASED:
+        line = biases + expert * (2 * width if GATED else width) + (rows // WIDTH) * width + outputs
+        total += tl.load(line, mask=some, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate, opened = tl.split(tl.permute(tl.reshape(total, (2, WIDTH, TOKENS)), (1, 2, 0)))
-        result = activated(gate, ACTIVATION) * opened
+        if ACTIVATION == "clamped":
+            gate = tl.where(gate > limit, limit, gate)  # NaN stays
+            opened = tl.where(opened > limit, limit, tl.where(opened < -limit, -limit, opened)) + 1.0
+            result = gate * sigmoid(slope * gate) * opened
+        else:
+            result = activated(gate, ACTIVATION) * opened
     else:
         result = total
         if ACTIVATION != "":
@@ -199,6 +212,8 @@ def multiply(
     *,
     activation: str = "",
     gated: bool = False,
+    biases: Tensor | None = None,
+    clamp: tuple[float, float] = (0.0, 0.0),
     shares: Tensor | None = None,
 ) -> Tensor:
     """Products of all pairs with their experts' matrices, [pairs, out] in x's format.
@@ -207,7 +222,9 @@ def multiply(
         x: [pairs, in], or [T, in] if all pairs of a token read the same.
         weights: [count, out, in]; [count, 2 * out, in] if gated, the gate's rows first.
         order, tiles: as from `align`, for `launch.tokens`.
-        activation: of the product, or of the gate; "" is none.
+        activation: of the product, or of the gate; "" is none, "clamped" the gate of `engine.model.spec.Clamped`.
+        biases: [count, out] of the products.
+        clamp: limit and slope of that gate.
         shares: [pairs] float32, what each product is multiplied by.
     """
     pairs, (count, outputs, features) = order.numel(), weights.shape
@@ -218,6 +235,7 @@ def multiply(
     _multiply[(bound * blocks,)](
         x,
         weights,
+        x if biases is None else biases,
         x if shares is None else shares,
         out,
         order,
@@ -225,9 +243,11 @@ def multiply(
         features,
         width,
         bound,
+        *clamp,
         SHARED=pairs // x.shape[0],
         GATED=gated,
         ACTIVATION=activation,
+        BIASED=biases is not None,
         WEIGHTED=shares is not None,
         EVEN=features % launch.inputs == 0,
         TOKENS=launch.tokens,
@@ -261,6 +281,7 @@ def mix(
     gated: bool,
     normalize: bool,
     launch: Launch | None = None,
+    **how: Any,
 ) -> Tensor:
     """Answers of each token's likeliest experts, weighted and added up, [Tp, hidden]; zeros past the tokens.
 
@@ -273,15 +294,44 @@ def mix(
         active, normalize: see `route`.
         activation, gated: see `multiply`.
         launch: how the products are cut; None chooses.
+        how: see `spread`.
     """
     if not tokens:
         return torch.zeros_like(x)
-    count = up.shape[0]
+    shares, chosen = route(logits[:tokens], active, normalize=normalize)
+    return spread(x, shares, chosen, up, down, tokens=tokens, activation=activation, gated=gated, launch=launch, **how)
+
+
+def spread(
+    x: Tensor,
+    shares: Tensor,
+    chosen: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    tokens: int,
+    activation: str,
+    gated: bool,
+    launch: Launch | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    clamp: tuple[float, float] = (0.0, 0.0),
+) -> Tensor:
+    """The same for experts that are chosen already.
+
+    Args:
+        shares, chosen: [tokens, active] float32 and int32: weights and experts, in the order of the experts' numbers.
+        biases: of both products, [count, out] each.
+        clamp: see `multiply`.
+    """
+    if not tokens:
+        return torch.zeros_like(x)
+    count, active = up.shape[0], chosen.shape[1]
     if launch is None:
         launch = choose_launch(tokens, active, count, x.dtype, capability_of(x.device))
     x, up, down = x.contiguous(), up.contiguous(), down.contiguous()
-    shares, chosen = route(logits[:tokens], active, normalize=normalize)
+    shares, chosen = shares.contiguous(), chosen.contiguous()
     order, tiles = align(chosen, count, launch.tokens)
-    inner = multiply(x[:tokens], up, order, tiles, launch, activation=activation, gated=gated)
-    answers = multiply(inner, down, order, tiles, launch, shares=shares)
+    act: dict[str, Any] = {"activation": activation, "gated": gated, "clamp": clamp}
+    inner = multiply(x[:tokens], up, order, tiles, launch, biases=biases[0], **act)
+    answers = multiply(inner, down, order, tiles, launch, biases=biases[1], shares=shares)
     return add(answers, torch.empty_like(x), tokens)

@@ -138,6 +138,12 @@ def find(config: Any) -> Family:
     return family
 
 
+def reads(config: Any, method: str | None) -> bool:
+    """Whether a config's family has an entry for weights that are stored by a quantisation method."""
+    family = _BY_ARCHITECTURE.get(architecture(config))
+    return family is not None and method in family.quantised
+
+
 def _unknown(config: Any) -> UnsupportedModelError:
     # A config inside the config: text is one of several things that such a model takes.
     why = "multimodal, which is not supported" if getattr(config, "text_config", None) else "not supported"

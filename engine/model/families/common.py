@@ -16,14 +16,18 @@ from engine.model.spec import (
     Activation,
     Attention,
     Block,
+    Clamped,
+    Corrected,
     Dense,
     Experts,
     FeedForward,
     Gated,
+    Likeliest,
     Lm,
     ModelSpec,
     Placement,
     Pre,
+    Routing,
     Stack,
     Tokens,
 )
@@ -188,7 +192,15 @@ def layer_windows(config: Any) -> list[Window | None]:
     return [layer_window(config, layer_type) for layer_type in types]
 
 
-def routed(expert: Dense | Gated, *, count: int, active: int, normalize: bool = True) -> Experts:
+def routed(
+    expert: Dense | Gated | Clamped,
+    *,
+    count: int,
+    active: int,
+    normalize: bool = True,
+    routing: Routing | None = None,
+    router_bias: bool = False,
+) -> Experts:
     """Experts of which each token goes to `active`, `num_experts_per_tok` in configs.
 
     Raises:
@@ -198,7 +210,27 @@ def routed(expert: Dense | Gated, *, count: int, active: int, normalize: bool = 
         raise UnsupportedModelError(
             f"num_experts_per_tok of the config must be from 1 to the number of experts, {count}; got {active}."
         )
-    return Experts(expert, count, active, normalize)
+    return Experts(expert, count, active, normalize, routing or Likeliest(), router_bias)
+
+
+def corrected(config: Any, count: int) -> Corrected:
+    """Routing by sigmoid scores with a correction, in groups: `n_group`, `topk_group`, `routed_scaling_factor`.
+
+    Raises:
+        UnsupportedModelError: the groups do not fit the experts.
+    """
+    groups, kept = config.n_group, config.topk_group
+    if not (isinstance(groups, int) and groups >= 1 and count % groups == 0):
+        raise UnsupportedModelError(f"n_group of the config must divide the number of experts, {count}; got {groups}.")
+    if not (isinstance(kept, int) and 1 <= kept <= groups):
+        raise UnsupportedModelError(f"topk_group of the config must be from 1 to n_group {groups}; got {kept}.")
+    each = count // groups
+    if kept < groups and (each < 2 or config.num_experts_per_tok > kept * each):
+        raise UnsupportedModelError(
+            f"n_group {groups} of the config must leave at least 2 of the {count} experts in a group, and topk_group "
+            f"{kept} at least num_experts_per_tok {config.num_experts_per_tok} experts in those that are chosen."
+        )
+    return Corrected(groups=groups, open_groups=kept, least=1e-20, scale=config.routed_scaling_factor)
 
 
 def qkv(target: str, sources: tuple[str, str, str], part: Attention) -> list[Entry]:
@@ -296,6 +328,20 @@ def fused_experts(target: str, source: str, router: str) -> list[Entry]:
         Entry(f"{target}.up.weight", (f"{source}.gate_up_proj",), shard_axis=1),
         Entry(f"{target}.down.weight", (f"{source}.down_proj",), shard_axis=2),
     ]
+
+
+def projected_experts(target: str, source: str, part: Experts, correction: str | None = None) -> list[Entry]:
+    """Experts stored as gate_proj, up_proj and down_proj under `source`.experts.N or as one, routed by `source`.gate.
+
+    Args:
+        correction: the name of the correction of scores under `source`.
+    """
+    router = f"{source}.gate"
+    entries = [
+        *experts(target, f"{source}.experts", part, ("gate_proj", "up_proj", "down_proj"), router),
+        *fused_experts(target, f"{source}.experts", router),
+    ]
+    return entries if correction is None else [*entries, Entry(f"{target}.correction", (f"{source}.{correction}",))]
 
 
 def projected_attention(target: str, source: str, part: Attention) -> list[Entry]:

@@ -8,13 +8,14 @@ from typing import Any
 from engine.model.families.common import (
     activation,
     decoder_table,
+    linear,
     plain_decoder,
     projected_attention,
     projected_layer,
     rotary,
     routed,
 )
-from engine.model.spec import Attention, Block, Experts, FeedForward, Gated, Lm, ModelSpec
+from engine.model.spec import Attention, Block, Experts, FeedForward, Gated, Lm, ModelSpec, Shared
 from engine.model.table import Entry, Family, WeightTable
 
 
@@ -31,10 +32,13 @@ def spec(config: Any) -> ModelSpec:
     )
     act = activation(config.hidden_act)
     ffn: FeedForward = Gated(config.intermediate_size, act, bias=getattr(config, "mlp_bias", False))
-    if config.model_type == "granitemoe":
+    if config.model_type in ("granitemoe", "granitemoeshared"):
         ffn = routed(
             Gated(config.intermediate_size, act), count=config.num_local_experts, active=config.num_experts_per_tok
         )
+    if shared := getattr(config, "shared_intermediate_size", 0):
+        assert isinstance(ffn, Experts)
+        ffn = Shared(ffn, Gated(shared, act))
     return plain_decoder(
         config,
         [attention] * config.num_hidden_layers,
@@ -46,11 +50,16 @@ def spec(config: Any) -> ModelSpec:
 
 
 def _layer(target: str, source: str, block: Block) -> list[Entry]:
-    if not isinstance(block.ffn, Experts):
+    if not isinstance(block.ffn, Experts | Shared):
         return projected_layer(target, source, block)
     inner, stored = f"{target}.ffn.inner", f"{source}.block_sparse_moe"
+    entries = projected_attention(f"{target}.attention.inner", f"{source}.self_attn", block.attention)
+    if isinstance(block.ffn, Shared):
+        entries += linear(f"{inner}.always.gate_up", f"{source}.shared_mlp.input_linear", False, 0)
+        entries += linear(f"{inner}.always.down", f"{source}.shared_mlp.output_linear", False, 1)
+        inner = f"{inner}.routed"
     return [
-        *projected_attention(f"{target}.attention.inner", f"{source}.self_attn", block.attention),
+        *entries,
         Entry(f"{inner}.router.weight", (f"{stored}.router.layer.weight",)),
         Entry(f"{inner}.up.weight", (f"{stored}.input_linear.weight",), shard_axis=1),
         Entry(f"{inner}.down.weight", (f"{stored}.output_linear.weight",), shard_axis=2),
@@ -63,9 +72,16 @@ def weights(model: ModelSpec) -> WeightTable:
 
 FAMILY = Family(
     name="Granite and GraniteMoE",
-    architectures=("GraniteForCausalLM", "GraniteModel", "GraniteMoeForCausalLM", "GraniteMoeModel"),
-    headless=("GraniteModel", "GraniteMoeModel"),
-    brings="scaled embeddings, scores, residuals and logits; experts",
+    architectures=(
+        "GraniteForCausalLM",
+        "GraniteModel",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeModel",
+        "GraniteMoeSharedForCausalLM",
+        "GraniteMoeSharedModel",
+    ),
+    headless=("GraniteModel", "GraniteMoeModel", "GraniteMoeSharedModel"),
+    brings="scaled embeddings, scores, residuals and logits; experts, some for every token",
     spec=spec,
     weights=weights,
 )

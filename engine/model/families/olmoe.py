@@ -8,10 +8,9 @@ from engine.errors import UnsupportedModelError
 from engine.model.families.common import (
     activation,
     decoder_table,
-    experts,
-    fused_experts,
     plain_decoder,
     projected_attention,
+    projected_experts,
     rotary,
     routed,
 )
@@ -48,11 +47,9 @@ def spec(config: Any) -> ModelSpec:
 
 def _layer(target: str, source: str, block: Block) -> list[Entry]:
     assert isinstance(block.ffn, Experts)
-    inner, stored = f"{target}.ffn.inner", f"{source}.mlp"
     return [
         *projected_attention(f"{target}.attention.inner", f"{source}.self_attn", block.attention),
-        *experts(inner, f"{stored}.experts", block.ffn, ("gate_proj", "up_proj", "down_proj"), f"{stored}.gate"),
-        *fused_experts(inner, f"{stored}.experts", f"{stored}.gate"),
+        *projected_experts(f"{target}.ffn.inner", f"{source}.mlp", block.ffn),
     ]
 
 

@@ -89,8 +89,8 @@ def scaling_of(config: Any, settings: Mapping[str, Any], dim: int) -> Scaling | 
             factor = _factor(config, settings)
             return YarnScaling(
                 factor=factor,
-                fast=_number(settings, "beta_fast", 32),
-                slow=_number(settings, "beta_slow", 1),
+                fast=_turns(settings, "beta_fast", 32),
+                slow=_turns(settings, "beta_slow", 1),
                 original_length=_original_length(config, settings),
                 attention_factor=_yarn_attention_factor(settings, factor),
                 # The reference looks for this one beside the settings by layer type, not in them.
@@ -125,6 +125,14 @@ def _number(settings: Mapping[str, Any], name: str, default: float | None = None
             f"{name} in the config's rope_parameters must be a number above {above:g} (rope_type {kind}): {value!r}."
         )
     return float(value)
+
+
+def _turns(settings: Mapping[str, Any], name: str, default: float) -> float:
+    """How often a feature turns over the original length."""
+    turns = _number(settings, name, default)
+    if not 1e-18 <= turns <= 1e18:  # of others the logarithm is none
+        raise UnsupportedModelError(f"{name} in the config's rope_parameters must be from 1e-18 to 1e18: {turns!r}.")
+    return turns
 
 
 def _length(config: Any, name: str) -> int:

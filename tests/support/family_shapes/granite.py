@@ -45,4 +45,24 @@ SHAPES = {
         eos=(3, 90),
         prompts=(1, 11, 0, 2),
     ),
+    "granite-moe-shared": FamilyShape(
+        "GraniteMoeSharedForCausalLM",
+        BASE
+        | {"intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+        prompts=(7, 8, 1, 0),
+    ),
+    "granite-moe-shared-none-tied": FamilyShape(
+        "GraniteMoeSharedForCausalLM",
+        BASE
+        | {
+            "intermediate_size": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        eos_gain=2.2,
+        prompts=(3, 19, 0, 1),
+    ),
 }

@@ -20,7 +20,7 @@ struct Attention {
   int64_t rows, tokens, heads, kv_heads, head_dim;
   int64_t causal, left, right;  // left < 0: no window
   double scale, softcap;        // softcap 0: none
-  const float* bias;            // [heads, bias_columns]
+  const float *bias, *sinks;    // [heads, bias_columns]; [heads] one more score of each query, null for none
   int64_t bias_kind, bias_columns, bias_zero;
   // What queries and keys are multiplied with where the bias is BY_CONTENT: [heads, distances, head_dim] in the format
   // of keys, null for no such term; of [bias_columns] distances the vector that each has. No heads share keys then.

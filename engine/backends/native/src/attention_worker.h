@@ -41,7 +41,7 @@ struct Worker {
 
   template <class Q>
   void load_queries_of(const Tile& tile, int64_t head, int64_t place) const {
-    const bool capped = a.centre && a.softcap != 0.0;
+    const bool centred = a.centre && (a.softcap != 0.0 || a.sinks);
     each_query(tile, head, [&](int64_t m, int64_t token, int64_t query_head) {
       const Q* from = static_cast<const Q*>(a.q) + token * a.q_token + query_head * a.q_head;
       Unit* to = own.queries + (place + m) * how.units;
@@ -53,7 +53,7 @@ struct Worker {
           write(reinterpret_cast<float*>(to) + at, read(from + at, a.head_dim - at), a.head_dim - at);
       }
       Vector sums{};
-      for (int64_t at = 0; capped && at < a.head_dim; at += WIDTH) {
+      for (int64_t at = 0; centred && at < a.head_dim; at += WIDTH) {
         const int64_t left = a.head_dim - at;
         sums = fma(read(from + at, left), read(a.centre + head * a.head_dim + at, left), sums);
       }
@@ -165,25 +165,40 @@ struct Worker {
   }
 
   template <class Q>
-  void finish_as(const Tile& tile, int64_t head, const Running& state) const {
+  void finish_as(const Tile& tile, int64_t head, int64_t place, const Running& state) const {
     each_query(tile, head, [&](int64_t m, int64_t token, int64_t query_head) {
       Q* to = static_cast<Q*>(a.out) + (token * a.heads + query_head) * a.head_dim;
+      float total = state.total[m];
+      if (a.sinks) {
+        // The keys' scores lack the centre, unless they were capped.
+        const float lacking = a.softcap == 0.0 ? own.of[place + m].centre : 0.0f;
+        const float best = state.best[m], sink = (a.sinks[query_head] - lacking) * LOG2_E;
+        const float top = sink > best ? sink : best;
+        const float keep = power_of_two<true>(all(best - top))[0];
+        total = total * keep + power_of_two<true>(all(sink - top))[0];
+        for (int64_t at = 0; at < how.width; at += WIDTH) {
+          float* sums = state.sums + m * how.width + at;
+          store(sums, load(sums) * keep);
+        }
+      }
       // No key seen: 0 / tiny. NaN stays.
-      const Vector sum_of = all(state.total[m] < 1.17549435e-38f ? 1.17549435e-38f : state.total[m]);
+      const Vector sum_of = all(total < 1.17549435e-38f ? 1.17549435e-38f : total);
       for (int64_t at = 0; at < a.head_dim; at += WIDTH)
         write(to + at, load(state.sums + m * how.width + at) / sum_of, a.head_dim - at);
     });
   }
 
-  void finish(const Tile& tile, int64_t head, const Running& state) const {
-    if (a.q_format == PAGE_BF16) return finish_as<bfloat16>(tile, head, state);
-    if (a.q_format == PAGE_F16) return finish_as<float16>(tile, head, state);
-    finish_as<float>(tile, head, state);
+  // The queries of a key head, which were loaded from `place` on.
+  void finish(const Tile& tile, int64_t head, int64_t place, const Running& state) const {
+    if (a.q_format == PAGE_BF16) return finish_as<bfloat16>(tile, head, place, state);
+    if (a.q_format == PAGE_F16) return finish_as<float16>(tile, head, place, state);
+    finish_as<float>(tile, head, place, state);
   }
 
   void finish(const Item& item, const Running& state) const {
     const int64_t queries = count(item.tile);
-    for (int64_t nth = 0; nth < item.heads; ++nth) finish(item.tile, item.head + nth, part(state, nth * queries));
+    for (int64_t nth = 0; nth < item.heads; ++nth)
+      finish(item.tile, item.head + nth, nth * queries, part(state, nth * queries));
   }
 
   Running part(const Running& of, int64_t query) const {

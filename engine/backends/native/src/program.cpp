@@ -171,6 +171,7 @@ struct Runner {
       a.keys = at(o.k), a.values = at(o.v);
       a.key_token = o.k.stride, a.value_token = o.v.stride;
     }
+    a.sinks = o.sinks;
     a.bias = o.bias, a.bias_kind = o.bias_kind, a.bias_columns = o.bias_columns, a.bias_zero = o.bias_zero;
     a.distance_keys = o.distance_keys, a.distance_queries = o.distance_queries;
     a.distance_columns = o.distance_columns, a.distances = o.distances;
@@ -216,6 +217,16 @@ struct Runner {
     });
   }
 
+  void run(const OpenWhat& o) const {
+    each_row([&](int64_t row) {
+      const T* opening = at(o.opening) + row * o.opening.stride;
+      Vector factor{};
+      each(1, [&](auto v) { factor = all(rounded(logistic(v.read(opening)), opening)[0]); });
+      T* x = at(o.x) + row * o.x.stride;
+      each(o.width, [&](auto v) { v.write(x, v.read(x) * factor); });
+    });
+  }
+
   void run(const ClipWhat& o) const {
     const Vector most = all(static_cast<float>(o.limit)), least = all(static_cast<float>(-o.limit));
     each_row([&](int64_t row) {
@@ -238,6 +249,7 @@ struct Runner {
       case CLIP: return run(*static_cast<const ClipWhat*>(o.what));
       case EXPERTS: return run(*static_cast<const ExpertsWhat*>(o.what));
       case GATHER: return run(*static_cast<const GatherWhat*>(o.what));
+      case OPEN: return run(*static_cast<const OpenWhat*>(o.what));
     }
   }
 };

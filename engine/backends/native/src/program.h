@@ -14,7 +14,7 @@ struct Place {
   int64_t buffer, offset, stride;  // buffer < 0: nothing
 };
 
-enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8 };
+enum Kind : int64_t { NORM = 0, PRODUCT = 1, ROTATE = 2, ATTEND = 3, ACTIVATE = 4, ADD = 5, CLIP = 6, EXPERTS = 7, GATHER = 8, OPEN = 9 };
 
 struct Operation {
   int64_t kind;
@@ -73,7 +73,7 @@ struct RotateWhat {
 struct AttendWhat {
   Place q, k, v, out;  // k and v where there are no pages
   const Pages* pages;
-  const float* bias;
+  const float *bias, *sinks;
   // Of a bias of contents; see `Attention`.
   const void *distance_keys, *distance_queries;
   const int64_t* distance_columns;
@@ -104,6 +104,12 @@ struct GatherWhat {
 
 struct AddWhat {
   Place x, y, out;
+  int64_t width;
+};
+
+// x = sigmoid(opening) * x; an opening is one number of each row.
+struct OpenWhat {
+  Place opening, x;
   int64_t width;
 };
 

@@ -1,0 +1,38 @@
+"""Weights stored as MXFP4: blocks of 32 numbers of 4 bits, each with a power of two (OCP Microscaling Formats 1.0)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Size, Tensor
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""How the names of the two tensors of a matrix end."""
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127
+
+
+def decoded_shape(blocks: Size) -> Size:
+    """Of blocks [..., rows, blocks, bytes] what they hold: [..., rows, inputs]."""
+    return Size((*blocks[:-2], 2 * blocks[-2] * blocks[-1]))
+
+
+def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The numbers [..., rows, inputs] in bfloat16, which holds all of them.
+
+    Args:
+        blocks: [..., rows, blocks, bytes] uint8, two numbers each, the one in the lower bits first.
+        scales: [..., rows, blocks] uint8, exponents of two, 127 too large.
+    """
+    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=torch.bfloat16)
+    byte = torch.arange(256)
+    # Both numbers of a byte are looked up at once.
+    pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).view(torch.int32).view(-1)
+    out = torch.empty(decoded_shape(blocks.shape), dtype=torch.bfloat16)
+    width = 2 * blocks.shape[-1]
+    for part, exponents, to in zip(
+        blocks.flatten(0, -4), scales.flatten(0, -3), out.flatten(0, -3), strict=True
+    ):  # matrix by matrix, so that what lies between stays small
+        numbers = pairs[part.int().view(-1)].view(torch.bfloat16).view(-1, width)
+        powers = torch.ldexp(torch.ones(len(numbers), 1), exponents.int().view(-1, 1) - _BIAS).to(torch.bfloat16)
+        torch.mul(numbers, powers, out=to.view(-1, width))
+    return out
