@@ -217,7 +217,7 @@ class HttpService:
         pids = {"api": self._pid, "engine": self._engine_pid}
         cpu = {name: -cpu_seconds(pid) for name, pid in pids.items()}
         load, started = time.process_time(), time.perf_counter()
-        records = self._runner.run(self._send(shots, concurrency))
+        records = self._runner.run(send(self._client, shots, concurrency))
         seconds = time.perf_counter() - started
         cpu = {name: cpu[name] + cpu_seconds(pid) for name, pid in pids.items()}
         cpu["load"] = time.process_time() - load
@@ -225,21 +225,27 @@ class HttpService:
 
     def first_token(self, shot: Shot) -> float:
         """Seconds until the first token of one request."""
-        (record,) = self._runner.run(self._send([shot], 1))
+        (record,) = self._runner.run(send(self._client, [shot], 1))
         return (record.first or 0.0) - record.scheduled
-
-    async def _send(self, shots: list[Shot], concurrency: int) -> list[Record]:
-        load = Load(self._client, "/v1/completions", timeout=600)
-        await load.closed((_job(index, shot) for index, shot in enumerate(shots)), concurrency)
-        for record in load.records:
-            if record.failure is not None:
-                raise RuntimeError(f"a request failed: {record.failure}")
-        return load.records
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
         self._runner.close()
+
+
+async def send(client: Client, shots: list[Shot], concurrency: int) -> list[Record]:
+    """Stream them, so many at a time.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    load = Load(client, "/v1/completions", timeout=600)
+    await load.closed((_job(index, shot) for index, shot in enumerate(shots)), concurrency)
+    for record in load.records:
+        if record.failure is not None:
+            raise RuntimeError(f"a request failed: {record.failure}")
+    return load.records
 
 
 def _job(index: int, shot: Shot) -> Job:

@@ -130,6 +130,16 @@ class Admission:
         self.change(tenant, prompts=prompts, waiting=prompts, tokens=tokens)
         return Ticket(self, tenant, prompts, tokens, crowded=crowded)
 
+    async def look(self, tenant: str | None = None) -> None:
+        """`check`, as every gate has it."""
+        self.check(tenant)
+
+    async def admit(
+        self, prompts: int, tokens: int, tenant: str | None = None, deadline: float | None = None
+    ) -> Ticket:
+        """`reserve`, as every gate has it."""
+        return self.reserve(prompts, tokens, tenant, deadline)
+
     def measure(self, tenant: str | None, estimate: int, exact: int) -> None:
         """Put the exact number of tokens in the estimate's place.
 
@@ -317,6 +327,10 @@ class Ticket:
         """
         self._admission.measure(self._tenant, self._estimate, sum(tokens))
         self._estimate, self._tokens = 0, list(tokens)
+
+    async def measured(self, tokens: Sequence[int]) -> None:
+        """`measure`, as every place has it."""
+        self.measure(tokens)
 
     def started(self, index: int) -> None:
         """A prompt's first token has come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -13,16 +14,15 @@ from fastapi.middleware import Middleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from engine import DEFAULT_NUM_SEQS, EngineInfo, parse_bytes
+from engine import EngineInfo, parse_bytes
 from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server import errors
-from server.admission import Admission
 from server.answering.formats import Formats, choose_formats
 from server.answering.parsing import AnswerReader
 from server.answering.prompt import Room
-from server.answering.turns import Turns
 from server.api import documentation, openapi
+from server.commons import Commons, own_commons
 from server.config.settings import ServerSettings
 from server.context import Service
 from server.door.auth import AuthMiddleware
@@ -34,13 +34,11 @@ from server.door.key_limits import KeyLimitsMiddleware
 from server.door.keys import KeyRing, read_api_keys
 from server.door.limits import BodyLimitMiddleware
 from server.door.message_errors import MessageErrors
-from server.door.rates import RequestRates
 from server.door.request_id import RequestIdMiddleware
 from server.door.shedding import MemoryGate
 from server.live import LiveFeed
 from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
-from server.metrics.registry import Metrics
 from server.response_store import ResponseStore, open_store
 from server.routes import (
     chat,
@@ -62,7 +60,6 @@ from server.tracing.start import start_tracing
 if TYPE_CHECKING:
     from server.tracing.otlp import Tracing
 
-QUEUED_CACHES = 4
 BODY_BYTES_PER_TOKEN = 32  # a token of text has about 4; what is escaped, and what stands around texts, has more
 
 
@@ -101,6 +98,8 @@ def create_app(
     tracing: Tracing | None = None,
     memory: MemoryGuard | None = None,
     response_store: ResponseStore | None = None,
+    commons: Commons | None = None,
+    created: int | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -115,6 +114,9 @@ def create_app(
         tracing: that of the settings, if it has been started already; the app's lifespan closes it.
         memory: what the process may have (default: as much as it gets).
         response_store: that of the settings, if it has been opened already; the app's lifespan closes it.
+        commons: what this process has in common with others that answer HTTP beside it (default: there are none); the
+            app's lifespan closes it.
+        created: Unix seconds, shown as the model's time of creation (default: now).
 
     Raises:
         ConfigError: the file with API keys cannot be read, Redis cannot be used, requests cannot be traced, answers
@@ -131,26 +133,17 @@ def create_app(
         ):
             yield
         await client.close()
-        await rates.close()
+        await common.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
-    settings, drain, metrics = settings or ServerSettings(), drain or Drain(), Metrics(client, model_id, version)
+    settings, drain = settings or ServerSettings(), drain or Drain()
+    common = commons or own_commons(client, settings, model_id, version)
+    metrics = common.metrics
     memory = memory or MemoryGuard()
     response_store = response_store or open_store(settings)
-    admission = make_admission(
-        client.info,
-        settings,
-        metrics,
-        max_queue_time=settings.max_queue_time,
-        lacks_room=lambda: client.is_alive and client.stats().lacks_room,
-    )
-    pooling = make_admission(client.info, settings, metrics)
-    turns = Turns(client.info.max_num_seqs, client.info.max_num_batched_tokens)
-    metrics.show_admission(admission, pooling)
-    metrics.engine.also_waiting, metrics.engine.stepped = lambda: turns.num_waiting, turns.stepped
+    turns = common.make_turns(client.info)
     keys = KeyRing(read_api_keys(settings)) if api_keys is None else api_keys
-    rates = RequestRates(settings.rate_limit_storage)
     tracing = tracing or start_tracing(settings, version)
     traced = []
     if tracing is not None:
@@ -175,9 +168,9 @@ def create_app(
                 also_open=playground.open_paths() if settings.enable_playground else (),
             ),
             *traced,
-            Middleware(KeyLimitsMiddleware, rates=rates, rejected=metrics.rejected),
+            Middleware(KeyLimitsMiddleware, counts=common.keys, rejected=metrics.rejected),
             Middleware(MemoryGate, guard=memory, rejected=metrics.rejected),
-            Middleware(FullGate, checks=full_checks(admission, pooling)),
+            Middleware(FullGate, checks=full_checks(common)),
             Middleware(
                 BodyLimitMiddleware,
                 max_body_size=parse_bytes(settings.max_body_size, "max_body_size"),
@@ -191,16 +184,15 @@ def create_app(
         tokenizer=tokenizer,
         model_id=model_id,
         metrics=metrics,
-        admission=admission,
-        pooling=pooling,
+        commons=common,
         turns=turns,
         live=LiveFeed(client, drain, settings.stream_keepalive),
-        tokenizing=make_admission(client.info, settings, metrics),
         answers=make_reader(tokenizer, settings),
         response_store=response_store,
         drain=drain,
         memory=memory,
         settings=settings,
+        created=int(time.time()) if created is None else created,
     )
     errors.install(app)
     documentation.install(app)
@@ -253,43 +245,18 @@ def needed_bodies(info: EngineInfo) -> dict[str, int]:
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
 
 
-def full_checks(admission: Admission, pooling: Admission) -> dict[str, Check]:
+def full_checks(commons: Commons) -> dict[str, Check]:
     """What says that nothing to a path would be admitted, by path."""
     checks: dict[str, Check] = {}
-    for module, bound in (
-        (completions, admission),
-        (chat, admission),
-        (responses, admission),
-        (messages, admission),
-        (embeddings, pooling),
-        (scoring, pooling),
-        (classify, pooling),
-        (fill_mask, pooling),
+    for module, gate in (
+        (completions, commons.generating),
+        (chat, commons.generating),
+        (responses, commons.generating),
+        (messages, commons.generating),
+        (embeddings, commons.pooling),
+        (scoring, commons.pooling),
+        (classify, commons.pooling),
+        (fill_mask, commons.pooling),
     ):
-        checks |= {route.path: bound.check for route in module.router.routes if isinstance(route, Route)}
+        checks |= {route.path: gate.look for route in module.router.routes if isinstance(route, Route)}
     return checks
-
-
-def make_admission(
-    info: EngineInfo,
-    settings: ServerSettings,
-    metrics: Metrics,
-    *,
-    max_queue_time: float | None = 0.0,
-    lacks_room: Callable[[], bool] = lambda: False,
-) -> Admission:
-    """The bounds that the settings ask for; by default as many prompt tokens may wait as fill the KV cache
-    `QUEUED_CACHES` times, or, where a model has none, the largest that one might have."""
-    running = min(info.max_num_seqs, DEFAULT_NUM_SEQS) if info.encoder_only else info.max_num_seqs
-    tokens = settings.max_num_queued_tokens
-    if tokens is None:
-        held = running * info.max_model_len if info.encoder_only else info.num_blocks * info.block_size
-        tokens = QUEUED_CACHES * held
-    return Admission(
-        max_running=running,
-        max_queued=settings.max_num_queued_reqs,
-        max_queued_tokens=tokens,
-        rejected=metrics.rejected,
-        max_queue_time=max_queue_time,
-        lacks_room=lacks_room,
-    )

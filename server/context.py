@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
@@ -13,7 +12,6 @@ from fastapi import Depends, Request
 from engine import EngineDeadError
 from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
-from server.admission import Admission, Ticket
 from server.answering.formats import Formats
 from server.answering.grammars import GrammarChecks
 from server.answering.parsing import AnswerReader
@@ -21,12 +19,14 @@ from server.answering.prompt import Prompt, Room
 from server.answering.rendering import ChatRenderer, Rendering
 from server.answering.terms import Terms
 from server.answering.turns import Turns
+from server.commons import Commons
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.errors import ApiError, shown
+from server.gates import Gate, Place
 from server.live import LiveFeed
 from server.memory import MemoryGuard
-from server.metrics.registry import Metrics
+from server.metrics.requests import RequestMetrics
 from server.response_store import ResponseStore
 
 
@@ -48,11 +48,9 @@ class Service:
         tokenizer: None where the model has none: then prompts are token ids and texts empty.
         model_id: the name under which clients know the model.
         metrics: this app's counters.
-        admission: bounds what generates.
-        pooling: bounds requests for vectors, classes and masked tokens; each counts as one, whatever it holds.
-        turns: hands their inputs to the engine.
+        commons: what is counted over all processes that answer HTTP.
+        turns: hands inputs for vectors, classes and masked tokens to the engine.
         live: what clients of the live feed are shown.
-        tokenizing: bounds calls of /tokenize and /detokenize.
         response_store: keeps answers of /v1/responses; None where none are kept.
         running_responses: its streams, by their ids.
         drain: whether the service stops.
@@ -68,12 +66,10 @@ class Service:
     client: EngineClient
     tokenizer: Tokenizer | None
     model_id: str
-    metrics: Metrics
-    admission: Admission
-    pooling: Admission
+    metrics: RequestMetrics
+    commons: Commons
     turns: Turns
     live: LiveFeed
-    tokenizing: Admission
     response_store: ResponseStore | None = None
     running_responses: dict[str, Cancellable] = field(default_factory=dict)
     drain: Drain = field(default_factory=Drain)
@@ -83,9 +79,24 @@ class Service:
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     settings: ServerSettings = field(default_factory=ServerSettings)
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = 0
 
-    def admit(self, prompts: int, tokens: int, terms: Terms) -> Ticket:
+    @property
+    def admission(self) -> Gate:
+        """Bounds what generates."""
+        return self.commons.generating
+
+    @property
+    def pooling(self) -> Gate:
+        """Bounds requests for vectors, classes and masked tokens."""
+        return self.commons.pooling
+
+    @property
+    def tokenizing(self) -> Gate:
+        """Bounds calls of /tokenize and /detokenize."""
+        return self.commons.tokenizing
+
+    async def admit(self, prompts: int, tokens: int, terms: Terms) -> Place:
         """Slots for so many prompts with about so many tokens.
 
         Raises:
@@ -93,9 +104,9 @@ class Service:
             ApiError: there is no room, or none in time.
         """
         self._check_alive()
-        return self.admission.reserve(prompts, tokens, terms.tenant, terms.deadline)
+        return await self.admission.admit(prompts, tokens, terms.tenant, terms.deadline)
 
-    def admit_pooling(self, tokens: int, terms: Terms) -> Ticket:
+    async def admit_pooling(self, tokens: int, terms: Terms) -> Place:
         """A place for a request whose inputs, however many, have about so many tokens together.
 
         Raises:
@@ -103,7 +114,7 @@ class Service:
             ApiError: there is no room.
         """
         self._check_alive()
-        return self.pooling.reserve(1, tokens, terms.tenant)
+        return await self.pooling.admit(1, tokens, terms.tenant)
 
     def _check_alive(self) -> None:
         if not self.client.is_alive:

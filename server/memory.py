@@ -35,11 +35,12 @@ def resident_memory() -> int:
         return 0
 
 
-def find_limit(setting: int | str | None) -> int | None:
+def find_limit(setting: int | str | None, num_processes: int = 1) -> int | None:
     """Bytes that this process, which is about to serve, may have; None: as many as it gets.
 
     Args:
         setting: max_api_memory: a size, 0 for no limit, or None for what it has now and `_SHARE` of what is free.
+        num_processes: so many share that.
 
     Raises:
         ConfigError: it has more than that already.
@@ -48,8 +49,8 @@ def find_limit(setting: int | str | None) -> int | None:
         return None
     resident = resident_memory()
     if setting is None:
-        return resident + max(available_memory() // _SHARE, _LEAST_ROOM)
-    limit = parse_bytes(setting, "max_api_memory")
+        return resident + max(available_memory() // _SHARE // num_processes, _LEAST_ROOM)
+    limit = parse_bytes(setting, "max_api_memory") // num_processes
     if resident >= limit:
         raise ConfigError(
             f"max_api_memory is {limit // _MIB} MiB, but before its first request the process has {resident // _MIB} "

@@ -24,6 +24,7 @@ from server.loop_guard import SIGNAL
 
 logger = logging.getLogger("octavo.server")
 
+STUCK = 3  # times the liveness timeout: a monitor of /health/live from outside comes first
 STATUS = int(SIGNAL)  # the process's exit status: `_exit` is called with what a signal's handler gets, its number
 _GUARD = Path(__file__).with_name("loop_guard.py")
 _BEATS = 40  # while the limit passes

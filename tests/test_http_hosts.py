@@ -312,7 +312,7 @@ def test_no_answer_s_type_is_guessed() -> None:
 @pytest.mark.parametrize("root", ["", "/llm"])
 def test_the_documentation_is_closed_against_others_as_the_playground_is(root: str) -> None:
     from server.api.documentation import policy
-    from server.run import uvicorn_config
+    from server.serving import uvicorn_config
 
     site = Site(root_path=root)
     site.app = uvicorn_config(site.app, ServerSettings(root_path=root)).app  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from octavo import shadowed
 from server.config.groups import GROUPS, OTHER
 from server.config.settings import DEMO_MODEL, DEMOS, SECRETS, ServerSettings, Settings, flag, variable
 from server.config.wording import did_you_mean
-from server.run import served_model_id
+from server.facts import served_model_id
 
 ROOT = Path(__file__).resolve().parent.parent
 # A valid value for every setting, unlike its default.
@@ -40,7 +40,8 @@ ENGINE = {
     "kv_events_config": '{"enable_kv_cache_events": true, "publisher": "null"}',
 }  # fmt: skip
 SERVICE = {
-    "host": "::1", "port": 81, "uds": "/run/o.sock", "root_path": "/llm", "forwarded_allow_ips": "10.0.0.0/8,127.0.0.1",
+    "host": "::1", "port": 81, "uds": "/run/o.sock", "root_path": "/llm", "api_server_count": 3,
+    "forwarded_allow_ips": "10.0.0.0/8,127.0.0.1",
     "ssl_keyfile": "key.pem", "ssl_certfile": "cert.pem", "ssl_keyfile_password": "pass", "served_model_name": "mine",
     "log_level": "debug", "log_format": "json", "log_prompts": True, "shutdown_timeout": 7, "max_engine_failures": 9,
     "loop_timeout": 4.5, "max_api_memory": "3GiB", "max_connections": 14,

@@ -158,11 +158,12 @@ def test_the_engine_knows_no_web(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", cases("server", "cli"))
-def test_server_and_command_line_use_seven_doors_of_the_engine(path: Path) -> None:
+def test_server_and_command_line_use_eight_doors_of_the_engine(path: Path) -> None:
     inner = [name for name in imports(path) if below(name, "engine")]
     assert set(inner) <= {
         "engine",
         "engine.process.client",
+        "engine.host.children",
         "engine.host.logs",
         "engine.pooled",
         "engine.pooled.vectors",
@@ -182,10 +183,11 @@ def test_server_and_command_line_compute_nothing(path: Path) -> None:
 
 # What reads or writes JSON is no message; workers have messages of their own.
 MESSENGERS = (
-    "engine.process.main", "engine.process.client", "engine.process.messages", "engine.process.runner",
+    "engine.process.main", "engine.process.connection", "engine.process.messages", "engine.process.runner",
     "engine.process.kv_events",
-    "engine.pooled.vectors", "server.api.reading", "server.response_store", "server.workers.child",
-    "server.workers.frames", "server.workers.pool", "server.workers.templates", "server.workers.texts",
+    "engine.pooled.vectors", "server.api.reading", "server.processes.messages", "server.response_store",
+    "server.workers.child", "server.workers.frames", "server.workers.pool", "server.workers.templates",
+    "server.workers.texts",
 )  # fmt: skip
 
 
@@ -314,8 +316,9 @@ def test_only_dates_are_read_from_the_wall_clock() -> None:
         "server/answering/answer.py",  # `created`
         "server/answering/pooling.py",
         "server/answering/response_events.py",  # `completed_at`
-        "server/context.py",
+        "server/app.py",
         "server/metrics/info.py",  # when it was started
+        "server/processes/service.py",
         "server/tracing/request.py",  # when a span began
     }
     found = {

@@ -37,7 +37,9 @@ from engine.process.main import Loop
 from engine.process.messages import (
     Abort,
     Add,
+    Dismiss,
     Failed,
+    Join,
     News,
     Ready,
     Start,
@@ -303,19 +305,21 @@ class FaultyEngine:
 
 
 class Channel:
-    """A socket that holds commands and keeps what is sent."""
+    """A socket that holds commands of clients and keeps what is sent to them."""
 
-    def __init__(self, *commands: bytes) -> None:
-        self.commands = list(commands)
+    def __init__(self, *commands: bytes | tuple[bytes, bytes]) -> None:
+        self.commands = [(b"client", command) if isinstance(command, bytes) else command for command in commands]
         self.sent: list[News] = []
+        self.told: list[tuple[bytes, News]] = []
 
-    def recv(self, flags: int = 0) -> bytes:
+    def recv_multipart(self, flags: int = 0) -> tuple[bytes, bytes]:
         if not self.commands:
             raise zmq.Again
         return self.commands.pop(0)
 
-    def send(self, data: bytes) -> None:
-        self.sent.append(decode_news(data))
+    def send_multipart(self, parts: list[bytes]) -> None:
+        self.told.append((parts[0], decode_news(parts[1])))
+        self.sent.append(self.told[-1][1])
 
 
 def test_a_fault_while_adding_fails_that_request_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -332,3 +336,34 @@ def test_a_fault_while_adding_fails_that_request_alone(caplog: pytest.LogCapture
     assert [(delta.request_id, delta.finished) for delta in step.deltas] == [("good", True)]
     assert step.stats.num_steps == 1
     assert "made by the test" in caplog.text
+
+
+def test_each_client_hears_of_its_own_requests() -> None:
+    first, second = encode_add("a", [1], SamplingParams()), encode_add("b", [1], SamplingParams())
+    channel = Channel((b"x", encode(Join())), (b"y", encode(Join())), (b"z", encode(Join())))
+    loop = Loop(FaultyEngine(), channel)  # type: ignore[arg-type]
+    loop._obey()
+    assert [(name, news.num_commands, news.deltas) for name, news in channel.told] == [
+        (b"x", 0, []), (b"y", 0, []), (b"z", 0, []),
+    ]  # fmt: skip
+    # Neither an abortion of another client's request nor what comes after its dismissal counts.
+    channel.told.clear()
+    channel.commands += [(b"x", first), (b"y", second), (b"y", encode(Abort("a")))]
+    loop.turn()
+    heard = [(name, news.num_commands, [delta.request_id for delta in news.deltas]) for name, news in channel.told]
+    assert heard == 2 * [(b"x", 1, ["a"]), (b"y", 2, ["b"]), (b"z", 0, [])]  # of work's beginning, and of its step
+    assert {(news.stats.num_running, news.stats.num_steps) for _, news in channel.told[3:]} == {(0, 1)}
+
+
+def test_the_requests_of_a_client_that_is_gone_end() -> None:
+    engine = FaultyEngine()
+    added = [(name, encode_add(request, [1], SamplingParams())) for name, request in ((b"x", "a"), (b"y", "b"))]
+    late = encode_add("late", [1], SamplingParams())
+    channel = Channel((b"z", encode(Join())), *added, (b"z", encode(Dismiss(b"x"))), (b"x", late))
+    loop = Loop(engine, channel)  # type: ignore[arg-type]
+    loop._obey()
+    assert engine.running == ["b"]
+    assert [name for name, _ in channel.told] == [b"z", b"y"]
+    loop.turn()
+    assert [name for name, _ in channel.told[2:]] == [b"z", b"y"]
+    assert engine.running == []

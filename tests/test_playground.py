@@ -15,7 +15,7 @@ from fake_client import FakeClient, byte_tokenizer, say
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.routes.playground import FOLDER, PAGE, PREFIX, asset_names
-from server.run import uvicorn_config
+from server.serving import uvicorn_config
 
 KEY = "sk-playground"
 NAMES = list(asset_names())

@@ -23,6 +23,7 @@ from engine import ConfigError
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.door import rates
+from server.door.key_counts import KeyCounts
 from server.door.key_limits import KeyLimitsMiddleware
 from server.door.keys import ApiKey
 from server.door.rates import RequestRates, check_storage
@@ -191,13 +192,14 @@ def test_a_slot_is_free_again_after_an_exception() -> None:
         raise LookupError
 
     refused: list[str] = []
-    app = KeyLimitsMiddleware(broken, rates=RequestRates(), rejected=refused.append)
+    counts = KeyCounts(RequestRates())
+    app = KeyLimitsMiddleware(broken, counts=counts, rejected=refused.append)
     key = ApiKey.of(KEY, max_concurrency=1, requests_per_minute=100)
     for _ in range(3):
         with pytest.raises(LookupError):
             call(app, "/v1/completions", state={"api_key": key})
     assert not refused
-    assert not app._running  # nothing is kept of a key that runs nothing
+    assert not counts.running  # nothing is kept of a key that runs nothing
 
 
 def test_one_too_many_at_a_time_does_not_count_in_the_minute() -> None:

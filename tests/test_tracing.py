@@ -26,7 +26,6 @@ from test_http_api import endless
 from cli.doctor import check_traces
 from engine import ConfigError, EngineDeadError, PoolingParams, RequestDelta, TokenInput
 from engine.text.processor import Tokenizer
-from server.answering.terms import Terms
 from server.app import create_app
 from server.config.settings import ServerSettings
 from server.routes import chat, classify, completions, embeddings, fill_mask, scoring
@@ -203,7 +202,7 @@ def test_what_the_client_does_not_sample_is_not_sent(collector: Collector) -> No
 def test_refused(collector: Collector, body: dict[str, Any], status: int, problem: str) -> None:
     """Only what the server is to blame for is an error of its span."""
     api = Traced(collector, max_num_queued_reqs=0)
-    with api.app.state.service.admit(8 if status == 503 else 0, 0, Terms()):
+    with api.app.state.service.admission.reserve(8 if status == 503 else 0, 0):
         assert api.post("/v1/completions", body, CONTEXT).status_code == status
     server, children = api.tree()
     said = server.attributes

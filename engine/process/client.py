@@ -1,37 +1,32 @@
 """How the server talks to the engine: one interface, whatever the engine runs in.
 
-`ProcessEngineClient` runs it in a process of its own (`engine.process.main`), reads its news on the event loop
-itself, and starts it again if it dies.
+`ProcessEngineClient` runs it in a process of its own (`engine.process.main`) and starts it again if it dies;
+`AttachedEngineClient` is one more client of an engine that another process runs so.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-import zmq
-
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, InvalidRequestError, OctavoError, RequestFailedError
+from engine.errors import OctavoError
 from engine.host.logs import LogFormat
-from engine.interface.cache_map import CacheMap
-from engine.interface.outputs import EngineStats, RequestDelta
-from engine.interface.request import EngineInput, PoolingParams, SamplingParams
+from engine.process.attached import AttachedEngineClient
 from engine.process.client_interface import Deliver, EngineClient, Progress
+from engine.process.connection import ConnectedClient
 from engine.process.launch import EngineProcess, kept_folder, make_folder, remove_folder
-from engine.process.messages import Abort, Look, News, Ready, decode_news, encode, encode_add
+from engine.process.messages import Dismiss, Ready, encode
 
-__all__ = ["Deliver", "EngineClient", "ProcessEngineClient", "Progress", "RestartPolicy", "start_engine"]
+__all__ = [
+    "AttachedEngineClient", "Deliver", "EngineClient", "ProcessEngineClient", "Progress", "RestartPolicy",
+    "start_engine",
+]  # fmt: skip
 
 logger = logging.getLogger("octavo.client")
-
-_MESSAGES_AT_ONCE = 64  # then other tasks get their turn
-_LONG = 0.005  # seconds of processor time that news takes, after which as long belongs to other tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,44 +46,31 @@ class RestartPolicy:
     max_delay: float = 30.0
 
 
-class ProcessEngineClient(EngineClient):
-    """Loads an engine in a process of its own and talks to it over ZeroMQ.
-
-    The event loop reads the socket itself: a step's news takes no way through a thread. It is used by one
-    event loop at a time; the first call from another one moves it there.
-
-    Handing news out and all that follows at once (text, events to clients) take half of the loop's time at most. Where
-    more would be needed, the news of several steps is handed out together, which is less work: so a crowd that has to
-    be refused, or a new request, does not wait behind the tokens of hundreds of streams.
+class ProcessEngineClient(ConnectedClient):
+    """Loads an engine in a process of its own, and starts it again when it has died.
 
     Args:
         config: the engine's settings.
         policy: what happens when the engine dies.
         log_format: of the lines that the engine's process logs on stderr; None: it sets no logging up.
 
+    Attributes:
+        on_change: called when the engine has died, and when it serves again.
+
     Raises:
         OctavoError: the engine cannot start; the error raised there.
     """
 
     def __init__(self, config: EngineConfig, policy: RestartPolicy | None = None, log_format: LogFormat | None = None):
+        super().__init__(b"server")
         self._config = config
         self._log_format = log_format
         self._policy = policy or RestartPolicy()
-        self._context = zmq.Context()
-        self._streams: dict[str, _Stream] = {}
-        self._settling: list[tuple[int, asyncio.Future[None]]] = []  # by number of the awaited command
-        self._looking: list[tuple[int, asyncio.Future[CacheMap]]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._rest: asyncio.TimerHandle | None = None  # until news is read again
-        self._stats = EngineStats()
-        self._num_sent = self._num_obeyed = 0  # commands, since the process began
-        self._moved = self._served_since = time.monotonic()
-        self._death: str | None = None
+        self._served_since = time.monotonic()
+        self.on_change: Callable[[], None] = lambda: None
         self._failures = 0
         self._launches = 0
-        self._closed = False
         self._folder = make_folder()
         try:
             self._process = self._next_process()
@@ -101,68 +83,6 @@ class ProcessEngineClient(EngineClient):
         except BaseException:
             remove_folder(self._folder)
             raise
-
-    def submit(
-        self,
-        request_id: str,
-        input: EngineInput,
-        params: SamplingParams | PoolingParams,
-        deliver: Deliver,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        deadline: float | None = None,
-        tenant: str | None = None,
-    ) -> None:
-        self._attach()
-        self._check_alive()
-        if request_id in self._streams:
-            raise InvalidRequestError(
-                f"request id {request_id!r} is in use by an unfinished request.", param="request_id"
-            )
-        command = encode_add(
-            request_id, input, params, priority=priority, cache_salt=cache_salt, deadline=deadline, tenant=tenant
-        )
-        self._send(command)
-        self._streams[request_id] = _Stream(self._num_sent, deliver)
-
-    def abandon(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None and self.is_alive:
-            self._send(encode(Abort(request_id)))
-
-    def abort(self, request_id: str, choice: int | None = None) -> None:
-        self._check_alive()
-        self._send(encode(Abort(request_id, choice)))
-        stream = self._streams.pop(request_id, None) if choice is None else None
-        if stream is not None:
-            stream.deliver(RequestDelta(request_id=request_id, choices=(), finished=True))
-
-    async def settled(self) -> None:
-        if self.is_alive and self._num_obeyed < self._num_sent:
-            future = asyncio.get_running_loop().create_future()
-            self._settling.append((self._num_sent, future))
-            await future
-
-    def stats(self) -> EngineStats:
-        self._check_alive()
-        return self._stats
-
-    async def cache_map(self) -> CacheMap:
-        self._attach()
-        self._check_alive()
-        self._send(encode(Look()))
-        future: asyncio.Future[CacheMap] = asyncio.get_running_loop().create_future()
-        self._looking.append((self._num_sent, future))
-        return await future
-
-    @property
-    def is_alive(self) -> bool:
-        return self._death is None and not self._closed
-
-    @property
-    def progress(self) -> Progress:
-        idle = not self.is_alive or self._is_idle()
-        return Progress(idle=idle, seconds=0.0 if idle else time.monotonic() - self._moved)
 
     async def wait_failed(self) -> str:
         self._attach()
@@ -187,123 +107,20 @@ class ProcessEngineClient(EngineClient):
         remove_folder(self._folder)
         self._context.term()
 
-    def _check_alive(self) -> None:
-        if self._closed:
-            raise EngineDeadError("the engine is shut down")
-        if self._death is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._death}")
+    @property
+    def address(self) -> str:
+        """The ZeroMQ address of the engine, for further clients on this machine; another one after each restart."""
+        return self._process.address
 
-    def _is_idle(self) -> bool:
-        answered = self._num_sent == self._num_obeyed
-        return answered and not self._stats.num_running and not self._stats.num_waiting
+    @property
+    def pid(self) -> int:
+        """The id of the engine's process."""
+        return self._process.pid
 
-    # ------------------------------------------------------------ the way to the engine and back
-
-    def _send(self, command: bytes) -> None:
-        assert self._socket is not None
-        if self._is_idle():
-            self._moved = time.monotonic()
-        self._num_sent += 1
-        self._socket.send(command, zmq.NOBLOCK)  # without a limit, so it never has to wait
-        if self._loop is not None and not self._loop.is_closed():
-            # The socket's descriptor tells of changes only, and sending may have used one up.
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        """Deliver the news that has come, unless the latest has only just taken long."""
-        if self._rest is None:
-            assert self._loop is not None
-            # Processor time: a core or the interpreter's lock that others had is no work. The event loop may read from
-            # other sockets before its turn comes to the tasks that the news wakes, so theirs is measured by itself.
-            began = time.thread_time()
-            woken: list[float] = []
-            self._loop.call_soon(lambda: woken.append(time.thread_time()))
-            some = self._deliver_some()
-            spent = time.thread_time() - began
-            if some:
-                self._loop.call_soon(lambda: self._delivered(spent + time.thread_time() - woken[0]))
-
-    def _deliver_some(self) -> bool:
-        """Deliver what has come by now; whether there was anything."""
-        received: list[bytes] = []
-        with contextlib.suppress(zmq.Again):
-            while self._socket is not None and len(received) < _MESSAGES_AT_ONCE:
-                received.append(self._socket.recv(zmq.NOBLOCK))
-        for data in received:
-            try:
-                self._deliver(decode_news(data))
-            except msgspec.DecodeError as error:
-                self._died(f"the engine's process sent what is no message: {error}")
-                break
-        return bool(received)
-
-    def _delivered(self, spent: float) -> None:
-        if self._rest is None and self._socket is not None:
-            assert self._loop is not None
-            if spent > _LONG:
-                self._loop.remove_reader(self._socket.fileno())
-                self._rest = self._loop.call_later(spent, self._resume)
-            else:
-                self._drain()
-
-    def _resume(self) -> None:
-        self._rest = None
-        if self._socket is not None and self._loop is not None:
-            self._loop.add_reader(self._socket.fileno(), self._drain)
-            self._drain()
-
-    def _deliver(self, news: News) -> None:
-        if news.stats.num_steps != self._stats.num_steps or news.num_commands != self._num_obeyed:
-            self._moved = time.monotonic()
-        self._stats, self._num_obeyed = news.stats, news.num_commands
-        if self.on_news is not None:
-            try:
-                self.on_news(news.deltas, news.stats)
-            except Exception:  # an observer must not stop the news
-                logger.exception("what listens to the engine's news failed")
-        for request_id, failure in news.failed.items():
-            self._hand_over(request_id, failure.error(), news.num_commands)
-        for delta in news.deltas:
-            self._hand_over(delta.request_id, delta, news.num_commands)
-        if self._settling:
-            self._settle(self._num_obeyed)
-        if self._looking:
-            self._show(news.cache_map)
-
-    def _hand_over(self, request_id: str, item: RequestDelta | OctavoError, num_commands: int) -> None:
-        stream = self._streams.get(request_id)
-        # What was sent before the request arrived is about an earlier one of the same name.
-        if stream is not None and num_commands >= stream.since:
-            if isinstance(item, OctavoError) or item.finished:
-                del self._streams[request_id]
-            stream.deliver(item)
-
-    def _settle(self, num_obeyed: float) -> None:
-        waiting = self._settling
-        self._settling = [entry for entry in waiting if entry[0] > num_obeyed]
-        for number, future in waiting:
-            if number <= num_obeyed and not future.done():
-                future.set_result(None)
-
-    def _show(self, cache_map: CacheMap | None) -> None:
-        waiting = self._looking
-        self._looking = [entry for entry in waiting if entry[0] > self._num_obeyed]
-        for number, future in waiting:
-            if number <= self._num_obeyed and not future.done():
-                if cache_map is not None:
-                    future.set_result(cache_map)
-                else:
-                    future.set_exception(RequestFailedError("the map could not be drawn; the engine's log says why"))
-
-    def _end_streams(self, reason: str) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.deliver(EngineDeadError(reason))
-        self._settle(math.inf)
-        looking, self._looking = self._looking, []
-        for _, future in looking:
-            if not future.done():
-                future.set_exception(EngineDeadError(reason))
+    def dismiss(self, name: bytes) -> None:
+        """Another client is gone: the engine ends its requests, and takes nothing more of it."""
+        if self.is_alive:
+            self._send(encode(Dismiss(name)))
 
     # ------------------------------------------------------------ the process and its successors
 
@@ -314,16 +131,8 @@ class ProcessEngineClient(EngineClient):
 
     def _adopt(self, ready: Ready) -> None:
         """Serve with the process that has just become ready."""
-        self.info, self._stats = ready.info, ready.stats
-        self._num_sent = self._num_obeyed = 0
-        self._moved = self._served_since = time.monotonic()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.connect(self._process.address)
-        self._death = None
-        if self._loop is not None:
-            self._watch(self._loop)
+        self._served_since = time.monotonic()
+        self._connect(self._process.address, ready.info, ready.stats)
 
     def _attach(self) -> None:
         """Be driven by the running event loop from now on."""
@@ -338,24 +147,13 @@ class ProcessEngineClient(EngineClient):
             self._supervisor = loop.create_task(self._revive())
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        assert self._socket is not None
-        loop.add_reader(self._socket.fileno(), self._drain)
         loop.add_reader(self._process.line, self._on_lifeline)
-        loop.call_soon(self._drain)
+        super()._watch(loop)
 
     def _unwatch(self) -> None:
-        if self._rest is not None:
-            self._rest.cancel()
-            self._rest = None
+        super()._unwatch()
         if self._loop is not None and not self._loop.is_closed() and self._socket is not None:
-            self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_reader(self._process.line)
-
-    def _disconnect(self) -> None:
-        self._unwatch()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
 
     def _on_lifeline(self) -> None:
         while self._deliver_some():
@@ -364,10 +162,9 @@ class ProcessEngineClient(EngineClient):
             self._died(self._process.last_words() or self._process.epitaph())
 
     def _died(self, cause: str) -> None:
-        self._disconnect()
-        self._death = cause
         logger.error("The engine has died: %s", cause)
-        self._end_streams(f"the engine has stopped: {cause}")
+        self._lose(cause)
+        self.on_change()
         if time.monotonic() - self._served_since >= self._policy.healthy_seconds:
             self._failures = 0
         self._failures += 1
@@ -396,15 +193,8 @@ class ProcessEngineClient(EngineClient):
             else:
                 self.num_restarts += 1
                 logger.info("The engine serves again.")
+                self.on_change()
                 return
-
-
-@dataclass(slots=True)
-class _Stream:
-    """Where a request's news go; `since` is the number of the command that added it."""
-
-    since: int
-    deliver: Deliver
 
 
 def start_engine(

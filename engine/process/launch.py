@@ -21,10 +21,10 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
+from engine.host.children import signals_held
 from engine.host.cpus import engine_environment
 from engine.host.folders import check_private
 from engine.host.logs import LogFormat
-from engine.host.signals import signals_held
 from engine.process.messages import GOODBYE, Failed, Ready, Start, receive_reply, send_framed
 
 logger = logging.getLogger("octavo.client")

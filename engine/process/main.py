@@ -1,8 +1,8 @@
 """The engine's own process: `python -m engine.process.main`, started by `engine.process.launch`, with the lifeline as
 its standard input.
 
-It ends when its client does, whatever ended that: then the lifeline closes. Signals meant for the service
-(Ctrl-C and a terminal's hangup go to the whole group) are the client's to obey.
+It has one client or several. It ends when the one that started it does, whatever ended that: then the lifeline closes.
+Signals meant for the service (Ctrl-C and a terminal's hangup go to the whole group) are that client's to obey.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from engine.errors import OctavoError, RequestFailedError
+from engine.host.children import leave_signals_to_parent, take_standard_input
 from engine.host.logs import adopt_libraries, configure
-from engine.host.signals import leave_signals_to_parent
 from engine.interface.outputs import EngineStats, RequestDelta
 from engine.interface.request import SamplingParams
 from engine.process.messages import (
     GOODBYE,
     Abort,
     Add,
+    Dismiss,
     Failed,
+    Join,
     Look,
     News,
     Ready,
@@ -51,7 +54,7 @@ logger = logging.getLogger("octavo.process")
 def main() -> int:
     """Load the engine and serve its client until that is gone; returns the exit status."""
     leave_signals_to_parent()
-    line = _take_lifeline()
+    line = take_standard_input()
     start = receive_start(line)
     if start is None:
         return 0
@@ -66,15 +69,6 @@ def main() -> int:
         logger.exception("the engine's process ends")
         return _report(line, error)
     return 0
-
-
-def _take_lifeline() -> socket.socket:
-    """The lifeline under another number, and nothing on standard input: no child may hold it open."""
-    line = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return line
 
 
 def _end_with_client(line: socket.socket, folder: str) -> None:
@@ -105,27 +99,46 @@ def _run(start: Start, line: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     context = zmq.Context()
-    # DEALER queues, keeps the order, and blocks rather than drops when the client does not read.
-    with context.socket(zmq.DEALER) as news:
-        news.bind(start.address)
+    # ROUTER tells its clients apart. Without a limit: what one client does not read holds up no other, and ends with
+    # its requests.
+    with context.socket(zmq.ROUTER) as channel:
+        channel.set(zmq.SNDHWM, 0)
+        channel.bind(start.address)
         send_framed(line, Ready(engine.info, engine.stats()))
-        Loop(engine, news).run()
+        Loop(engine, channel).run()
+
+
+@dataclass(slots=True)
+class _Client:
+    """A client, and what it has not been told yet."""
+
+    name: bytes
+    num_commands: int = 0
+    deltas: list[RequestDelta] = field(default_factory=list)
+    failed: dict[str, Failed] = field(default_factory=dict)
+    looked: bool = False
 
 
 class Loop:
     """Commands in, steps, news out.
 
+    Every client hears of every step, of its own requests alone.
+
     Args:
         engine: loaded.
-        channel: a bound or connected ZeroMQ socket.
+        channel: a bound ZeroMQ socket of the type ROUTER.
     """
 
     def __init__(self, engine: Engine, channel: Any):
         self._engine = engine
         self._channel = channel
-        self._num_commands = 0
-        self._num_steps = 0  # that the client knows of
-        self._compiling: dict[str, tuple[Add, Future[Any]]] = {}  # requests whose grammars are, by their ids
+        self._clients: dict[bytes, _Client] = {}
+        self._dismissed: set[bytes] = set()
+        self._owners: dict[str, _Client] = {}  # of the engine's requests, by their ids
+        self._num_steps = 0  # that the clients know of
+        self._busy = False  # as far as they know
+        # Requests whose grammars are being compiled, by their clients and ids.
+        self._compiling: dict[tuple[bytes, str], tuple[Add, Future[Any]]] = {}
         self._woken, self._wake = socket.socketpair()  # readable once one of these is compiled
         self._woken.setblocking(False)
 
@@ -139,43 +152,77 @@ class Loop:
         self._obey()
         if self._engine.has_unfinished_requests():
             deltas = self._engine.step_deltas()
-            stats = self._engine.stats()
-            if deltas or stats.num_steps != self._num_steps:
-                self._tell(deltas, {}, stats)
+            stats, busy = self._engine.stats(), self._engine.has_unfinished_requests()
+            if deltas or stats.num_steps != self._num_steps or busy != self._busy:
+                self._num_steps, self._busy = stats.num_steps, busy
+                for delta in deltas:
+                    self._hand_over(delta)
+                self._tell(self._clients.values(), stats)
 
     def _obey(self) -> None:
-        accepted: list[RequestDelta] = []
-        failed: dict[str, Failed] = {}
-        before, looked = self._num_commands, False
-        for data in self._commands():
-            self._num_commands += 1
-            command = decode_command(data)
-            if isinstance(command, Abort):
-                if self._compiling.pop(command.request_id, None) is None:
-                    self._engine.abort_request(command.request_id, command.choice)
-            elif isinstance(command, Look):
-                looked = True
-            elif isinstance(command, Add):
-                if not self._waits(command):
-                    self._answer(command, self._add(command), accepted, failed)
-            else:
-                failed[command[0]] = Failed.of(command[1])
+        concerned: dict[bytes, _Client] = {}
+        for name, data in self._commands():
+            if name not in self._dismissed:
+                client = concerned[name] = self._clients.setdefault(name, _Client(name))
+                self._carry_out(client, data)
         if self._compiling:
-            self._add_compiled(accepted, failed)
-        if self._num_commands != before or accepted or failed:
-            # At once: the step may take a while.
-            self._tell(accepted, failed, self._engine.stats(), self._look() if looked else None)
+            concerned |= {client.name: client for client in self._add_compiled()}
+        busy = self._engine.has_unfinished_requests()
+        if concerned:
+            # At once: the step may take a while. All hear of work's beginning and end.
+            told = [client for client in concerned.values() if client.name in self._clients]
+            self._tell(told if busy == self._busy else self._clients.values(), self._engine.stats())
+        self._busy = busy
 
-    @staticmethod
-    def _answer(
-        command: Add, error: OctavoError | None, accepted: list[RequestDelta], failed: dict[str, Failed]
-    ) -> None:
-        if error is None:
-            accepted.append(RequestDelta(request_id=command.request_id, choices=()))
+    def _carry_out(self, client: _Client, data: bytes) -> None:
+        command = decode_command(data)
+        if isinstance(command, Join):
+            return
+        client.num_commands += 1
+        if isinstance(command, Abort):
+            self._abort(client, command)
+        elif isinstance(command, Look):
+            client.looked = True
+        elif isinstance(command, Add):
+            if not self._waits(client, command):
+                self._answer(client, command, self._add(client, command))
+        elif isinstance(command, Dismiss):
+            self._dismiss(command.client)
         else:
-            failed[command.request_id] = Failed.of(error)
+            client.failed[command[0]] = Failed.of(command[1])
 
-    def _waits(self, command: Add) -> bool:
+    def _abort(self, client: _Client, command: Abort) -> None:
+        if self._compiling.pop((client.name, command.request_id), None) is not None:
+            return
+        if self._owners.get(command.request_id) is client:
+            self._engine.abort_request(command.request_id, command.choice)
+            if command.choice is None:
+                del self._owners[command.request_id]
+
+    def _dismiss(self, name: bytes) -> None:
+        """End all requests of a client that is gone. What it has sent may come later than this."""
+        self._dismissed.add(name)
+        client = self._clients.pop(name, None)
+        for key in [key for key in self._compiling if key[0] == name]:
+            del self._compiling[key]
+        for request_id in [request_id for request_id, owner in self._owners.items() if owner is client]:
+            self._engine.abort_request(request_id, None)
+            del self._owners[request_id]
+
+    def _answer(self, client: _Client, command: Add, error: OctavoError | None) -> None:
+        if error is None:
+            client.deltas.append(RequestDelta(request_id=command.request_id, choices=()))
+        else:
+            client.failed[command.request_id] = Failed.of(error)
+
+    def _hand_over(self, delta: RequestDelta) -> None:
+        owner = self._owners.get(delta.request_id)
+        if owner is not None:
+            owner.deltas.append(delta)
+            if delta.finished:
+                del self._owners[delta.request_id]
+
+    def _waits(self, client: _Client, command: Add) -> bool:
         """Whether a request's grammar is being compiled; steps go on meanwhile."""
         params = command.params
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
@@ -183,29 +230,34 @@ class Loop:
         compiled = self._engine.prepare(params.structured_outputs)
         if compiled is None:
             return False
-        self._compiling[command.request_id] = command, compiled
+        self._compiling[client.name, command.request_id] = command, compiled
         compiled.add_done_callback(lambda _: self._wake.send(b"\0"))
         return True
 
-    def _add_compiled(self, accepted: list[RequestDelta], failed: dict[str, Failed]) -> None:
-        """Add the requests whose grammars are compiled by now; refuse those whose cannot be."""
+    def _add_compiled(self) -> list[_Client]:
+        """Add the requests whose grammars are compiled by now; refuse those whose cannot be. Their clients."""
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
-        for request_id, (command, compiled) in list(self._compiling.items()):
+        concerned = []
+        for key, (command, compiled) in list(self._compiling.items()):
             if compiled.done():
-                del self._compiling[request_id]
-                self._answer(command, _refusal(compiled) or self._add(command), accepted, failed)
+                del self._compiling[key]
+                client = self._clients[key[0]]
+                self._answer(client, command, _refusal(compiled) or self._add(client, command))
+                concerned.append(client)
+        return concerned
 
-    def _commands(self) -> Iterator[bytes]:
+    def _commands(self) -> Iterator[tuple[bytes, bytes]]:
+        """Names of clients, each with a command of theirs."""
         if not self._engine.has_unfinished_requests():
             if self._compiling:
                 self._wait()
             else:
-                yield self._channel.recv()
+                yield self._channel.recv_multipart()
         while True:
             try:
-                yield self._channel.recv(zmq.NOBLOCK)
+                yield self._channel.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
 
@@ -216,7 +268,7 @@ class Loop:
         poller.register(self._woken.fileno(), zmq.POLLIN)
         poller.poll()
 
-    def _add(self, command: Add) -> OctavoError | None:
+    def _add(self, client: _Client, command: Add) -> OctavoError | None:
         try:
             self._engine.add_request(
                 command.request_id,
@@ -232,6 +284,7 @@ class Loop:
         except Exception as error:  # a fault of ours; it must not take the other requests along
             logger.exception("request %s could not be added", command.request_id)
             return RequestFailedError(f"{type(error).__name__}: {error}")
+        self._owners[command.request_id] = client
         return None
 
     def _look(self) -> CacheMap | None:
@@ -241,15 +294,12 @@ class Loop:
             logger.exception("the map of the cache could not be drawn")
             return None
 
-    def _tell(
-        self,
-        deltas: list[RequestDelta],
-        failed: dict[str, Failed],
-        stats: EngineStats,
-        cache_map: CacheMap | None = None,
-    ) -> None:
-        self._num_steps = stats.num_steps
-        self._channel.send(encode(News(deltas, failed, stats, self._num_commands, cache_map)))
+    def _tell(self, clients: Iterable[_Client], stats: EngineStats) -> None:
+        for client in clients:
+            cache_map = self._look() if client.looked else None
+            news = News(client.deltas, client.failed, stats, client.num_commands, cache_map)
+            self._channel.send_multipart([client.name, encode(news)])
+            client.deltas, client.failed, client.looked = [], {}, False
 
 
 def _refusal(compiled: Future[Any]) -> OctavoError | None:

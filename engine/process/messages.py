@@ -5,7 +5,8 @@ wrap them. Nothing is ever unpickled.
 
 Two ways lead between the processes. The *lifeline*, a stream socket, carries one `Start` to the engine,
 and back one `Ready` or `Failed`, later a `Failed` if the engine ends; its closing says that the other side
-is gone. The ZeroMQ socket carries `Add`, `Abort` and `Look` to the engine, and back one `News` per step.
+is gone. ZeroMQ carries `Join`, `Add`, `Abort`, `Look` and `Dismiss` from each client to the engine, and back one `News`
+per step.
 """
 
 from __future__ import annotations
@@ -120,6 +121,20 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
         return given
 
 
+class Join(msgspec.Struct, tag=True):
+    """A client's first words: it is told of every step from now on. This is not counted among its commands."""
+
+
+class Dismiss(msgspec.Struct, tag=True):
+    """Another client is gone: its requests end, and nothing more is taken from it.
+
+    Attributes:
+        client: its name on the socket.
+    """
+
+    client: bytes
+
+
 class Abort(msgspec.Struct, tag=True):
     """`Engine.abort_request`."""
 
@@ -131,14 +146,17 @@ class Look(msgspec.Struct, tag=True):
     """Ask for a map of the cache, once."""
 
 
+Command = Join | Add | Abort | Look | Dismiss
+
+
 class News(msgspec.Struct, omit_defaults=True):
-    """What a step, or a batch of commands, brought.
+    """What a step, or a batch of commands, brought to a client.
 
     Attributes:
-        deltas: of all requests with news; one without choices says that its request was accepted.
-        failed: requests that were refused or could not be added.
-        stats: the counters after it.
-        num_commands: how many commands the engine has carried out so far.
+        deltas: of all its requests with news; one without choices says that its request was accepted.
+        failed: those that were refused or could not be added.
+        stats: the counters after it, of all clients' requests.
+        num_commands: how many of its commands the engine has carried out so far.
         cache_map: of this moment, where a `Look` was among the commands.
     """
 
@@ -161,14 +179,14 @@ def _plain(value: Any) -> Any:
 # Fields of inputs, as the engine calls them.
 _PARAMS = {"token_ids": "prompt", "encoder_token_ids": "prompt", "decoder_token_ids": "decoder_prompt"}
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_commands: msgspec.msgpack.Decoder[Add | Abort | Look] = msgspec.msgpack.Decoder(Add | Abort | Look)
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _any = msgspec.msgpack.Decoder()
 _news = msgspec.msgpack.Decoder(News)
 _replies: msgspec.msgpack.Decoder[Ready | Failed] = msgspec.msgpack.Decoder(Ready | Failed)
 _start = msgspec.msgpack.Decoder(Start)
 
 
-def encode(message: Abort | Look | News) -> bytes:
+def encode(message: Join | Abort | Look | Dismiss | News) -> bytes:
     """The bytes of a message."""
     return _encoder.encode(message)
 
@@ -202,7 +220,7 @@ def encode_add(request_id: str, input: EngineInput, params: SamplingParams | Poo
         ) from error
 
 
-def decode_command(data: bytes) -> Add | Abort | Look | tuple[str, InvalidRequestError]:
+def decode_command(data: bytes) -> Command | tuple[str, InvalidRequestError]:
     """A command, or the id of a request whose `Add` is malformed, with what is wrong."""
     try:
         return _commands.decode(data)

@@ -32,9 +32,9 @@ from engine.errors import EngineDeadError, OctavoError
 from engine.execution.executor import Executor, ModelFacts
 from engine.execution.memory import is_out_of_memory
 from engine.execution.pending import PendingStep
+from engine.host.children import leave_signals_to_parent, signals_held, take_standard_input
 from engine.host.cpus import engine_environment
 from engine.host.logs import LogFormat, adopt_libraries, configure, configured
-from engine.host.signals import leave_signals_to_parent, signals_held
 from engine.interface.sampling_table import EDIT, TABLE, Masks
 from engine.scheduling.plan import Int32, StepPlan, StepResult
 
@@ -291,10 +291,7 @@ class ProcessExecutor:
 def main() -> None:
     """Load what the first message says, and carry out the others until the connection closes."""
     leave_signals_to_parent()
-    line = Connection(os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # no child may hold the connection open
-    os.close(nothing)
+    line = Connection(take_standard_input().detach())
     with contextlib.suppress(OSError):  # the engine is gone
         _serve(line, gone=lambda: os._exit(0))
 

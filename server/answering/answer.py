@@ -16,7 +16,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from engine import InvalidRequestError
-from server.admission import Ticket, estimate_tokens
+from server.admission import estimate_tokens
 from server.answering.events import Events
 from server.answering.generation import Generation, Update
 from server.answering.observation import RequestRecord
@@ -29,6 +29,7 @@ from server.api.fields import ignored_header
 from server.api.schemas import GenerationBody, Usage
 from server.context import Service
 from server.errors import ApiError
+from server.gates import Place
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ class Run(ABC, Generic[Piece, Choice]):
     record: RequestRecord = field(init=False)
     terms: Terms = field(init=False)
     shown_special: frozenset[int] = frozenset()  # special tokens by which the answer is read
-    _ticket: Ticket | None = None
+    _ticket: Place | None = None
     _size: int = 0  # bytes of memory that the answer may take
     _stream: Events[Piece] | None = None  # once the prompts are known
     _streamed: Generation | None = None
@@ -170,7 +171,7 @@ class Run(ABC, Generic[Piece, Choice]):
         self.record.belongs_to(request)
         # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
         with self.record.refusals():
-            self._ticket = ticket = self.service.admit(*self.size(), self.terms)
+            self._ticket = ticket = await self.service.admit(*self.size(), self.terms)
         wanted = Wanted(self.service.drain, self._interrupted)
         if self.body.stream:
             events = self.record.streamed(self._events(ticket))
@@ -193,7 +194,7 @@ class Run(ABC, Generic[Piece, Choice]):
             log_prompts=self.service.settings.log_prompts,
         )
 
-    async def _answer(self, ticket: Ticket) -> str:
+    async def _answer(self, ticket: Place) -> str:
         with self._working(ticket):
             prompts = await self._prompts(ticket)
             maker = self.maker(prompts)
@@ -216,7 +217,7 @@ class Run(ABC, Generic[Piece, Choice]):
             choices = keep_best(choices, scores, width, self.shape.n)
         return self.whole(choices, maker.usage()).model_dump_json(exclude_unset=True)
 
-    async def _events(self, ticket: Ticket) -> AsyncGenerator[str, None]:
+    async def _events(self, ticket: Place) -> AsyncGenerator[str, None]:
         """The answer as events; first those that open it, or an empty item, once the engine has accepted it."""
         try:
             with self._working(ticket):
@@ -241,7 +242,7 @@ class Run(ABC, Generic[Piece, Choice]):
             self.ended()
 
     @contextmanager
-    def _working(self, ticket: Ticket) -> Iterator[None]:
+    def _working(self, ticket: Place) -> Iterator[None]:
         """The request's slots; whatever ends it, they are released, and what is the server's fault counts."""
         with ticket:
             try:
@@ -269,7 +270,7 @@ class Run(ABC, Generic[Piece, Choice]):
         least = 0 if reason == "disconnect" else 1
         self.service.metrics.aborted(reason, max(self._ticket.num_unfinished, least))
 
-    async def _prompts(self, ticket: Ticket) -> list[Prompt]:
+    async def _prompts(self, ticket: Place) -> list[Prompt]:
         structured = self.shape.params.structured_outputs
         if structured is not None:
             with self._public_names():
@@ -277,13 +278,13 @@ class Run(ABC, Generic[Piece, Choice]):
         prompts = await self.prompts()
         info = self.service.client.info
         longest, begun = Room.of_prompt(info).tokens, info.max_model_len  # of what is longer the engine will say so
-        ticket.measure([min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts])
+        await ticket.measured([min(len(p.token_ids), longest) + min(len(p.decoder_ids or ()), begun) for p in prompts])
         self._size = AnswerSize(self.shape, self.bytes_per_logprob, info).check(
             prompts, self.service.settings, stream=not self.keeps_answer
         )
         return prompts
 
-    def _generation(self, prompts: list[Prompt], ticket: Ticket) -> Generation:
+    def _generation(self, prompts: list[Prompt], ticket: Place) -> Generation:
         return Generation(
             self.service,
             self.request_id,

@@ -19,12 +19,12 @@ from engine import (
     parse_bytes,
 )
 from engine.text.processor import ChoiceText, OutputProcessor
-from server.admission import Ticket
 from server.answering.observation import RequestRecord
 from server.answering.prompt import Prompt
 from server.answering.terms import DeadlineError, Terms
 from server.context import Service
 from server.errors import ApiError
+from server.gates import Place
 from server.metrics.times import PromptTimes
 
 # Of memory, about.
@@ -80,7 +80,7 @@ class Generation:
         params: SamplingParams,
         terms: Terms,
         record: RequestRecord,
-        ticket: Ticket,
+        ticket: Place,
         shown_special: frozenset[int] = frozenset(),
     ):
         self._client = service.client

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Self
 from fastapi import Request, Response
 
 from engine import InvalidRequestError, OctavoError, Pooled, PoolingParams, RequestDelta, RequestFailedError, TokenInput
-from server.admission import Ticket
 from server.answering.observation import PoolingRecord
 from server.answering.streaming import ClientGoneError, Wanted
 from server.answering.terms import DeadlineError, Terms, read_terms
@@ -30,6 +29,7 @@ from server.api.fields import ignored_header
 from server.api.pooling_schemas import PoolingBody, PoolingUsage
 from server.context import Service
 from server.errors import ApiError
+from server.gates import Place
 from server.metrics.times import PromptTimes
 
 
@@ -69,7 +69,7 @@ class PoolingRun(ABC):
     record: PoolingRecord = field(init=False)
     terms: Terms = field(init=False)
     _answers: _Answers | None = None
-    _admission: Ticket | None = None
+    _admission: Place | None = None
 
     def __post_init__(self) -> None:
         self.request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
@@ -109,7 +109,7 @@ class PoolingRun(ABC):
         self.record.belongs_to(request)
         # Before any task is made for it: a refusal does not wait for turns of a busy event loop.
         with self.record.refusals():
-            self._admission = ticket = self.service.admit_pooling(self.size(), self.terms)
+            self._admission = ticket = await self.service.admit_pooling(self.size(), self.terms)
         wanted = Wanted(self.service.drain, self._interrupted)
         try:
             with ticket:
@@ -118,7 +118,7 @@ class PoolingRun(ABC):
             return Response(status_code=499)  # the client has gone
         return Response(content, media_type="application/json", headers=headers)
 
-    async def _in_time(self, ticket: Ticket) -> bytes:
+    async def _in_time(self, ticket: Place) -> bytes:
         try:
             async with asyncio.timeout(self.terms.seconds_left) as limit:
                 return await self._answer(ticket)
@@ -128,12 +128,12 @@ class PoolingRun(ABC):
             self._interrupted("deadline")
             raise DeadlineError from None
 
-    async def _answer(self, ticket: Ticket) -> bytes:
+    async def _answer(self, ticket: Place) -> bytes:
         with self._working(ticket):
             inputs = await self.inputs()
             sizes = [len(item.source.token_ids) for item in inputs]
             longest = self.service.client.info.max_model_len  # of what is longer the engine will say so
-            ticket.measure([sum(min(size, longest) for size in sizes)])
+            await ticket.measured([sum(min(size, longest) for size in sizes)])
             self.num_tokens = sum(sizes)
             answers = _Answers(self.service, self.request_id, inputs, self.terms, self.record, ticket)
             with self._public_names(), answers:
@@ -142,7 +142,7 @@ class PoolingRun(ABC):
             return await asyncio.to_thread(self.render, pooled)
 
     @contextmanager
-    def _working(self, ticket: Ticket) -> Iterator[None]:
+    def _working(self, ticket: Place) -> Iterator[None]:
         """The request's place; however it ends, it is given back, and what is the server's fault counts."""
         with ticket:
             try:
@@ -193,7 +193,7 @@ class _Answers(Lane):
         inputs: Sequence[PoolingInput],
         terms: Terms,
         record: PoolingRecord,
-        ticket: Ticket,
+        ticket: Place,
     ):
         self._service = service
         self._ticket = ticket

@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_cache_memory", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "num_gpu_blocks_override",
         "enable_prefix_caching", "prefix_cache_scope", "kv_events_config",
     ),
-    "where it listens": ("host", "port", "uds", "root_path", "forwarded_allow_ips"),
+    "where it listens": ("host", "port", "uds", "api_server_count", "root_path", "forwarded_allow_ips"),
     "access": (
         "api_key", "api_key_file", "key_requests_per_minute", "key_max_concurrency", "rate_limit_storage",
         "public_metrics", "allowed_hosts", "allowed_origins", "ssl_certfile", "ssl_keyfile",

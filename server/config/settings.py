@@ -36,6 +36,8 @@ class ServerSettings(BaseModel):
         host: address to listen on; 0.0.0.0 or :: for all.
         port: port to listen on; 0 for any free one.
         uds: path of a Unix socket to listen on, instead of host and port.
+        api_server_count: processes that answer HTTP beside the one engine; more than 1 for a model so small, and
+            clients so many, that one interpreter's speed is the bound.
         root_path: prefix under which a proxy shows the service, such as /llm.
         forwarded_allow_ips: proxies whose X-Forwarded headers count: addresses and networks, separated by
             commas, or * for all (default: FORWARDED_ALLOW_IPS, else this machine).
@@ -111,6 +113,7 @@ class ServerSettings(BaseModel):
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8000, ge=0, le=65535)
     uds: str | None = _NAME
+    api_server_count: int = Field(default=1, ge=1, le=64)
     root_path: str = ""
     forwarded_allow_ips: str | None = _NAME
     ssl_keyfile: str | None = _NAME

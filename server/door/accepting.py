@@ -11,12 +11,14 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from server.door.shares import Shares
 from server.door.slots import Slot, Slots
 
 logger = logging.getLogger("octavo.server")
 
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE = 0.1  # seconds without accepting, where no connection could be spared
+_MOMENT = 0.002  # seconds in which another process may accept
 
 
 class Acceptor:
@@ -43,6 +45,8 @@ class Acceptor:
         self._make_protocol = make_protocol
         self._tls = tls
         self._handshake_timeout = handshake_timeout if tls is not None else None
+        self._shares = slots.shares
+        self._has_waited = False
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
 
@@ -64,8 +68,11 @@ class Acceptor:
         """Nothing is left to wait for."""
 
     def _accept(self) -> None:
-        # No more at a time than the reserve has: one that is dropped is closed before this is called again.
-        for _ in range(self._slots.sizes.reserve):
+        if self._shares is not None and self._leave_to_others(self._shares):
+            return
+        # No more at a time than the reserve has: one that is dropped is closed before this is called again. One where
+        # another process may have room.
+        for _ in range(self._slots.sizes.reserve if self._shares is None else 1):
             try:
                 connection, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -83,10 +90,20 @@ class Acceptor:
             # Until there is a transport: closing the socket itself would leave the event loop with its number.
             slot.drop = self._loop.create_task(self._hand_over(connection, slot)).cancel
 
+    def _leave_to_others(self, shares: Shares) -> bool:
+        """Give a process that has fewer connections a moment to take this one."""
+        self._has_waited = not self._has_waited and shares.ahead
+        if self._has_waited:
+            self._rest(_MOMENT)
+        return self._has_waited
+
     def _wait(self, problem: OSError) -> None:
         logger.error("No connection can be accepted: %s. Raise the limit of open files (ulimit -n).", problem.strerror)
+        self._rest(_PAUSE)
+
+    def _rest(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener)
-        self._pause = self._loop.call_later(_PAUSE, self._loop.add_reader, self._listener, self._accept)
+        self._pause = self._loop.call_later(seconds, self._loop.add_reader, self._listener, self._accept)
 
     async def _hand_over(self, connection: socket.socket, slot: Slot) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("octavo.server")
 
 LOG_INTERVAL = 1.0  # seconds; refusals in between share a line
 # Takes the tenant; raises ApiError if there is no room for any request of it.
-Check = Callable[[str | None], None]
+Check = Callable[[str | None], Awaitable[None]]
 
 
 class FullGate:
@@ -39,7 +39,7 @@ class FullGate:
             check = self._checks.get(routed_path(scope))
             if check is not None:
                 try:
-                    check(state.get("tenant"))
+                    await check(state.get("tenant"))
                 except ApiError as problem:
                     self._log(problem)
                     await problem.response()(scope, receive, send)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.door.auth import is_inference
+from server.door.key_counts import CountsKeys
 from server.door.keys import ApiKey
-from server.door.rates import RequestRates, Window
+from server.door.rates import Window
 from server.door.request_id import client_address
 from server.errors import ApiError
 
@@ -25,60 +24,42 @@ class KeyLimitsMiddleware:
     the key in headers how many requests it has left. What does not ask the model for anything is not counted.
 
     Args:
-        rates: counts requests a minute.
+        counts: what keys have running, and their requests a minute.
         rejected: told why, for each refused request: key_rate or key_concurrency.
     """
 
-    def __init__(self, app: ASGIApp, *, rates: RequestRates, rejected: Callable[[str], None]):
+    def __init__(self, app: ASGIApp, *, counts: CountsKeys, rejected: Callable[[str], None]):
         self._app = app
-        self._rates = rates
+        self._counts = counts
         self._rejected = rejected
-        self._running: Counter[str] = Counter()  # by tenant; those that run none are not in it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = scope.get("state", {}).get("api_key")
         if scope["type"] != "http" or key is None or not is_inference(scope):
             await self._app(scope, receive, send)
             return
-        refusal = self._too_many(key)
-        if refusal is None:
-            with self._counted(key):
-                window = None
-                if key.requests_per_minute is not None:
-                    window = await self._rates.take(key.tenant, key.requests_per_minute)
-                refusal = self._too_often(window)
-                if refusal is None:
-                    await self._app(scope, receive, send if window is None else _with_headers(send, window))
-                    return
+        begun = await self._counts.begin(key.tenant, key.max_concurrency, key.requests_per_minute)
+        if begun.counted:
+            try:
+                await self._app(scope, receive, send if begun.window is None else _with_headers(send, begun.window))
+            finally:
+                self._counts.end(key.tenant)
+            return
+        refusal = self._too_many(key, begun.running) if begun.window is None else self._too_often(begun.window)
         extra = {"status": refusal.status_code, "code": refusal.code, "client": client_address(scope)}
         logger.info("Refused: %s", refusal.message, extra=extra)
         await refusal.response()(scope, receive, send)
 
-    @contextmanager
-    def _counted(self, key: ApiKey) -> Iterator[None]:
-        self._running[key.tenant] += 1
-        try:
-            yield
-        finally:
-            self._running[key.tenant] -= 1
-            if not self._running[key.tenant]:
-                del self._running[key.tenant]
-
-    def _too_many(self, key: ApiKey) -> ApiError | None:
-        limit = key.max_concurrency
-        if limit is None or self._running[key.tenant] < limit:
-            return None
+    def _too_many(self, key: ApiKey, running: int) -> ApiError:
         self._rejected("key_concurrency")
         message = (
-            f"This API key has {self._running[key.tenant]} requests running, and may have {limit} at the same time. "
+            f"This API key has {running} requests running, and may have {key.max_concurrency} at the same time. "
             "Wait until one has ended; the server's settings are --key-max-concurrency and concurrency= in the key "
             "file."
         )
         return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(_SOON)})
 
-    def _too_often(self, window: Window | None) -> ApiError | None:
-        if window is None or window.allowed:
-            return None
+    def _too_often(self, window: Window) -> ApiError:
         self._rejected("key_rate")
         message = (
             f"This API key may make {window.limit} requests a minute, and has made them. Try again in {window.reset} "

@@ -11,6 +11,8 @@ from engine import ConfigError
 from server.config.settings import ServerSettings
 from server.door.keys import KeyRing, read_api_keys
 
+NO_FILE = "SIGHUP: nothing to read again, since no file of API keys is set (api_key_file)."
+
 logger = logging.getLogger("octavo.server")
 
 
@@ -37,6 +39,10 @@ class KeyReload:
         signal.signal(signal.SIGHUP, self._hear)
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
+        self.hear()
+
+    def hear(self) -> None:
+        """Read the file again, once it can be; safe in a signal's handler."""
         if self._loop is None:
             self._heard = True  # `run` finds it when it begins
         else:
@@ -57,7 +63,7 @@ class KeyReload:
 
     async def _reload(self) -> None:
         if self._settings.api_key_file is None:
-            logger.warning("SIGHUP: nothing to read again, since no file of API keys is set (api_key_file).")
+            logger.warning(NO_FILE)
             return
         try:
             # In a thread: the file may lie where reading takes its time.

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from server.door.drain import ALWAYS_ANSWERED
+from server.door.shares import Shares
 from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
@@ -115,10 +116,13 @@ class Slots:
         root_path: of the settings; `ALWAYS_ANSWERED` is found with it and without.
         refused: told the reason for each request that is answered with 503.
         dropped: told which kind each connection is of that is closed for another one: idle or reserve.
+        shares: where other processes have connections, too, on the same socket: what all have.
 
     Attributes:
         sizes: how many there are; few, until it is set.
         idle: ordinary ones between two requests, those that rest for longest first.
+        shares: of other processes.
+        shared: `sizes.ordinary` is for all of them together.
     """
 
     def __init__(
@@ -126,14 +130,17 @@ class Slots:
         root_path: str = "",
         refused: Callable[[str], None] = lambda reason: None,
         dropped: Callable[[str], None] = lambda reason: None,
+        shares: Shares | None = None,
     ):
         self.sizes = Sizes(1, 2, 1)
+        self.shared = False
         self.idle: dict[Slot, None] = {}
         self._open: set[Slot] = set()
         self._reserve: dict[Slot, None] = {}  # the oldest first
         self._always = {(prefix + path).encode() for path in ALWAYS_ANSWERED for prefix in {"", root_path}}
         self._refused = refused
         self._dropped = dropped
+        self.shares = shares
         self._said = float("-inf")
 
     @property
@@ -150,6 +157,7 @@ class Slots:
         self._open.add(slot)
         if is_reserve:
             self._reserve[slot] = None
+        self._show()
         return slot
 
     def ask(self, slot: Slot, path: bytes | None) -> ApiError | None:
@@ -157,6 +165,7 @@ class Slots:
         if slot.is_reserve and slot in self._reserve and self._has_room():
             del self._reserve[slot]
             slot.is_reserve = False
+            self._show()
         if not slot.is_reserve or path in self._always:
             return None
         self._refused("connections")
@@ -177,13 +186,19 @@ class Slots:
         self._open.discard(slot)
         self._reserve.pop(slot, None)
         self.idle.pop(slot, None)
+        self._show()
 
     def make_room(self) -> bool:
         """Close one connection that can be spared, for file descriptors that are missing; whether there was one."""
         return self._drop_idle() or self._drop_reserve()
 
     def _has_room(self) -> bool:
-        return len(self._open) - len(self._reserve) < self.sizes.ordinary or self._drop_idle()
+        elsewhere = self.shares.elsewhere if self.shares is not None and self.shared else 0
+        return len(self._open) - len(self._reserve) + elsewhere < self.sizes.ordinary or self._drop_idle()
+
+    def _show(self) -> None:
+        if self.shares is not None:
+            self.shares.show(len(self._open) - len(self._reserve))
 
     def _drop_idle(self) -> bool:
         # A client that is still taking its answer would lose the rest.

@@ -64,6 +64,6 @@ async def count_tokens(
     with public_names(NAMES):
         messages = read_messages(chat.messages)
         rendering = read_rendering(chat, read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls))
-        with service.tokenizing.reserve(1, estimate_messages(messages) + rendering.num_tokens):
+        with await service.tokenizing.admit(1, estimate_messages(messages) + rendering.num_tokens):
             prompt = await service.render(messages, Room(service.client.info.max_model_len, "messages"), rendering)
     return TokenCount(input_tokens=len(prompt.token_ids))

@@ -50,7 +50,7 @@ async def ready(service: ServiceDep) -> dict[str, str]:
 )
 async def metrics(request: Request, service: ServiceDep) -> Response:
     """Prometheus text exposition."""
-    content, content_type = service.metrics.render(request.headers.get("accept"))
+    content, content_type = await service.commons.render(request.headers.get("accept"))
     return Response(content, headers={"Content-Type": content_type})
 
 

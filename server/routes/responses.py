@@ -99,6 +99,9 @@ async def cancel_response(response_id: ResponseId, request: Request, service: Se
     running = service.running_responses.get(response_id)
     if running is not None and running.terms.tenant == _tenant(request):
         return Response(to_json(running.cancel()), media_type="application/json")
+    cancelled = await service.commons.cancel(response_id, _tenant(request))
+    if cancelled is not None:
+        return Response(to_json(cancelled), media_type="application/json")
     await _kept(service, response_id, _tenant(request))
     message = f"{shown(response_id)} cannot be cancelled: it has ended."
     raise ApiError(400, message, param="response_id", code="invalid_value")

@@ -68,7 +68,7 @@ async def tokenize(
         refuse_chat(service, "messages")
         messages, tools = read_messages(body.messages), read_tools(body.tools)
         rendering = read_rendering(body, tools)
-        with service.tokenizing.reserve(1, estimate_messages(messages) + rendering.num_tokens):
+        with await service.tokenizing.admit(1, estimate_messages(messages) + rendering.num_tokens):
             room = _Countable.of(service, "messages")
             prompt = await service.render(messages, room, rendering)
         tokens = prompt.token_ids
@@ -81,7 +81,7 @@ async def tokenize(
         text = body.prompt or ""
         asked = {"src_lang": body.src_lang, "add_special_tokens": body.add_special_tokens}
         read_decoder(asked, [text], service)
-        with service.tokenizing.reserve(1, estimate_tokens(text)):
+        with await service.tokenizing.admit(1, estimate_tokens(text)):
             encode = functools.partial(tokenizer.encode, add_special_tokens=special, src_lang=body.src_lang)
             room = _Countable.of(service, "prompt")
             tokens = await asyncio.to_thread(encode_fitting, encode, text, room)
@@ -104,7 +104,7 @@ async def detokenize(
     if len(body.tokens) > room.tokens:
         raise room.refusal(f"it has {len(body.tokens)}")
     check_token_ids(body.tokens, service.client.info.vocab_size, "tokens")
-    with service.tokenizing.reserve(1, len(body.tokens)):
+    with await service.tokenizing.admit(1, len(body.tokens)):
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return DetokenizeResponse(prompt=text)
 

@@ -157,4 +157,6 @@ def services_on_demand(folder: Path) -> Iterator[Callable[..., Service]]:
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
     patient = {"OCTAVO_MAX_QUEUE_TIME": "0"}  # what waits for long is not refused: a machine may be busy
+    if "API_SERVER_COUNT" in os.environ:  # the same tests with several processes that answer HTTP
+        patient["OCTAVO_API_SERVER_COUNT"] = os.environ["API_SERVER_COUNT"]
     return kept | patient | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OCTAVO_SHOW_PROGRESS": "false"}

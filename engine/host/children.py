@@ -1,9 +1,12 @@
-"""Signals of a service's processes: they are for the one that a user started, which ends the others."""
+"""A service's processes: signals are for the one that a user started, which ends the others, and each of these has a
+line to it as its standard input."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -40,3 +43,13 @@ def leave_signals_to_parent() -> None:
     for signum in _PARENTS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS)
+
+
+def take_standard_input() -> socket.socket:
+    """The socket that a process was started with as its standard input, under another number, and nothing in its
+    place: no child may hold it open."""
+    line = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return line

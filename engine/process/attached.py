@@ -1,0 +1,65 @@
+"""The client of an engine that another process runs: that one says when the engine dies, and when it serves again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine.interface.outputs import EngineInfo, EngineStats
+from engine.process.connection import ConnectedClient
+
+
+class AttachedEngineClient(ConnectedClient):
+    """Dead until `serves` is called.
+
+    Args:
+        name: of this client among the engine's; one that has been dismissed is never heard again.
+        give_up: passes on why the engine should be treated as dead.
+    """
+
+    def __init__(self, name: bytes, give_up: Callable[[str], None]):
+        super().__init__(name)
+        self._give_up = give_up
+        self._death = "it has not been started"
+
+    def serves(self, address: str, info: EngineInfo, stats: EngineStats, num_restarts: int) -> None:
+        """The engine is ready. Called on the event loop.
+
+        Args:
+            address: its ZeroMQ address.
+            info: its facts.
+            stats: its counters by now.
+            num_restarts: how often it has been started again.
+        """
+        self._attach()
+        self._disconnect()
+        self.num_restarts = num_restarts
+        self._connect(address, info, stats)
+
+    def dies(self, cause: str) -> None:
+        """The engine has died: what it still said is delivered, and all requests end."""
+        while self._deliver_some():
+            pass
+        self._lose(cause)
+
+    def give_up(self, cause: str) -> None:
+        if self.is_alive:
+            self._give_up(cause)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._disconnect()
+            self._end_streams("the engine is shut down")
+            self._context.term()
+
+    def _attach(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._unwatch()
+            self._loop = loop
+            if self._socket is not None:
+                self._watch(loop)
+
+    def _died(self, cause: str) -> None:
+        self._give_up(cause)

@@ -1,0 +1,138 @@
+"""What the processes that answer HTTP have in common: one, which keeps it all itself, or several beside one engine,
+which ask another (`server.processes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine import DEFAULT_NUM_SEQS, EngineInfo
+from engine.process.client import EngineClient
+from server.admission import Admission
+from server.answering.turns import Turns
+from server.config.settings import ServerSettings
+from server.door.key_counts import CountsKeys, KeyCounts
+from server.door.rates import RequestRates
+from server.gates import Gate
+from server.metrics.registry import Metrics
+from server.metrics.requests import RequestMetrics
+
+QUEUED_CACHES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commons:
+    """What is counted over all processes.
+
+    Attributes:
+        metrics: where this process counts.
+        generating: bounds what generates.
+        pooling: bounds requests for vectors, classes and masked tokens; each counts as one, whatever it holds.
+        tokenizing: bounds calls of /tokenize and /detokenize.
+        keys: what API keys have running.
+        make_turns: what hands inputs to an engine with these facts; called once.
+        render: the exposition of all metrics, and its content type, for what a scraper accepts.
+        cancel: ends an answer of a tenant, by its id, that another process streams; it as far as it is, or None where
+            there is none.
+        close: gives up what is held.
+    """
+
+    metrics: RequestMetrics
+    generating: Gate
+    pooling: Gate
+    tokenizing: Gate
+    keys: CountsKeys
+    make_turns: Callable[[EngineInfo], Turns]
+    render: Callable[[str | None], Awaitable[tuple[bytes, str]]]
+    cancel: Callable[[str, str | None], Awaitable[dict[str, Any] | None]]
+    close: Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admissions:
+    """The bounds that the settings ask for, each of a kind of requests.
+
+    Args:
+        client: the engine.
+        settings: of the service.
+        rejected: told why, for each refused request.
+    """
+
+    generating: Admission
+    pooling: Admission
+    tokenizing: Admission
+
+    @classmethod
+    def of(cls, client: EngineClient, settings: ServerSettings, rejected: Callable[[str], None]) -> Admissions:
+        """Those of a service."""
+        generating = _admission(
+            client.info,
+            settings,
+            rejected,
+            max_queue_time=settings.max_queue_time,
+            lacks_room=lambda: client.is_alive and client.stats().lacks_room,
+        )
+        pooling, tokenizing = (_admission(client.info, settings, rejected) for _ in range(2))
+        return cls(generating=generating, pooling=pooling, tokenizing=tokenizing)
+
+
+def own_commons(client: EngineClient, settings: ServerSettings, model_id: str, version: str) -> Commons:
+    """Those of a process that is alone.
+
+    Raises:
+        ConfigError: Redis cannot be used.
+    """
+    metrics = Metrics(client, model_id, version)
+    admissions = Admissions.of(client, settings, metrics.rejected)
+    metrics.exposition.show_admission(admissions.generating, admissions.pooling)
+    rates = RequestRates(settings.rate_limit_storage)
+
+    def make_turns(info: EngineInfo) -> Turns:
+        turns = Turns(info.max_num_seqs, info.max_num_batched_tokens)
+        metrics.engine.also_waiting, metrics.engine.stepped = lambda: turns.num_waiting, turns.stepped
+        return turns
+
+    async def render(accept: str | None) -> tuple[bytes, str]:
+        return metrics.render(accept)
+
+    async def cancel(response_id: str, tenant: str | None) -> None:
+        """There is no other process."""
+
+    return Commons(
+        metrics=metrics,
+        generating=admissions.generating,
+        pooling=admissions.pooling,
+        tokenizing=admissions.tokenizing,
+        keys=KeyCounts(rates),
+        make_turns=make_turns,
+        render=render,
+        cancel=cancel,
+        close=rates.close,
+    )
+
+
+def _admission(
+    info: EngineInfo,
+    settings: ServerSettings,
+    rejected: Callable[[str], None],
+    *,
+    max_queue_time: float | None = 0.0,
+    lacks_room: Callable[[], bool] = lambda: False,
+) -> Admission:
+    """By default as many prompt tokens may wait as fill the KV cache `QUEUED_CACHES` times, or, where a model has none,
+    the largest that one might have."""
+    running = min(info.max_num_seqs, DEFAULT_NUM_SEQS) if info.encoder_only else info.max_num_seqs
+    tokens = settings.max_num_queued_tokens
+    if tokens is None:
+        held = running * info.max_model_len if info.encoder_only else info.num_blocks * info.block_size
+        tokens = QUEUED_CACHES * held
+    return Admission(
+        max_running=running,
+        max_queued=settings.max_num_queued_reqs,
+        max_queued_tokens=tokens,
+        rejected=rejected,
+        max_queue_time=max_queue_time,
+        lacks_room=lacks_room,
+    )

@@ -1,0 +1,86 @@
+"""What a start says about the model that it serves: its name, its sizes, its endpoints."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from engine import EngineConfig, EngineInfo
+from engine.host.logs import adopt_libraries
+from engine.text.processor import Tokenizer, load_tokenizer
+from server.answering.endpoints import served_endpoints
+from server.answering.long_texts import leave_to_worker
+from server.config.settings import DEMOS
+
+# What clients call a bundled model, and what the log says of it.
+DEMO_IDS = {DEMOS["chat"]: "octavo-demo", DEMOS["seq2seq"]: "octavo-demo-seq2seq"}
+
+logger = logging.getLogger("octavo.server")
+
+
+def served_model_id(model: str, served_model_name: str | None) -> str:
+    """The model's name to clients: as set, else the folder's last name, else the hub id."""
+    if served_model_name:
+        return served_model_name
+    path = Path(model)
+    if path in DEMO_IDS:
+        return DEMO_IDS[path]
+    return path.resolve().name if path.is_dir() else model
+
+
+def read_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
+    """The tokenizer of the model that an engine has loaded; None where there is none, or none is wanted."""
+    if config.skip_tokenizer_init:
+        return None
+    own = config.tokenizer is None
+    source = info.model_path if own else config.tokenizer
+    revision = config.revision if own else None
+    tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token, lower_case=info.lower_case)
+    adopt_libraries()
+    if tokenizer is not None:
+        leave_to_worker(tokenizer)
+    return tokenizer
+
+
+def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> None:
+    """Log what is served, and how much of it."""
+    endpoints = ", ".join(served_endpoints(info, tokenizer)) or "no endpoint"
+    if tokenizer is None:
+        logger.warning("The model has no tokenizer: prompts are token ids, and texts are empty.")
+    if info.encoder_only:
+        _log_encoder(info, model_id)
+    else:
+        _log_decoder(info, model_id)
+    logger.info("Served: %s.", endpoints)
+
+
+def _log_encoder(info: EngineInfo, model_id: str) -> None:
+    logger.info(
+        "Model %s from %s: %s on %s, encoder-only, %s, inputs of up to %d tokens.",
+        model_id, info.model_path, info.format, info.device, ", ".join(info.tasks), info.max_model_len,
+    )  # fmt: skip
+    logger.info(
+        "No KV cache: an input is read whole, in one step, which holds at most %d inputs of %d tokens together, or one "
+        "that is longer.",
+        info.max_num_seqs, info.max_num_batched_tokens,
+    )  # fmt: skip
+
+
+def _log_decoder(info: EngineInfo, model_id: str) -> None:
+    # Of shorter ones at least as many as of the longest, whose pages outside a sliding window are free again.
+    longest, least = info.max_model_len, info.full_requests
+    room = f"prompt and answer of up to {longest} tokens together"
+    if "generate" not in info.tasks:
+        room = f"{', '.join(info.tasks)}, inputs of up to {longest} tokens"
+    if info.max_encoder_len is not None:  # its tokens have pages, too
+        room = f"encoder-decoder, prompts of up to {info.max_encoder_len} tokens, answers of up to {longest}"
+        longest, least = longest + info.max_encoder_len, 0.0
+    logger.info("Model %s from %s: %s on %s, %s.", model_id, info.model_path, info.format, info.device, room)
+    tokens = info.num_blocks * info.block_size
+    lengths = [longest] + [1024] * (longest > 1024)
+    fit = ", or ".join(f"{max(tokens / length, least):.1f} of {length} tokens" for length in lengths)
+    logger.info(
+        "KV cache: %d pages of %d tokens hold %d tokens in %s; requests that fit at a time: %s; at most %d run in one "
+        "step.",
+        info.num_blocks, info.block_size, tokens, info.kv_cache_dtype, fit, info.max_num_seqs,
+    )  # fmt: skip

@@ -1,0 +1,86 @@
+"""What every service does in its life, however many processes it has: load, announce itself, end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from engine import EngineConfig
+from engine.host.logs import LogFormat
+from engine.process.client import ProcessEngineClient, RestartPolicy
+from server.config.settings import DEMOS, ServerSettings
+from server.door.drain import Drain
+from server.door.listening import Listener
+
+_DEMO_NOTES = {
+    DEMOS["chat"]: "a tiny model that tells little stories and answers questions about Octavo and transformers",
+    DEMOS["seq2seq"]: "a tiny encoder-decoder that translates a toy language into English",
+}
+_LOOK = 2.0  # seconds between two looks at a Unix socket's file
+
+logger = logging.getLogger("octavo.server")
+
+
+def announcement(settings: ServerSettings, listener: Listener, model_id: str) -> str:
+    """Where the service is, once it listens."""
+    page = "in a browser: a playground; " if settings.enable_playground else ""
+    hints = "" if settings.uds else f" ({page}API documentation: {listener.url}/docs)"
+    return f"Serving {model_id} on {listener.url}{hints}"
+
+
+def load(config: EngineConfig, settings: ServerSettings, log_format: LogFormat) -> ProcessEngineClient:
+    """Start the engine; blocks until it can serve.
+
+    Raises:
+        OctavoError: the model cannot be loaded.
+    """
+    if note := _DEMO_NOTES.get(Path(config.model)):
+        logger.info("The bundled demo serves: %s. For another model: octavo serve MODEL.", note)
+    logger.info("Loading %s.", config.model)
+    return ProcessEngineClient(config, RestartPolicy(max_failures=settings.max_engine_failures), log_format)
+
+
+def say_end(failure: str | None) -> int:
+    """The last lines of the log; returns the exit status.
+
+    Args:
+        failure: why the engine was given up, if it was.
+    """
+    logger.info("Stopped.")
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # Python gives its own handlers up while it exits; a late signal would make that look like a crash.
+        signal.signal(signum, signal.SIG_IGN)
+    if failure is not None:
+        cause = " ".join(line.strip() for line in failure.splitlines())  # CUDA's have several
+        print(f"octavo: the engine keeps failing: {cause}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def end_at_once(status: int, listener: Listener) -> NoReturn:
+    """End the process, and leave no file of its socket."""
+    listener.close()
+    os._exit(status)
+
+
+def end_at_second_signal(listener: Listener) -> NoReturn:
+    """Say so, and end the process."""
+    print("octavo: second signal: stopped at once.", file=sys.stderr, flush=True)
+    end_at_once(1, listener)
+
+
+async def tell_when_unreachable(listener: Listener, drain: Drain) -> None:
+    """Wait until no client can connect any more, and say so."""
+    while listener.is_reachable():
+        await asyncio.sleep(_LOOK)
+    if not drain.draining:
+        logger.error(
+            "%s has been removed or replaced: open connections are served, and no client can open another. "
+            "Restart the service.",
+            listener.url.removeprefix("unix:"),
+        )

@@ -1,0 +1,85 @@
+"""What Prometheus is shown of a service, whatever processes it has.
+
+Names are vLLM's under Octavo's prefix, without labels where one number says it all: a service has one model, and
+octavo_model_info tells its name. Under vLLM's own prefix the same numbers carry its labels (`server.metrics.vllm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Gauge, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from engine.process.client import EngineClient
+from server.admission import Admission
+from server.metrics.engine import EngineMetrics
+from server.metrics.info import InfoMetrics
+from server.metrics.vllm import VllmAliases
+
+
+class Exposition:
+    """A registry of its own, so that several services fit in one process, with what the engine reports.
+
+    Args:
+        client: the engine.
+        model_name: the model's name to clients.
+        version: Octavo's.
+        requests: metrics of how requests go that have an alias; these are registered by their makers.
+        registry: where those are.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model_name: str,
+        version: str,
+        requests: Iterable[Collector],
+        registry: CollectorRegistry,
+    ):
+        self.registry = registry
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+        self.engine = EngineMetrics(client, registry)
+        info = InfoMetrics(client, model_name, version)
+        shared = (self.engine, info, *requests, self.engine.step_tokens)
+        for collector in (self.engine, info, VllmAliases(shared, model_name)):
+            registry.register(collector)
+
+    def show_connections(self, count: Callable[[], int]) -> None:
+        """Show how many connections there are."""
+        gauge = Gauge("octavo_connections", "Connections of clients, the reserve included.", registry=self.registry)
+        gauge.set_function(count)
+
+    def show_admission(self, *admissions: Admission) -> None:
+        """Show how full the service is, by all of these together."""
+        for name, text, read in (
+            (
+                "octavo_num_requests_in_service",
+                "Requests from their reservation to their end; max_num_seqs + max_num_queued_reqs prompts at most, and "
+                "as many requests for vectors, classes or masked tokens, which count as one each.",
+                lambda: sum(admission.num_prompts for admission in admissions),
+            ),
+            (
+                "octavo_num_queued_tokens",
+                "Prompt tokens of requests without a first token, and of inputs without an answer.",
+                lambda: sum(admission.num_queued_tokens for admission in admissions),
+            ),
+        ):
+            Gauge(name, text, registry=self.registry).set_function(read)
+
+    def render(self, accept: str | None) -> tuple[bytes, str]:
+        """The exposition and its content type: OpenMetrics 1.0 where the scraper lists it before plain text."""
+        for listed in (accept or "").split(","):
+            kind, *parameters = (part.strip() for part in listed.split(";"))
+            version = next((part.removeprefix("version=") for part in parameters if part.startswith("version=")), "")
+            if kind == "application/openmetrics-text" and version in ("", "1.0.0"):
+                # Every name here is a classic one: no scheme of escaping changes it. The library's own choice
+                # of an encoder would write vllm_ for vllm: where the scraper names no scheme.
+                encode: Callable[..., bytes] = openmetrics.generate_latest
+                return encode(self.registry, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+            if kind == "text/plain":
+                break
+        return generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4

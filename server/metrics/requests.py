@@ -1,0 +1,208 @@
+"""Prometheus metrics of what the server alone sees: how requests go, in the process that answers them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.registry import Collector
+
+from engine import EngineInfo, RequestDelta
+from server.metrics.buckets import DURATION, EVENT_LOOP_LAG, FIRST_TOKEN, PER_TOKEN, token_counts
+from server.metrics.times import PromptTimes
+
+_REASONS = ("stop", "length", "abort", "error")
+# Known from the start, so that a first occurrence is an increase.
+_ABORTS = ("disconnect", "stall", "shutdown", "deadline", "error", "cancel")
+_REJECTIONS = (
+    "queue_full", "queue_time", "queued_tokens", "deadline", "engine_dead", "shutting_down", "connections", "memory",
+    "key_rate", "key_concurrency",
+)  # fmt: skip
+_DROPS = ("idle", "reserve")
+
+
+class RequestMetrics:
+    """Counters and histograms. One event loop uses them.
+
+    Args:
+        info: of the engine.
+        registry: where they are registered.
+    """
+
+    def __init__(self, info: EngineInfo, registry: CollectorRegistry):
+        self._watched: dict[str, PromptTimes] = {}
+        histogram = partial(Histogram, registry=registry)
+        counts = token_counts(info.max_model_len)
+        self._first_token = histogram(
+            "octavo_time_to_first_token_seconds",
+            "Seconds from a prompt's arrival to its first token.",
+            buckets=FIRST_TOKEN,
+        )
+        self._inter_token = histogram(
+            "octavo_inter_token_latency_seconds",
+            "Seconds between two steps that brought tokens of the same answer.",
+            buckets=PER_TOKEN,
+        )
+        self._per_output_token = histogram(
+            "octavo_request_time_per_output_token_seconds",
+            "Mean seconds per token after the first, one value per prompt.",
+            buckets=PER_TOKEN,
+        )
+        self._total = histogram(
+            "octavo_e2e_request_latency_seconds",
+            "Seconds from a prompt's arrival to the end of its last answer.",
+            buckets=DURATION,
+        )
+        self._queue = histogram(
+            "octavo_request_queue_time_seconds",
+            "Seconds from a prompt's arrival to its first step, tokenising included.",
+            buckets=DURATION,
+        )
+        self._prefill = histogram(
+            "octavo_request_prefill_time_seconds",
+            "Seconds from a prompt's first step to its first token.",
+            buckets=DURATION,
+        )
+        self._decode = histogram(
+            "octavo_request_decode_time_seconds",
+            "Seconds from a prompt's first token to its last.",
+            buckets=DURATION,
+        )
+        self._prompt_tokens = histogram("octavo_request_prompt_tokens", "Tokens of a prompt.", buckets=counts)
+        self._generation_tokens = histogram(
+            "octavo_request_generation_tokens", "Tokens generated for a prompt, in all its answers.", buckets=counts
+        )
+        self.event_loop_lag = histogram(
+            "octavo_event_loop_lag_seconds",
+            "Seconds by which the server's event loop was late, looked at four times a second.",
+            buckets=EVENT_LOOP_LAG,
+        )
+        self._finished = Counter(
+            "octavo_request_success",
+            "Answers that ended, by reason; abort: the client left or the request was cancelled.",
+            labelnames=["finished_reason"],
+            registry=registry,
+        )
+        self._by_reason = {reason: self._finished.labels(reason) for reason in _REASONS}
+        self._aborted = Counter(
+            "octavo_requests_aborted",
+            "Requests that were ended before their answers were complete, by reason.",
+            labelnames=["reason"],
+            registry=registry,
+        )
+        for reason in _ABORTS:
+            self._aborted.labels(reason)
+        self._rejected = Counter(
+            "octavo_requests_rejected",
+            "HTTP requests answered with 503 or 429 before anything was done for them, by reason.",
+            labelnames=["reason"],
+            registry=registry,
+        )
+        for reason in _REJECTIONS:
+            self._rejected.labels(reason)
+        self._dropped = Counter(
+            "octavo_connections_dropped",
+            "Connections closed for others: idle ones between requests, and those beyond max_connections that asked "
+            "for nothing.",
+            labelnames=["kind"],
+            registry=registry,
+        )
+        for kind in _DROPS:
+            self._dropped.labels(kind)
+        self._store_failures = Counter(
+            "octavo_response_store_failures",
+            "Times that the store of responses could not keep, find or delete an answer.",
+            registry=registry,
+        )
+
+    @property
+    def collectors(self) -> tuple[Collector, ...]:
+        """Those that vLLM has, too."""
+        return (
+            self._first_token, self._inter_token, self._per_output_token, self._total, self._queue, self._prefill,
+            self._decode, self._prompt_tokens, self._generation_tokens, self._finished,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- one prompt
+
+    def watch(self, request_id: str, times: PromptTimes) -> None:
+        """Fill `times` from the engine's news about this request, until `unwatch`."""
+        self._watched[request_id] = times
+
+    def unwatch(self, request_id: str) -> None:
+        """The request is over."""
+        self._watched.pop(request_id, None)
+
+    def note(self, deltas: Sequence[RequestDelta]) -> None:
+        """The engine's news."""
+        now = time.monotonic()
+        for delta in deltas:
+            times = self._watched.get(delta.request_id)
+            if times is not None:
+                self._note(times, delta, now)
+
+    def _note(self, times: PromptTimes, delta: RequestDelta, now: float) -> None:
+        """All that is done per token: a few microseconds."""
+        if times.sampled is None:
+            times.note(delta)
+        for choice in delta.choices:
+            if not choice.token_ids or times.reasons[choice.index] is not None:
+                continue  # nothing new, or after the stop string that ended it here
+            last = times.latest[choice.index]
+            if last >= 0.0:
+                self._inter_token.observe(now - last)
+            elif times.first_token is None:
+                times.first_token = now
+                self._first_token.observe(max(0.0, now - times.arrival))
+            times.latest[choice.index] = times.last_token = now
+
+    def prompt_done(self, times: PromptTimes) -> None:
+        """All answers to a prompt are complete: those that were cut short would tell of the client."""
+        if any(reason not in ("stop", "length") for reason in times.reasons):
+            return
+        self._total.observe(max(0.0, time.monotonic() - times.arrival))
+        for histogram, seconds in (
+            (self._queue, times.queue_seconds),
+            (self._prefill, times.prefill_seconds),
+            (self._decode, times.decode_seconds),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+        longest = max(times.generated)
+        if times.decode_seconds is not None and longest > 1:
+            self._per_output_token.observe(times.decode_seconds / (longest - 1))
+        self._prompt_tokens.observe(times.num_prompt)
+        self._generation_tokens.observe(sum(times.generated))
+
+    def input_done(self, times: PromptTimes) -> None:
+        """An input has its vector, its classes or its masked tokens."""
+        self.finished("stop")  # as vLLM counts them
+        self._total.observe(max(0.0, time.monotonic() - times.arrival))
+        for histogram, seconds in ((self._queue, times.queue_seconds), (self._prefill, times.prefill_seconds)):
+            if seconds is not None:
+                histogram.observe(seconds)
+        self._prompt_tokens.observe(times.num_prompt)
+
+    # ---------------------------------------------------------------- how requests end
+
+    def finished(self, reason: str, count: int = 1) -> None:
+        """So many answers have ended for that reason."""
+        self._by_reason[reason].inc(count)
+
+    def aborted(self, reason: str, count: int = 1) -> None:
+        """So many requests were ended before their answers were complete."""
+        self._aborted.labels(reason).inc(count)
+
+    def rejected(self, reason: str) -> None:
+        """A request was answered with 503 or 429 before anything was done for it."""
+        self._rejected.labels(reason).inc()
+
+    def store_failed(self) -> None:
+        """The store of responses could not do what it was asked."""
+        self._store_failures.inc()
+
+    def connection_dropped(self, kind: str) -> None:
+        """A connection was closed for another one."""
+        self._dropped.labels(kind).inc()

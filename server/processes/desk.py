@@ -1,0 +1,135 @@
+"""What counts for all fronts: one desk for each, over gates and keys' counts that they share. What a front held that is
+gone is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from server.admission import Admission, Ticket
+from server.commons import Admissions
+from server.door.key_counts import KeyCounts
+from server.errors import ApiError
+from server.processes.messages import (
+    Admit,
+    BeginKey,
+    Body,
+    Done,
+    EndKey,
+    Finished,
+    GateName,
+    KeyBegun,
+    LookAt,
+    Measured,
+    Progressed,
+    Refused,
+    Release,
+    Started,
+)
+
+
+class Counts:
+    """What all desks share.
+
+    Args:
+        make: the gates, given what is told why a request is refused.
+        keys: what API keys have running.
+    """
+
+    def __init__(self, make: Callable[[Callable[[str], None]], Admissions], keys: KeyCounts):
+        self._reason: str | None = None
+        self.admissions = make(self._refuse)
+        self.keys = keys
+
+    def gate(self, name: GateName) -> Admission:
+        """A gate by its name."""
+        gate = getattr(self.admissions, name)
+        assert isinstance(gate, Admission)
+        return gate
+
+    def tried(self, work: Callable[[], object]) -> Done | Refused:
+        """Do something that may be refused."""
+        self._reason = None
+        try:
+            work()
+        except ApiError as error:
+            headers = None if error.headers is None else dict(error.headers)
+            return Refused(error.status_code, error.message, error.param, error.code, headers, self._reason)
+        return Done()
+
+    def _refuse(self, reason: str) -> None:
+        self._reason = reason
+
+
+class Desk:
+    """One front's.
+
+    Args:
+        counts: of all fronts.
+    """
+
+    def __init__(self, counts: Counts):
+        self._counts = counts
+        self._places: dict[int, Ticket] = {}
+        self._keys: dict[int, str] = {}  # tenants of requests that are counted, by their numbers
+        self._ended: set[int] = set()  # of requests that are still to be counted
+        self._closed = False
+
+    def answer(self, body: Body) -> Body | Awaitable[Body] | None:
+        """What answers a message of the front, if it is one about counts."""
+        match body:
+            case LookAt(gate, tenant):
+                return self._counts.tried(lambda: self._counts.gate(gate).check(tenant))
+            case Admit():
+                return self._counts.tried(lambda: self._admit(body))
+            case Measured(place, exact):
+                return self._counts.tried(lambda: self._places[place].measure(exact))
+            case Started(place, index):
+                self._places[place].started(index)
+            case Progressed(place, index, tokens):
+                self._places[place].progressed(index, tokens)
+            case Finished(place, index):
+                self._places[place].finished(index)
+            case Release(place):
+                self._release(place)
+            case BeginKey():
+                return self._begin(body)
+            case EndKey(number):
+                self._end(number)
+        return None
+
+    def close(self) -> int:
+        """The front is gone: all that it held is free. How many prompts it had not finished."""
+        self._closed = True
+        lost = sum(ticket.num_unfinished for ticket in self._places.values())
+        for place in list(self._places):
+            self._release(place)
+        for number in list(self._keys):
+            self._end(number)
+        return lost
+
+    def _admit(self, asked: Admit) -> None:
+        gate = self._counts.gate(asked.gate)
+        self._places[asked.place] = gate.reserve(asked.prompts, asked.tokens, asked.tenant, asked.deadline)
+
+    def _release(self, place: int) -> None:
+        ticket = self._places.pop(place, None)  # none if it was refused
+        if ticket is not None:
+            ticket.__exit__(None, None, None)
+
+    async def _begin(self, asked: BeginKey) -> KeyBegun:
+        begun = await self._counts.keys.begin(asked.tenant, asked.concurrency, asked.per_minute)
+        if begun.counted:
+            self._keys[asked.number] = asked.tenant
+            if self._closed or asked.number in self._ended:  # while Redis was asked
+                self._end(asked.number)
+        self._ended.discard(asked.number)
+        window = begun.window
+        shown = None if window is None else (window.allowed, window.limit, window.remaining, window.reset)
+        return KeyBegun(begun.running, shown, begun.counted)
+
+    def _end(self, number: int) -> None:
+        tenant = self._keys.pop(number, None)
+        if tenant is None:
+            self._ended.add(number)
+        else:
+            self._counts.keys.end(tenant)

@@ -1,0 +1,117 @@
+"""A line between a front and the desk: messages in their order, questions with answers. When one side ends, however
+that comes about, the other one reads it as the closing of the line."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Self, cast
+
+from server.processes.messages import Body, Frame, decode, encode
+
+_HEADER = 4  # bytes of a message's length
+
+# Takes a message; what answers it, or what will, or None.
+Answerer = Callable[[Body], Body | Awaitable[Body] | None]
+
+
+class Line(asyncio.Protocol):
+    """One side of a line. Use from one event loop.
+
+    Args:
+        answer: called with each message that is no answer, in their order. It must not raise.
+        lost: called when the line is closed.
+    """
+
+    def __init__(self, answer: Answerer, lost: Callable[[], None]):
+        self._answer = answer
+        self._lost = lost
+        self._unread = bytearray()
+        self._asked: dict[int, asyncio.Future[Body]] = {}
+        self._number = 0
+        self._answering: set[asyncio.Task[None]] = set()
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def over(cls, connection: socket.socket, answer: Answerer, lost: Callable[[], None]) -> Self:
+        """A line over a connected socket, which it closes."""
+        line = cls(answer, lost)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: line, sock=connection)
+        return line
+
+    def tell(self, body: Body) -> None:
+        """Send what needs no answer; nothing happens where the line is closed."""
+        self._send(Frame(0, False, body))
+
+    async def ask(self, body: Body) -> Body:
+        """The answer to a question.
+
+        Raises:
+            ConnectionError: the line is closed.
+        """
+        if self._transport is None:
+            raise ConnectionError("the line is closed")
+        self._number += 1
+        number = self._number
+        future: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        try:
+            self._send(Frame(number, False, body))
+            return await future
+        finally:
+            del self._asked[number]
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _send(self, frame: Frame) -> None:
+        if self._transport is not None:
+            data = encode(frame)
+            self._transport.write(len(data).to_bytes(_HEADER, "big") + data)
+
+    # ---------------------------------------------------------------- the protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The line is open."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Take in all messages that are there as a whole."""
+        self._unread += data
+        begin = 0
+        while (body := begin + _HEADER) <= len(self._unread):
+            end = body + int.from_bytes(self._unread[begin:body], "big")
+            if end > len(self._unread):
+                break
+            self._receive(decode(self._unread[body:end]))
+            begin = end
+        del self._unread[:begin]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The other side is gone."""
+        self._transport = None
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(ConnectionError("the line is closed"))
+        self._lost()
+
+    def _receive(self, frame: Frame) -> None:
+        if frame.answers:
+            future = self._asked.get(frame.number)
+            if future is not None and not future.done():
+                future.set_result(frame.body)
+            return
+        answer = self._answer(frame.body)
+        if isinstance(answer, Awaitable):
+            task = asyncio.ensure_future(self._answer_later(frame.number, answer))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        elif answer is not None:
+            self._send(Frame(frame.number, True, answer))
+
+    async def _answer_later(self, number: int, answer: Awaitable[Body]) -> None:
+        self._send(Frame(number, True, await answer))

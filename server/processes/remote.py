@@ -1,0 +1,237 @@
+"""What a front has in common with the others: it asks the desk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from engine import EngineInfo, EngineStats, RequestDelta
+from server.answering.turns import Turns
+from server.commons import Commons
+from server.door.key_counts import Begun
+from server.door.rates import Window
+from server.errors import ApiError
+from server.metrics.requests import RequestMetrics
+from server.processes.line import Line
+from server.processes.messages import (
+    Admit,
+    BeginKey,
+    Body,
+    CancelElsewhere,
+    Cancelled,
+    EndKey,
+    Finished,
+    GateName,
+    KeyBegun,
+    LookAt,
+    Measured,
+    Progressed,
+    Refused,
+    Release,
+    Render,
+    Rendered,
+    Started,
+)
+
+T = TypeVar("T")
+
+_numbers = count(1)
+
+
+class RemoteGate:
+    """A gate whose counts the desk keeps.
+
+    Args:
+        line: to it.
+        name: the gate's.
+        rejected: told why, for each refused request.
+    """
+
+    def __init__(self, line: Line, name: GateName, rejected: Callable[[str], None]):
+        self._line = line
+        self._name = name
+        self._rejected = rejected
+
+    async def look(self, tenant: str | None = None) -> None:
+        """Raises ApiError: 503, there is no room."""
+        await self.ask(LookAt(self._name, tenant))
+
+    async def admit(
+        self, prompts: int, tokens: int, tenant: str | None = None, deadline: float | None = None
+    ) -> RemotePlace:
+        """Raises ApiError: there is no room."""
+        place = RemotePlace(self, self._line, prompts)
+        try:
+            await self.ask(Admit(place.number, self._name, prompts, tokens, tenant, deadline))
+        except BaseException:  # whose answer may come too late
+            place.release()
+            raise
+        return place
+
+    async def ask(self, question: Body) -> None:
+        """Raises ApiError: the desk refuses it."""
+        answer = await self._line.ask(question)
+        if isinstance(answer, Refused):
+            if answer.reason is not None:
+                self._rejected(answer.reason)
+            raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code, headers=answer.headers)
+
+
+class RemotePlace:
+    """The slots of one request, at the desk.
+
+    Attributes:
+        number: by which the desk knows it.
+        num_unfinished: prompts that have not ended in order, also after the release.
+    """
+
+    def __init__(self, gate: RemoteGate, line: Line, prompts: int):
+        self._gate = gate
+        self._line = line
+        self._held = [True] * prompts
+        self._released = False
+        self.number = next(_numbers)
+        self.num_unfinished = prompts
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give back what is still held; idempotent."""
+        if not self._released:
+            self._released = True
+            self._line.tell(Release(self.number))
+
+    async def measured(self, tokens: Sequence[int]) -> None:
+        """Raises ApiError: 503, these are too many."""
+        await self._gate.ask(Measured(self.number, list(tokens)))
+
+    def started(self, index: int) -> None:
+        """A prompt's first token has come."""
+        if not self._released:
+            self._line.tell(Started(self.number, index))
+
+    def progressed(self, index: int, tokens: int) -> None:
+        """So many of a prompt's tokens wait no longer."""
+        if not self._released:
+            self._line.tell(Progressed(self.number, index, tokens))
+
+    def finished(self, index: int) -> None:
+        """A prompt's answers are complete."""
+        if self._held[index] and not self._released:
+            self._held[index] = False
+            self.num_unfinished -= 1
+            self._line.tell(Finished(self.number, index))
+
+
+class RemoteKeys:
+    """API keys' requests, counted at the desk.
+
+    Args:
+        line: to it.
+    """
+
+    def __init__(self, line: Line):
+        self._line = line
+        self._counted: dict[str, list[int]] = {}  # numbers of requests that run, by tenant
+
+    async def begin(self, tenant: str, concurrency: int | None, per_minute: int | None) -> Begun:
+        """A request of a key has come."""
+        number = next(_numbers)
+        try:
+            answer = _of(KeyBegun, await self._line.ask(BeginKey(number, tenant, concurrency, per_minute)))
+        except BaseException:  # whose answer may come too late
+            self._line.tell(EndKey(number))
+            raise
+        if answer.counted:
+            self._counted.setdefault(tenant, []).append(number)
+        return Begun(answer.running, None if answer.window is None else Window(*answer.window), answer.counted)
+
+    def end(self, tenant: str) -> None:
+        """One that was counted has ended; which of a tenant's it is, makes no difference."""
+        numbers = self._counted[tenant]
+        self._line.tell(EndKey(numbers.pop()))
+        if not numbers:
+            del self._counted[tenant]
+
+
+class Steps:
+    """Tells what each step of the engine was, from its statistics.
+
+    Attributes:
+        stepped: told of each step's tokens, and of how many requests wait for the next.
+    """
+
+    def __init__(self) -> None:
+        self._latest = EngineStats()
+        self.stepped: Callable[[int, int], None] = lambda tokens, num_waiting: None
+
+    def follow(self, stats: EngineStats) -> None:
+        """The latest statistics; those of a new engine begin at 0."""
+        before = self._latest if stats.num_steps >= self._latest.num_steps else EngineStats()
+        self._latest = stats
+        steps = stats.num_steps - before.num_steps
+        if steps > 0:
+            self.stepped((stats.computed_tokens - before.computed_tokens) // steps, stats.num_waiting)
+
+
+def remote_commons(line: Line, metrics: RequestMetrics, steps: Steps, num_fronts: int) -> Commons:
+    """Those of a front.
+
+    Args:
+        line: to the desk.
+        metrics: where the front counts.
+        steps: of the engine, which the front's inputs follow.
+        num_fronts: how many there are; inputs in the engine are shared out among them.
+    """
+
+    def make_turns(info: EngineInfo) -> Turns:
+        turns = Turns(max(info.max_num_seqs // num_fronts, 1), max(info.max_num_batched_tokens // num_fronts, 1))
+        steps.stepped = turns.stepped
+        return turns
+
+    async def render(accept: str | None) -> tuple[bytes, str]:
+        answer = _of(Rendered, await line.ask(Render(accept)))
+        return answer.content, answer.content_type
+
+    async def cancel(response_id: str, tenant: str | None) -> dict[str, Any] | None:
+        answer = _of(Cancelled, await line.ask(CancelElsewhere(response_id, tenant))).answer
+        return None if answer is None else json.loads(answer)
+
+    async def close() -> None:
+        """The line is closed last."""
+
+    return Commons(
+        metrics=metrics,
+        generating=RemoteGate(line, "generating", metrics.rejected),
+        pooling=RemoteGate(line, "pooling", metrics.rejected),
+        tokenizing=RemoteGate(line, "tokenizing", metrics.rejected),
+        keys=RemoteKeys(line),
+        make_turns=make_turns,
+        render=render,
+        cancel=cancel,
+        close=close,
+    )
+
+
+def follow_news(metrics: RequestMetrics, steps: Steps) -> Callable[[Sequence[RequestDelta], EngineStats], None]:
+    """What listens to the engine's news."""
+
+    def on_news(deltas: Sequence[RequestDelta], stats: EngineStats) -> None:
+        steps.follow(stats)
+        metrics.note(deltas)
+
+    return on_news
+
+
+def _of(kind: type[T], answer: Body) -> T:
+    assert isinstance(answer, kind), answer
+    return answer

@@ -1,0 +1,405 @@
+"""A service with several processes that answer HTTP: fronts, beside one engine. This process starts them on one socket,
+replaces those that end, and counts for all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from engine import ConfigError, EngineConfig, OctavoError
+from engine.host.children import signals_held
+from engine.host.logs import LogFormat
+from engine.process.client import ProcessEngineClient
+from server.commons import Admissions
+from server.config.settings import ServerSettings
+from server.door.connection import LAST_WORDS
+from server.door.drain import Drain
+from server.door.key_counts import KeyCounts
+from server.door.keys import read_api_keys
+from server.door.listening import Listener
+from server.door.rates import RequestRates
+from server.door.reload import NO_FILE
+from server.door.shares import Shares
+from server.life import announcement, end_at_second_signal, load, say_end, tell_when_unreachable
+from server.metrics.exposition import Exposition
+from server.metrics.processes import ProcessUse
+from server.processes.desk import Counts, Desk
+from server.processes.line import Line
+from server.processes.messages import (
+    Begin,
+    Body,
+    CancelElsewhere,
+    CancelHere,
+    Cancelled,
+    Count,
+    Counted,
+    EngineDied,
+    EngineServes,
+    Failed,
+    GiveUp,
+    Ready,
+    ReloadKeys,
+    Render,
+    Rendered,
+    Stop,
+)
+from server.serving import loop_factory
+from server.watchdog import STUCK, LoopWatchdog, restart_when_stuck
+
+logger = logging.getLogger("octavo.server")
+
+_PATIENCE = 1.0  # seconds that a front gets to say what it has, where all are asked
+_GRACE = 2.0  # seconds to end after its line is closed
+_FIRST_DELAY, _MAX_DELAY = 0.5, 30.0  # seconds before a front that could not start is started again
+
+
+def serve_several(
+    config: EngineConfig,
+    settings: ServerSettings,
+    model_id: str,
+    version: str,
+    listener: Listener,
+    log_format: LogFormat,
+) -> int:
+    """Load the model, and serve until a signal; the exit status.
+
+    Raises:
+        OctavoError: the model cannot be loaded, or a setting is wrong.
+    """
+    read_api_keys(settings)  # what is wrong with them is said before the model loads
+    client = load(config, settings, log_format)
+    with tempfile.TemporaryDirectory(prefix="octavo-metrics-") as folder:
+        begin = Begin(
+            name=b"",
+            settings=settings.model_dump_json(include=set(ServerSettings.model_fields)),
+            model=config.model,
+            tokenizer=config.tokenizer,
+            revision=config.revision,
+            hf_token=config.hf_token,
+            skip_tokenizer_init=config.skip_tokenizer_init,
+            version=version,
+            model_id=model_id,
+            created=int(time.time()),
+            listener=listener.socket.fileno(),
+            log_format=log_format,
+            place=0,
+            num_fronts=settings.api_server_count,
+            shares=str(Path(folder) / "connections"),
+            engine=_state(client),
+            tell_facts=False,
+        )
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            failure = runner.run(_Service(client, settings, listener, begin, folder).run())
+        return say_end(failure)
+
+
+def _state(client: ProcessEngineClient) -> EngineServes:
+    return EngineServes(client.address, client.info, client.stats(), client.num_restarts)
+
+
+@dataclass(eq=False, slots=True)
+class _Front:
+    """One front, from its start to its end.
+
+    Attributes:
+        place: among the fronts; one that is replaced has its successor's.
+        name: among the engine's clients.
+        ready: done once it listens.
+        counted: what it had when it was last asked.
+    """
+
+    place: int
+    name: bytes
+    process: subprocess.Popen[bytes]
+    desk: Desk
+    line: Line = field(init=False)
+    ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    counted: Counted = field(default_factory=lambda: Counted(0, 0))
+
+
+class _Service:
+    """The fronts, and what is done for all of them.
+
+    Args:
+        begin: a front's first words, but for its name.
+        folder: where fronts count: what one has counted remains when it ends.
+    """
+
+    def __init__(
+        self, client: ProcessEngineClient, settings: ServerSettings, listener: Listener, begin: Begin, folder: str
+    ):
+        self._client = client
+        self._settings = settings
+        self._listener = listener
+        self._begin = begin
+        self._folder = folder
+        Shares.make(Path(begin.shares), begin.num_fronts)
+        self._rates = RequestRates(settings.rate_limit_storage)
+        self._counts = Counts(lambda refuse: Admissions.of(client, settings, refuse), KeyCounts(self._rates))
+        self._fronts: dict[int, _Front] = {}  # by their places
+        self._num_started = 0
+        self._num_failures = 0  # starts in a row
+        self._burials: set[asyncio.Task[None]] = set()
+        self._drain = Drain()
+        self._over: asyncio.Future[str | None] | None = None
+        registry = CollectorRegistry()
+        counted = MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
+        self._exposition = Exposition(client, begin.model_id, begin.version, [counted], registry)
+        self._show(registry)
+        client.on_news = lambda deltas, stats: self._exposition.engine.follow(stats)
+        client.on_change = self._tell_engine
+
+    def _show(self, registry: CollectorRegistry) -> None:
+        self._exposition.show_admission(self._counts.admissions.generating, self._counts.admissions.pooling)
+        self._exposition.show_connections(lambda: sum(front.counted.connections for front in self._fronts.values()))
+        self._exposition.engine.also_waiting = lambda: sum(
+            front.counted.inputs_waiting for front in self._fronts.values()
+        )
+        self._replaced = Counter(
+            "octavo_http_process_failures", "Processes answering HTTP that ended and were replaced.", registry=registry
+        )
+        self._lost_prompts = Counter(
+            "octavo_prompts_lost", "Prompts whose answers were lost with such a process.", registry=registry
+        )
+        registry.register(ProcessUse(self._processes))
+
+    def _processes(self) -> dict[str, int]:
+        fronts = {f"http-{front.place}": front.process.pid for front in self._fronts.values()}
+        return {"desk": os.getpid(), "engine": self._client.pid, **dict(sorted(fronts.items()))}
+
+    # ---------------------------------------------------------------- from start to end
+
+    async def run(self) -> str | None:
+        """Serve until a signal, or until nothing can be served any more; why, in that case.
+
+        Raises:
+            OctavoError: a setting is wrong, or no front can start.
+        """
+        loop = asyncio.get_running_loop()
+        self._over = loop.create_future()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._signalled)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        watchdog = LoopWatchdog(self._settings.loop_timeout)
+        watches: list[asyncio.Task[None]] = []
+        try:
+            await asyncio.gather(*(self._start(place) for place in range(self._begin.num_fronts)))
+            watchdog.start()
+            watches = [
+                asyncio.create_task(watch)
+                for watch in (
+                    self._stop_on_failure(),
+                    restart_when_stuck(self._client, STUCK * self._settings.liveness_timeout),
+                    tell_when_unreachable(self._listener, self._drain),
+                )
+            ]
+            if not self._over.done():
+                address = announcement(self._settings, self._listener, self._begin.model_id)
+                logger.info("%s, with %d processes that answer.", address, self._begin.num_fronts)
+            failure = await self._over
+            await self._stop()
+            return failure
+        finally:
+            for watch in watches:
+                watch.cancel()
+            for front in self._fronts.values():
+                front.process.kill()
+            await self._client.close()
+            await self._rates.close()
+            watchdog.stop()
+
+    def _signalled(self) -> None:
+        if self._drain.draining:
+            for front in self._fronts.values():
+                front.process.kill()
+            end_at_second_signal(self._listener)  # neither the engine's step nor a client is waited for
+        self._drain.begin()
+        self._tell_all(Stop())  # one that starts does not serve first
+        self._end(None)
+
+    def _hang_up(self) -> None:
+        if self._settings.api_key_file is None:
+            logger.warning(NO_FILE)
+        else:
+            self._tell_all(ReloadKeys())
+
+    def _end(self, failure: str | None) -> None:
+        assert self._over is not None
+        if not self._over.done():
+            self._over.set_result(failure)
+
+    async def _stop_on_failure(self) -> None:
+        self._end(await self._client.wait_failed())
+
+    async def _stop(self) -> None:
+        limit = self._settings.shutdown_timeout
+        logger.info(
+            "Stopping; what the processes are answering gets up to %g seconds. A second signal stops at once.", limit
+        )
+        self._drain.begin()
+        self._listener.socket.close()  # else what connects to a socket that no front reads would wait
+        self._tell_all(Stop())
+        late = time.monotonic() + limit + 3 * LAST_WORDS + _GRACE
+        while self._fronts and time.monotonic() < late:
+            await asyncio.sleep(0.02)
+
+    def _tell_all(self, body: Body) -> None:
+        for front in self._fronts.values():
+            front.line.tell(body)
+
+    def _tell_engine(self) -> None:
+        self._tell_all(self._engine())
+
+    def _engine(self) -> EngineServes | EngineDied:
+        return _state(self._client) if self._client.is_alive else EngineDied(self._client.death or "it is shut down")
+
+    # ---------------------------------------------------------------- fronts come and go
+
+    async def _start(self, place: int) -> None:
+        """Start a front, and wait until it listens.
+
+        Raises:
+            OctavoError: it cannot.
+        """
+        self._num_started += 1
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, signals_held():
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "server.processes.front"],
+                    stdin=theirs.fileno(),
+                    pass_fds=(self._begin.listener,),
+                    env=self._environment(),
+                )
+        except OSError as problem:
+            ours.close()
+            raise OctavoError(f"cannot start a process that answers HTTP ({sys.executable}): {problem}.") from problem
+        front = _Front(place, f"front-{self._num_started}".encode(), process, Desk(self._counts))
+        self._fronts[place] = front
+        front.line = await Line.over(ours, partial(self._answer, front), partial(self._gone, front))
+        front.line.tell(self._first_words(front))
+        if not self._client.is_alive:
+            front.line.tell(self._engine())
+        if self._drain.draining:
+            front.line.tell(Stop())
+        await front.ready
+
+    def _first_words(self, front: _Front) -> Begin:
+        engine = _state(self._client) if self._client.is_alive else self._begin.engine
+        words = {name: getattr(self._begin, name) for name in self._begin.__struct_fields__}
+        return Begin(
+            **words
+            | {"name": front.name, "place": front.place, "engine": engine, "tell_facts": front.name == b"front-1"}
+        )
+
+    def _environment(self) -> dict[str, str]:
+        # The same modules as here, however they were found. Its metrics are in files, which others can read.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        return os.environ | {"PYTHONPATH": path, "PROMETHEUS_MULTIPROC_DIR": self._folder}
+
+    def _gone(self, front: _Front) -> None:
+        """Its line is closed: nothing of it counts any more, and its requests end."""
+        if self._fronts.get(front.place) is front:
+            del self._fronts[front.place]
+        Shares(Path(self._begin.shares), front.place).show(0)
+        lost = front.desk.close()
+        self._client.dismiss(front.name)
+        burial = asyncio.ensure_future(self._bury(front, lost))
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
+
+    async def _bury(self, front: _Front, lost: int) -> None:
+        status = await asyncio.to_thread(_end, front.process)
+        if not front.ready.done() and self._drain.draining:
+            front.ready.set_result(None)
+        elif not front.ready.done():
+            problem = f"a process that answers HTTP ended with status {status} before it served; see its log lines."
+            front.ready.set_exception(OctavoError(problem))
+        elif not self._drain.draining and front.ready.exception() is None:
+            self._replaced.inc()
+            self._lost_prompts.inc(lost)
+            logger.error(
+                "Process %d, which answered HTTP, has ended with status %d; %d prompts are lost with it. Another one "
+                "takes its place.",
+                front.process.pid, status, lost,
+            )  # fmt: skip
+            await self._replace(front.place)
+
+    async def _replace(self, place: int) -> None:
+        while not self._drain.draining:
+            try:
+                await self._start(place)
+            except OctavoError as problem:
+                self._num_failures += 1
+                if self._num_failures >= self._settings.max_engine_failures and not self._fronts:
+                    self._end(str(problem))
+                    return
+                delay = min(_FIRST_DELAY * 2 ** (self._num_failures - 1), _MAX_DELAY)
+                logger.error("No other process could take its place (again in %.1f s): %s", delay, problem)
+                await asyncio.sleep(delay)
+            else:
+                self._num_failures = 0
+                logger.info("Another process answers HTTP in its place.")
+                return
+
+    # ---------------------------------------------------------------- what fronts ask
+
+    def _answer(self, front: _Front, body: Body) -> Body | Awaitable[Body] | None:
+        match body:
+            case Ready():
+                front.ready.set_result(None)
+            case Failed(message):
+                front.ready.set_exception(ConfigError(message))
+            case GiveUp(cause):
+                self._client.give_up(cause)
+            case Render(accept):
+                return self._render(accept)
+            case CancelElsewhere(response_id, tenant):
+                return self._cancel(front, CancelHere(response_id, tenant))
+            case _:
+                return front.desk.answer(body)
+        return None
+
+    async def _render(self, accept: str | None) -> Rendered:
+        await asyncio.gather(*(self._count(front) for front in list(self._fronts.values())))
+        return Rendered(*self._exposition.render(accept))
+
+    async def _count(self, front: _Front) -> None:
+        with contextlib.suppress(TimeoutError, ConnectionError):  # it is busy, or has just ended
+            async with asyncio.timeout(_PATIENCE):
+                counted = await front.line.ask(Count())
+                assert isinstance(counted, Counted)
+                front.counted = counted
+
+    async def _cancel(self, asking: _Front, question: CancelHere) -> Cancelled:
+        for front in list(self._fronts.values()):
+            if front is not asking:
+                with contextlib.suppress(ConnectionError):
+                    found = await front.line.ask(question)
+                    if isinstance(found, Cancelled) and found.answer is not None:
+                        return found
+        return Cancelled(None)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process to end, and end it if it does not."""
+    try:
+        return process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

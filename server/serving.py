@@ -1,0 +1,142 @@
+"""A process that answers HTTP: uvicorn with the service's door, from its first connection to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.loops.auto import auto_loop_factory
+
+from server.config.settings import ServerSettings
+from server.door.accepting import Acceptor
+from server.door.connection import LAST_WORDS, close_connections, drain_connections
+from server.door.drain import Drain
+from server.door.protocol import HEAD_TIMEOUT, http_protocol
+from server.door.root_path import RootPath
+from server.door.slots import FEW, Slot, Slots, count_slots
+from server.watchdog import LoopWatchdog
+
+KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they end it, not we
+
+logger = logging.getLogger("octavo.server")
+
+
+def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+    """uvicorn with the service's protocol and logs, on uvloop where there is one, without websockets."""
+    return uvicorn.Config(
+        RootPath(app, settings.root_path),
+        http=http_protocol(settings),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        forwarded_allow_ips=settings.forwarded_allow_ips,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_keyfile_password=settings.ssl_keyfile_password,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=settings.shutdown_timeout,
+    )
+
+
+class Server(uvicorn.Server):
+    """uvicorn, telling when it listens, and answering while it drains.
+
+    Args:
+        config: of `uvicorn_config`.
+        settings: of the service.
+        drain: told when it stops.
+        slots: one for each connection.
+        watches: run from its start to its end.
+        listening: called once it listens.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        settings: ServerSettings,
+        drain: Drain,
+        slots: Slots,
+        watches: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+        listening: Callable[[], None],
+    ):
+        super().__init__(config)
+        self._drain = drain
+        self._slots = slots
+        self._max_connections = settings.max_connections
+        self._watchdog = LoopWatchdog(settings.loop_timeout)
+        self._to_watch = watches
+        self._listening = listening
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        # What is here now stays: a full collection that looked through it would hold up every stream.
+        gc.collect()
+        gc.freeze()
+        self._watchdog.start()
+        self._watches = [asyncio.create_task(watch()) for watch in self._to_watch]
+        self._slots.sizes = count_slots(self._max_connections)
+        self._slots.shared = self._max_connections is not None
+        self._say_slots()
+        for listener in sockets or []:
+            acceptor = Acceptor(listener, self._slots, self._make_protocol, self.config.ssl, HEAD_TIMEOUT)
+            acceptor.start(self.config.backlog)
+            self.servers.append(cast("asyncio.base_events.Server", acceptor))
+        self._listening()
+
+    def _make_protocol(self, slot: Slot) -> asyncio.Protocol:
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state, slot=slot)
+
+    def _say_slots(self) -> None:
+        sizes, wanted = self._slots.sizes, self._max_connections
+        limit = "The limit of open files (ulimit -n) leaves room for %d connections at a time"
+        if wanted is not None and wanted > sizes.fitting:
+            logger.warning(f"{limit}, not for max_connections (%d).", sizes.fitting, wanted)
+        elif wanted is None and sizes.fitting < FEW:
+            logger.warning(f"{limit}; beyond those, health and metrics alone are answered.", sizes.fitting)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        limit = float(self.config.timeout_graceful_shutdown or 0)
+        deadline = time.monotonic() + limit
+        logger.info(
+            "Stopping; %d running requests get up to %g seconds. A second signal stops at once.",
+            self._drain.num_running,
+            limit,
+        )
+        await drain_connections(self._drain, self.server_state.connections, limit)
+        # Nothing runs any more; what is left is to close what listens, and the bytes on their way.
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        await close_connections(self.server_state.connections, max(deadline - time.monotonic(), LAST_WORDS))
+        self.config.timeout_graceful_shutdown = 1
+        await super().shutdown(sockets)
+        self._watchdog.stop()
+
+    def stop(self) -> None:
+        """Serve nothing new, and end when what runs has ended; safe in a signal's handler."""
+        self._drain.begin()
+        self.should_exit = True
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Makes event loops as uvicorn does."""
+    return auto_loop_factory(use_subprocess=False)
+
+
+def end_soon(end: Callable[[], object]) -> None:
+    """All is closed by now but what threads still compute in vain, such as a long text's tokens: they get a moment."""
+    timer = threading.Timer(LAST_WORDS, end)
+    timer.daemon = True
+    timer.start()
