@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -280,12 +281,22 @@ def test_a_second_signal_stops_all_at_once(services: Any) -> None:
     assert "second signal" in service.log.read_text()
 
 
-def test_nothing_is_left_when_the_first_process_is_killed(services: Any) -> None:
-    service = services()
-    pids = [*fronts(service), service.engine()]
-    service.process.kill()
-    for pid in pids:
-        wait_for(lambda pid=pid: not is_running(pid), f"process {pid} is left")
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_nothing_is_left_when_the_first_process_has_ended(
+    services: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        service = services()
+        pids = [*fronts(service), service.engine()]
+        assert list(Path(folder).glob("octavo-ipc-*/metrics/counter_*.db"))
+        if how == "killed":
+            service.process.kill()
+        else:
+            assert service.stop() == 0
+        for pid in pids:
+            wait_for(lambda pid=pid: not is_running(pid), f"process {pid} is left")
+        wait_for(lambda: not list(Path(folder).glob("octavo-*")), "files are left")
 
 
 def test_an_answer_is_cancelled_whichever_process_streams_it(services: Any, tmp_path: Path) -> None:

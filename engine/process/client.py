@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import OctavoError
@@ -111,6 +112,11 @@ class ProcessEngineClient(ConnectedClient):
     def address(self) -> str:
         """The ZeroMQ address of the engine, for further clients on this machine; another one after each restart."""
         return self._process.address
+
+    @property
+    def folder(self) -> Path:
+        """One for this user alone. The engine's process removes it if this one ends without closing the client."""
+        return self._folder
 
     @property
     def pid(self) -> int:

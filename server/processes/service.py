@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -83,29 +82,30 @@ def serve_several(
     """
     read_api_keys(settings)  # what is wrong with them is said before the model loads
     client = load(config, settings, log_format)
-    with tempfile.TemporaryDirectory(prefix="octavo-metrics-") as folder:
-        begin = Begin(
-            name=b"",
-            settings=settings.model_dump_json(include=set(ServerSettings.model_fields)),
-            model=config.model,
-            tokenizer=config.tokenizer,
-            revision=config.revision,
-            hf_token=config.hf_token,
-            skip_tokenizer_init=config.skip_tokenizer_init,
-            version=version,
-            model_id=model_id,
-            created=int(time.time()),
-            listener=listener.socket.fileno(),
-            log_format=log_format,
-            place=0,
-            num_fronts=settings.api_server_count,
-            shares=str(Path(folder) / "connections"),
-            engine=_state(client),
-            tell_facts=False,
-        )
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            failure = runner.run(_Service(client, settings, listener, begin, folder).run())
-        return say_end(failure)
+    folder = client.folder / "metrics"
+    folder.mkdir()
+    begin = Begin(
+        name=b"",
+        settings=settings.model_dump_json(include=set(ServerSettings.model_fields)),
+        model=config.model,
+        tokenizer=config.tokenizer,
+        revision=config.revision,
+        hf_token=config.hf_token,
+        skip_tokenizer_init=config.skip_tokenizer_init,
+        version=version,
+        model_id=model_id,
+        created=int(time.time()),
+        listener=listener.socket.fileno(),
+        log_format=log_format,
+        place=0,
+        num_fronts=settings.api_server_count,
+        shares=str(folder / "connections"),
+        engine=_state(client),
+        tell_facts=False,
+    )
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        failure = runner.run(_Service(client, settings, listener, begin, folder).run())
+    return say_end(failure)
 
 
 def _state(client: ProcessEngineClient) -> EngineServes:
@@ -141,7 +141,7 @@ class _Service:
     """
 
     def __init__(
-        self, client: ProcessEngineClient, settings: ServerSettings, listener: Listener, begin: Begin, folder: str
+        self, client: ProcessEngineClient, settings: ServerSettings, listener: Listener, begin: Begin, folder: Path
     ):
         self._client = client
         self._settings = settings
@@ -158,7 +158,7 @@ class _Service:
         self._drain = Drain()
         self._over: asyncio.Future[str | None] | None = None
         registry = CollectorRegistry()
-        counted = MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
+        counted = MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
         self._exposition = Exposition(client, begin.model_id, begin.version, [counted], registry)
         self._show(registry)
         client.on_news = lambda deltas, stats: self._exposition.engine.follow(stats)
@@ -310,7 +310,7 @@ class _Service:
     def _environment(self) -> dict[str, str]:
         # The same modules as here, however they were found. Its metrics are in files, which others can read.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        return os.environ | {"PYTHONPATH": path, "PROMETHEUS_MULTIPROC_DIR": self._folder}
+        return os.environ | {"PYTHONPATH": path, "PROMETHEUS_MULTIPROC_DIR": str(self._folder)}
 
     def _gone(self, front: _Front) -> None:
         """Its line is closed: nothing of it counts any more, and its requests end."""
