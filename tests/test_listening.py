@@ -108,7 +108,7 @@ def test_an_open_door_is_pointed_out(
     def stop_here(*arguments: object) -> None:
         raise _EnoughError
 
-    monkeypatch.setattr(run, "_prepare", stop_here)
+    monkeypatch.setattr(run, "serve_alone", stop_here)
     monkeypatch.setattr(run, "_set_up_logging", lambda settings: None)
     with caplog.at_level(logging.WARNING), pytest.raises(_EnoughError):
         run.serve(EngineConfig(model="m"), ServerSettings(port=0, **settings), "0", notes=["first of all"])
@@ -204,7 +204,7 @@ def test_a_certificate_that_cannot_be_used(
     assert "wrong-word" not in str(refused.value)
     assert "\n" not in str(refused.value)
     # Before anything slow is tried.
-    monkeypatch.setattr(run, "_load", lambda *arguments: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(run, "serve_alone", lambda *arguments: pytest.fail("the service was started"))
     monkeypatch.setattr(run, "_set_up_logging", lambda settings: None)
     with pytest.raises(StartupError, match=said):
         run.serve(EngineConfig(model="m"), settings, "0")
