@@ -8,26 +8,17 @@ import signal
 from functools import partial
 from types import FrameType
 
-from fastapi import FastAPI
-
 from engine import EngineConfig
 from engine.host.logs import LogFormat
-from engine.process.client import EngineClient
-from server.app import create_app
+from server.assembly import Assembly, assemble
 from server.config.settings import ServerSettings
-from server.door.drain import Drain
 from server.door.keys import KeyRing, read_api_keys
 from server.door.listening import Listener
 from server.door.reload import KeyReload
 from server.door.slots import Slots
-from server.facts import log_facts, read_tokenizer
-from server.life import announcement, end_at_once, end_at_second_signal, load, say_end, tell_when_unreachable
-from server.memory import MemoryGuard, find_limit
-from server.response_store import open_store
+from server.life import announcement, end_at_once, end_at_second_signal, say_end, tell_when_unreachable
 from server.serving import Server, end_soon, uvicorn_config
-from server.tracing.start import start_tracing
 from server.watchdog import STUCK, restart_when_stuck
-from server.workers.pool import shared_workers
 
 logger = logging.getLogger("octavo.server")
 
@@ -74,31 +65,11 @@ def _prepare(
     reload = KeyReload(settings, api_keys)
     reload.listen()  # before the file is read, so that no change of it is missed
     api_keys.replace(read_api_keys(settings))
-    tracing = start_tracing(settings, version)
-    response_store = open_store(settings)
-    client = load(config, settings, log_format)
-    tokenizer = read_tokenizer(config, client.info)
-    log_facts(client.info, tokenizer, model_id)
-    if tokenizer is not None and tokenizer.chat_template is not None:
-        shared_workers().start()  # they are ready when the first conversation comes
-    drain = Drain()
-    memory = MemoryGuard(find_limit(settings.max_api_memory))
-    app = create_app(
-        client,
-        tokenizer,
-        model_id,
-        version=version,
-        settings=settings,
-        drain=drain,
-        api_keys=api_keys,
-        tracing=tracing,
-        memory=memory,
-        response_store=response_store,
-    )
-    metrics = app.state.service.metrics
+    made = assemble(config, settings, model_id, version, log_format, api_keys)
+    metrics = made.app.state.service.metrics
     slots = Slots(settings.root_path, metrics.rejected, metrics.connection_dropped)
     metrics.exposition.show_connections(lambda: slots.num_open)
-    return _Server(app, client, drain, listener, announcement(settings, listener, model_id), reload, settings, slots)
+    return _Server(made, listener, announcement(settings, listener, model_id), reload, settings, slots)
 
 
 class _Server(Server):
@@ -110,9 +81,7 @@ class _Server(Server):
 
     def __init__(
         self,
-        app: FastAPI,
-        client: EngineClient,
-        drain: Drain,
+        made: Assembly,
         listener: Listener,
         announce: str,
         reload: KeyReload,
@@ -120,19 +89,19 @@ class _Server(Server):
         slots: Slots,
     ):
         super().__init__(
-            uvicorn_config(app, settings),
+            uvicorn_config(made.app, settings),
             settings,
-            drain,
+            made.drain,
             slots,
             watches=(
                 self._stop_on_failure,
-                partial(restart_when_stuck, client, STUCK * settings.liveness_timeout),
+                partial(restart_when_stuck, made.client, STUCK * settings.liveness_timeout),
                 reload.run,
-                partial(tell_when_unreachable, listener, drain),
+                partial(tell_when_unreachable, listener, made.drain),
             ),
             listening=partial(logger.info, announce),
         )
-        self._client = client
+        self._client = made.client
         self._listener = listener
         self.failure: str | None = None
 

@@ -3,7 +3,7 @@
 
     python3 tools/setup.py serve [ARGS]     set up, then run `octavo serve ARGS`
     python3 tools/setup.py test [ARGS]      set up, then run `pytest ARGS`; without ARGS all but the slow tests
-    python3 tools/setup.py test-all         set up, then run all tests; ten failures end it
+    python3 tools/setup.py test-all         set up with Ray (500 MB), then run all tests; ten failures end it
     python3 tools/setup.py test-real        set up with a real model (84 MB), then run the tests that need it
     python3 tools/setup.py test-examples    set up, then run every example against a started server
     python3 tools/setup.py test-browser     set up, then try the playground in a browser (needs Node.js and Chromium)
@@ -61,6 +61,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "octavo-setup.json"
 CLIENTS = Path("tests") / "clients"  # other clients' versions, which the tests run beside those of the constraints
+SCALE = Path("tests") / "scale"  # Ray, which only its tests see
 # On several cores; a file's tests stay together: they share what is costly to make.
 ALL_TESTS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 # What `pytest` is told where no ARGS are given.
@@ -260,9 +261,10 @@ def install_torch(pin: str, label: str, driver: bool, lock: int | None) -> None:
     run(command, lock, f"could not install {source.requirement}")
 
 
-def install_clients(root: Path, venv: Path, lock: int | None) -> None:
-    """Each list of pins into a folder of its own, .venv/clients/NAME, which only tests that ask for it see."""
-    for pins in sorted((root / CLIENTS).glob("*.txt")):
+def install_clients(root: Path, venv: Path, lock: int | None, folder: Path = CLIENTS) -> None:
+    """Each list of pins in `folder` into a folder of its own, .venv/clients/NAME, which only tests that ask for it
+    see."""
+    for pins in sorted((root / folder).glob("*.txt")):
         target = venv / "clients" / pins.stem
         done = target / "octavo-pins.txt"  # written last: what is complete is left alone
         if done.exists() and done.read_bytes() == pins.read_bytes():
@@ -356,6 +358,9 @@ def main(arguments: Sequence[str]) -> int:
         set_up(command)
         if command == "test-browser":
             install_browser_packages(ROOT)
+        if command == "test-all":
+            with only_one() as lock:
+                install_clients(ROOT, VENV, lock, SCALE)
         if command == "serve":
             become([str(program("octavo")), "serve", *extra])
         if command in TESTS:

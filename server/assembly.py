@@ -1,0 +1,80 @@
+"""A service in one process, without what carries it: the engine, the app over it, and what both have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+
+from engine import EngineConfig
+from engine.host.logs import LogFormat
+from engine.process.client import ProcessEngineClient
+from server.app import create_app
+from server.config.settings import ServerSettings
+from server.door.drain import Drain
+from server.door.keys import KeyRing
+from server.facts import log_facts, read_tokenizer
+from server.life import load
+from server.memory import MemoryGuard, find_limit
+from server.response_store import open_store
+from server.tracing.start import start_tracing
+from server.workers.pool import shared_workers
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What a server is to carry.
+
+    Attributes:
+        app: its lifespan closes the client at the end.
+        client: of an engine that has loaded.
+        drain: through which the app is told to stop.
+    """
+
+    app: FastAPI
+    client: ProcessEngineClient
+    drain: Drain
+
+
+def assemble(
+    config: EngineConfig,
+    settings: ServerSettings,
+    model_id: str,
+    version: str,
+    log_format: LogFormat,
+    api_keys: KeyRing,
+) -> Assembly:
+    """Load the model and build the app over it; blocks until it can serve.
+
+    Args:
+        config: the engine's settings.
+        settings: the service's.
+        model_id: the model's name to clients.
+        version: shown in the API's documentation.
+        log_format: of the engine's lines.
+        api_keys: asked at each request, so that they may change.
+
+    Raises:
+        OctavoError: the model cannot be loaded, or a setting is wrong.
+    """
+    tracing = start_tracing(settings, version)
+    response_store = open_store(settings)
+    client = load(config, settings, log_format)
+    tokenizer = read_tokenizer(config, client.info)
+    log_facts(client.info, tokenizer, model_id)
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        shared_workers().start()  # they are ready when the first conversation comes
+    drain = Drain()
+    app = create_app(
+        client,
+        tokenizer,
+        model_id,
+        version=version,
+        settings=settings,
+        drain=drain,
+        api_keys=api_keys,
+        tracing=tracing,
+        memory=MemoryGuard(find_limit(settings.max_api_memory)),
+        response_store=response_store,
+    )
+    return Assembly(app, client, drain)

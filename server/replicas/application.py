@@ -1,0 +1,98 @@
+"""The application that Ray Serve runs: `serve run server.replicas.application:build model=...`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from starlette.types import ASGIApp
+
+from engine import EngineConfig
+from server.config.settings import ServerSettings
+from server.replicas import router, scaling
+from server.replicas.options import read_arguments
+from server.replicas.replica import Replica
+
+_ROUTERS = {
+    "prefix": f"{router.__name__}:{router.PrefixRouter.__name__}",
+    "power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+}
+_GRACE = 5.0  # seconds beyond the service's own to close the engine
+
+
+@serve.ingress()
+class Octavo:
+    """A replica. Serve starts it, asks it, and ends it.
+
+    Args:
+        config: the engine's settings.
+        settings: the service's, as JSON.
+    """
+
+    async def __init__(self, config: EngineConfig, settings: str):  # type: ignore[misc]  # Serve awaits it
+        self._replica = await Replica.load(config, ServerSettings.model_validate_json(settings))
+        self._configured = False
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._replica.app
+
+    async def check_health(self) -> None:
+        """Called by Serve every few seconds; one that raises three times is replaced."""
+        self._replica.check()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve; `scaling` reads it."""
+        return {scaling.WAITING: self._replica.num_waiting()}
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Called by Serve at the start, and when user_config has another value: the keys are read again."""
+        if self._configured:
+            await self._replica.reread_keys()
+        self._configured = True
+
+    def __del__(self) -> None:
+        if hasattr(self, "_replica"):  # else it has not loaded
+            self._replica.stop()
+
+
+def build(arguments: Mapping[str, Any]) -> serve.Application:
+    """The application, from the arguments of `serve run` or of a config file for `serve deploy`: settings by their
+    names, and `DeploymentOptions`. OCTAVO_* variables count, and are stronger.
+
+    Raises:
+        ConfigError: one of them is unknown or wrong, or not to be had under Serve.
+    """
+    settings, options = read_arguments(arguments)
+    config = settings.engine
+    ongoing = options.target_ongoing_requests or max(1, 3 * config.most_seqs // 4)
+    own = ServerSettings.model_validate(settings.model_dump(include=set(ServerSettings.model_fields)))
+    routing = {"slack": max(2, config.most_seqs // 4), "tenants": settings.prefix_cache_scope == "key"}
+    deployment = serve.deployment(
+        Octavo,
+        name="Octavo",
+        # Far more than the service takes: it knows best what is too much, and refuses at once (503).
+        max_ongoing_requests=2 * (config.most_seqs + settings.max_num_queued_reqs) + 16,
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=options.min_replicas,
+            max_replicas=options.max_replicas,
+            target_ongoing_requests=ongoing,
+            look_back_period_s=options.look_back_period_s,
+            upscale_delay_s=options.upscale_delay_s,
+            downscale_delay_s=options.downscale_delay_s,
+            policy=AutoscalingPolicy(policy_function=f"{scaling.__name__}:{scaling.num_replicas.__name__}"),
+        ),
+        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class=_ROUTERS[options.request_router],
+            request_router_kwargs=routing if options.request_router == "prefix" else {},
+        ),
+        graceful_shutdown_timeout_s=settings.shutdown_timeout + _GRACE,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=options.health_check_period_s,
+        health_check_timeout_s=10.0,
+        user_config={},
+    )
+    return deployment.bind(dataclasses.replace(config, show_progress=False), own.model_dump_json())

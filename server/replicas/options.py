@@ -1,0 +1,95 @@
+"""The arguments of the application: what is for the service, and what is for Serve."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine import ConfigError
+from server.config.settings import Settings, SettingsBase
+from server.config.wording import did_you_mean
+
+# Settings of what carries the service, which is Serve here, and where the same is said to Serve.
+_SERVES_OWN = {
+    "host": "http_options: host",
+    "port": "http_options: port",
+    "uds": "http_options: host and port",
+    "root_path": "http_options: root_path, and the application's route_prefix",
+    "api_server_count": "more replicas",
+    "forwarded_allow_ips": "no option of Serve: its proxies trust no X-Forwarded header",
+    "ssl_certfile": "http_options: ssl_certfile",
+    "ssl_keyfile": "http_options: ssl_keyfile",
+    "ssl_keyfile_password": "http_options: ssl_keyfile_password",
+    "max_connections": "no option of Serve: a gateway before it",
+    "max_header_size": "no option of Serve: a gateway before it",
+    "stream_stall_timeout": "http_options: request_timeout_s",
+    "loop_timeout": "health_check_timeout_s of the deployment",
+    "response_store": "no option of Serve: each replica would know its own answers alone",
+}
+
+logger = logging.getLogger("octavo.server")
+
+
+class DeploymentOptions(BaseModel):
+    """Options of the deployment, beside the service's settings.
+
+    Attributes:
+        min_replicas: so many at least.
+        max_replicas: so many at most.
+        target_ongoing_requests: of a replica (default: three quarters of max_num_seqs).
+        look_back_period_s: seconds over which load is averaged.
+        upscale_delay_s: seconds that more replicas are wanted before there are more.
+        downscale_delay_s: seconds that fewer are wanted before there are fewer.
+        health_check_period_s: seconds between two looks at a replica's health.
+        num_cpus: cores of a replica, and threads of its engine.
+        num_gpus: GPUs of a replica.
+        request_router: prefix, or power-of-two, which is Serve's own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=1, ge=1)
+    target_ongoing_requests: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    look_back_period_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    downscale_delay_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)
+    health_check_period_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    num_cpus: float = Field(default=1, ge=0, allow_inf_nan=False)
+    num_gpus: float = Field(default=0, ge=0, allow_inf_nan=False)
+    request_router: Literal["prefix", "power-of-two"] = "prefix"
+
+
+def read_arguments(arguments: Mapping[str, Any]) -> tuple[SettingsBase, DeploymentOptions]:
+    """The service's settings, with those of variables, and the deployment's options.
+
+    Raises:
+        ConfigError: one is unknown or wrong, or not to be had under Serve.
+    """
+    given = {name.replace("-", "_"): value for name, value in arguments.items()}
+    known = [*Settings.model_fields.keys() - {"config"}, *DeploymentOptions.model_fields]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{name} is neither a setting nor an option{did_you_mean(name, known) or '.'}")
+    try:
+        options = DeploymentOptions(
+            **{name: given.pop(name) for name in DeploymentOptions.model_fields if name in given}
+        )
+    except ValidationError as problem:
+        error = problem.errors(include_url=False)[0]
+        raise ConfigError(f"{error['loc'][0]}: {error['msg']}, got {error['input']!r}.") from None
+    if options.max_replicas < options.min_replicas:
+        raise ConfigError(
+            f"max_replicas is {options.max_replicas}, less than min_replicas ({options.min_replicas}): raise it."
+        )
+    settings = Settings(**given)
+    for name, instead in _SERVES_OWN.items():
+        if getattr(settings, name) != Settings.model_fields[name].default:
+            message = f"{name} is Ray Serve's part, and has no effect on a replica. Instead: {instead}."
+            if name in given:
+                raise ConfigError(message)
+            logger.warning("%s", message)  # a variable, which may be meant for `octavo serve` in the same image
+    return settings, options

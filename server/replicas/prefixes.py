@@ -1,0 +1,74 @@
+"""Which replicas have seen the beginning of a prompt, as a router remembers it.
+
+A prompt is known by the bytes of the request's body from the first field on that holds one: neither parsed nor made
+into tokens, so that a look costs microseconds, whatever a client sends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from hashlib import blake2b
+
+PIECE = 128  # bytes; about 30 tokens of English, two pages
+LONGEST = 256 * PIECE  # bytes of a prompt that are looked at
+_FIELDS = re.compile(rb'"(?:system|instructions|tools|messages|prompt|input)"\s*:')
+
+
+def chain(body: bytes, tenant: bytes = b"") -> list[bytes]:
+    """A digest of each beginning of the prompt: of its first piece, of its first two, and so on; whole pieces alone.
+
+    Args:
+        body: the beginning of a JSON body.
+        tenant: whose it is; the same prompt of two tenants has nothing in common.
+    """
+    field = _FIELDS.search(body)
+    if field is None:
+        return []
+    digest, digests = blake2b(tenant, digest_size=16), []
+    for start in range(field.start(), min(len(body), field.start() + LONGEST) - PIECE + 1, PIECE):
+        digest.update(body[start : start + PIECE])
+        digests.append(digest.digest())
+    return digests
+
+
+class Prefixes:
+    """The beginnings that replicas have seen. The oldest are forgotten, as caches forget them.
+
+    Args:
+        limit: so many beginnings are remembered; each takes some 300 bytes.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def deepest(self, chain: Sequence[bytes], replicas: Collection[str]) -> tuple[int, set[str]]:
+        """How many pieces of the prompt some of these replicas have seen, and which have seen as many."""
+        depth, found = 0, set[str]()
+        for digest in chain:
+            holders = self._holders.get(digest, set()).intersection(replicas)
+            if not holders:
+                break
+            depth, found = depth + 1, holders
+        return depth, found
+
+    def add(self, chain: Sequence[bytes], replica: str) -> None:
+        """The replica has seen the prompt."""
+        for digest in reversed(chain):  # the shortest last: it is forgotten after what goes on from it
+            self._holders.setdefault(digest, set()).add(replica)
+            self._holders.move_to_end(digest)
+        while len(self._holders) > self._limit:
+            self._holders.popitem(last=False)
+
+    def forget(self, replica: str) -> None:
+        """The replica is gone."""
+        for digest in [digest for digest, holders in self._holders.items() if replica in holders]:
+            holders = self._holders[digest]
+            holders.discard(replica)
+            if not holders:
+                del self._holders[digest]

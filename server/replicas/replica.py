@@ -1,0 +1,116 @@
+"""What a replica does besides answering: it loads, watches its engine, and says how it is."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from collections.abc import Coroutine
+from importlib import metadata
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from engine import EngineConfig, default_topic
+from server import logs
+from server.assembly import Assembly, assemble
+from server.config.settings import ServerSettings
+from server.context import Service
+from server.door.keys import KeyRing, read_api_keys
+from server.door.rates import check_storage
+from server.facts import served_model_id
+from server.replicas.carried import CarriedByServe
+from server.watchdog import STUCK, restart_when_stuck
+
+logger = logging.getLogger("octavo.server")
+
+
+class UnhealthyError(Exception):
+    """The replica should be replaced."""
+
+
+class Replica:
+    """A service that another process's server carries.
+
+    Args:
+        made: the service. Its client is driven by the running event loop from now on.
+        settings: of the service.
+        api_keys: those of the app.
+
+    Attributes:
+        app: what answers.
+    """
+
+    def __init__(self, made: Assembly, settings: ServerSettings, api_keys: KeyRing):
+        self.app: ASGIApp = CarriedByServe(made.app)
+        self._client = made.client
+        self._service: Service = made.app.state.service
+        self._settings = settings
+        self._api_keys = api_keys
+        self._failure: str | None = None
+        self._watches = [self._watch(self._follow()), self._watch(self._restart_when_stuck())]
+
+    @classmethod
+    async def load(cls, config: EngineConfig, settings: ServerSettings) -> Replica:
+        """One that can serve.
+
+        Raises:
+            OctavoError: the model cannot be loaded, or a setting is wrong.
+        """
+        log_format = logs.choose_format(settings.log_format)
+        logs.configure(settings.log_level, log_format, log_prompts=settings.log_prompts)
+        check_storage(settings.rate_limit_storage)
+        model_id = served_model_id(config.model, settings.served_model_name)
+        config = config.with_kv_topic(default_topic(model_id, None, os.environ))
+        api_keys = KeyRing(read_api_keys(settings))
+        version = metadata.version("octavo")
+        # In a thread: Serve looks whether the event loop moves.
+        made = await asyncio.to_thread(assemble, config, settings, model_id, version, log_format, api_keys)
+        gc.collect()
+        gc.freeze()  # as a server of our own does: a collection that looked through it would hold up every stream
+        return cls(made, settings, api_keys)
+
+    def check(self) -> None:
+        """Look whether all is well.
+
+        Raises:
+            UnhealthyError: the engine has been given up, or has work and makes no progress.
+        """
+        if self._failure is not None:
+            raise UnhealthyError(f"the engine keeps failing: {self._failure}")
+        progress, limit = self._client.progress, self._settings.liveness_timeout
+        if not progress.idle and progress.seconds > limit:
+            raise UnhealthyError(
+                f"the engine has made no progress for {progress.seconds:.0f} seconds; the limit is {limit:g} "
+                "(liveness_timeout)"
+            )
+
+    def num_waiting(self) -> int:
+        """Requests that wait for rows or pages, or for their turn to go to the engine."""
+        waiting = self._service.turns.num_waiting
+        return waiting + self._client.stats().num_waiting if self._client.is_alive else waiting
+
+    async def reread_keys(self) -> None:
+        """Put the keys that the file has now in place of the old ones.
+
+        Raises:
+            ConfigError: the file cannot be used; the keys stay as they are.
+        """
+        keys = await asyncio.to_thread(read_api_keys, self._settings)
+        self._api_keys.replace(keys)
+        logger.info("The API keys have been read again; there are %d.", len(keys))
+
+    def stop(self) -> None:
+        """Watch the engine no longer; the app's lifespan closes it."""
+        for watch in self._watches:
+            watch.cancel()
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(work)
+
+    async def _follow(self) -> None:
+        self._failure = await self._client.wait_failed()
+
+    async def _restart_when_stuck(self) -> None:
+        await restart_when_stuck(self._client, STUCK * self._settings.liveness_timeout)
