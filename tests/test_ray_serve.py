@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 SMALL = {"kv_cache_memory": "64MiB", "num_cpus": 0.5, "health_check_period_s": 1, "shutdown_timeout": 60}
+TWO = SMALL | {"min_replicas": 2, "max_replicas": 2, "liveness_timeout": 2, "max_engine_failures": 1}
 STORY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
 
 
@@ -54,8 +55,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(cluster: Cluster, key_file: Path) -> Cluster:
     """The cluster with two replicas, and a key."""
-    keys = {"api_key_file": str(key_file)}
-    cluster.deploy(**SMALL, **keys, min_replicas=2, max_replicas=2, liveness_timeout=2, max_engine_failures=1)
+    cluster.deploy(**TWO, api_key_file=str(key_file))
     return cluster
 
 
@@ -191,6 +191,19 @@ class TestTwoReplicas:
         assert httpx.get(f"{two.url}/v1/models", timeout=PATIENCE).status_code == 401
         assert httpx.get(f"{two.url}/v1/models", headers=KEY, timeout=PATIENCE).status_code == 200
         assert httpx.get(f"{two.url}/health", timeout=PATIENCE).status_code == 200
+
+    def test_keys_are_read_again_by_replicas_that_stay(self, two: Cluster, key_file: Path) -> None:
+        replicas = two.replicas()
+        key_file.write_text("first\nsecond\n")
+        two.deploy(**TWO, api_key_file=str(key_file), keys_version="2")
+
+        def opens() -> bool:
+            headers = {"Authorization": "Bearer second"}
+            answers = [httpx.get(f"{two.url}/v1/models", headers=headers, timeout=PATIENCE) for _ in range(8)]
+            return all(answer.status_code == 200 for answer in answers)
+
+        wait_for(opens, "the new key opens nothing")
+        assert two.replicas() == replicas
 
     @pytest.mark.parametrize("retries", [False, True])
     def test_a_replica_that_is_killed_loses_its_own_requests_alone(self, two: Cluster, retries: bool) -> None:

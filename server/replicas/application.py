@@ -48,7 +48,7 @@ class Octavo:
         return {scaling.WAITING: self._replica.num_waiting()}
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Called by Serve at the start, and when user_config has another value: the keys are read again."""
+        """Called by Serve at the start, and where `keys_version` is another."""
         if self._configured:
             await self._replica.reread_keys()
         self._configured = True
@@ -93,6 +93,6 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=options.health_check_period_s,
         health_check_timeout_s=10.0,
-        user_config={},
+        user_config={"keys_version": options.keys_version},
     )
     return deployment.bind(dataclasses.replace(config, show_progress=False), own.model_dump_json())

@@ -47,6 +47,7 @@ class DeploymentOptions(BaseModel):
         num_cpus: cores of a replica, and threads of its engine.
         num_gpus: GPUs of a replica.
         request_router: prefix, or power-of-two, which is Serve's own.
+        keys_version: any text; where it alone is another than before, replicas read the file of API keys again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,6 +62,7 @@ class DeploymentOptions(BaseModel):
     num_cpus: float = Field(default=1, ge=0, allow_inf_nan=False)
     num_gpus: float = Field(default=0, ge=0, allow_inf_nan=False)
     request_router: Literal["prefix", "power-of-two"] = "prefix"
+    keys_version: str = ""
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[SettingsBase, DeploymentOptions]:
