@@ -43,6 +43,7 @@ class Cluster:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(RAY)]),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # else 15, and other processes of this machine come first
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
             "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
