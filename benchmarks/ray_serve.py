@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import statistics
 import tempfile
 import time
@@ -35,30 +36,32 @@ from serving import served
 
 from cli.bench.client import Client, Target
 
-PORT = 8719
 ENGINE = b"engine.process.main"
 # Conversations at a time, systems among them, turns, and tokens of a system, of what a turn adds, and of an answer.
 CONVERSATIONS, SYSTEMS, TURNS = 48, 4, 6
 SYSTEM, TURN, ANSWER = 192, 64, 8
 CLIENTS = 8
-BLOCKS, BLOCK = 700, 16  # of a replica: 11,200 tokens, 58% of what all conversations are
+BLOCKS, BLOCK = 1200, 16  # of a replica: 19,200 tokens, as many as all conversations are
 
 
 @contextmanager
-def cluster(applications: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """Ray on this machine, with Serve and these applications, by route."""
+def cluster(applications: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Ray on this machine, with Serve and these applications, by route; its URL."""
     import ray
     from ray import serve
 
     from server.replicas.application import build
 
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="octavo-ray-") as folder:
         ray.init("local", include_dashboard=False, num_cpus=8, _temp_dir=folder, log_to_driver=False)
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
         try:
             for route, arguments in applications.items():
                 serve.run(build(arguments), name=route.strip("/") or "default", route_prefix=route)
-            yield
+            yield f"http://127.0.0.1:{port}"
         finally:
             serve.shutdown()
             ray.shutdown()
@@ -125,13 +128,11 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         }  # fmt: skip
         variables = {f"OCTAVO_{name.upper()}": str(value) for name, value in settings.items()}
         port, pid = stack.enter_context(served([], variables, Path(folder) / "log"))
-        stack.enter_context(cluster({"/": settings}))
+        url = stack.enter_context(cluster({"/": settings}))
         (replica,), (proxy,) = titled("ray::ServeReplica"), titled("ray::ProxyActor")
         ways = {
             "direct": Way(f"http://127.0.0.1:{port}", {"engine": engines(pid), "http": [pid]}),
-            "serve": Way(
-                f"http://127.0.0.1:{PORT}", {"engine": engines(replica), "replica": [replica], "proxy": [proxy]}
-            ),
+            "serve": Way(url, {"engine": engines(replica), "replica": [replica], "proxy": [proxy]}),
         }
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             for number in range(-1, options.rounds):
@@ -214,14 +215,14 @@ def routing(options: argparse.Namespace) -> dict[str, Any]:
         make_llama(Path(folder), SHAPES["tiny"])
         settings = {
             "model": folder, "device": "cpu", "threads": 1, "num_gpu_blocks_override": BLOCKS, "block_size": BLOCK,
-            "max_num_seqs": 16, "log_level": "warning", "num_cpus": 0.5, "min_replicas": 2, "max_replicas": 2,
+            "max_num_seqs": 8, "log_level": "warning", "num_cpus": 0.5, "min_replicas": 2, "max_replicas": 2,
         }  # fmt: skip
         routers = ("prefix", "power-of-two")
-        stack.enter_context(cluster({f"/{name}": settings | {"request_router": name} for name in routers}))
+        url = stack.enter_context(cluster({f"/{name}": settings | {"request_router": name} for name in routers}))
         found: dict[str, list[dict[str, float]]] = {name: [] for name in routers}
         for number in range(options.rounds):
             for name in routers if number % 2 else reversed(routers):
-                found[name].append(asyncio.run(talks(f"http://127.0.0.1:{PORT}/{name}", 100 * number)))
+                found[name].append(asyncio.run(talks(f"{url}/{name}", 100 * number)))
     return {
         "replicas": 2, "conversations": CONVERSATIONS, "systems": SYSTEMS, "turns": TURNS, "system_tokens": SYSTEM,
         "turn_tokens": TURN, "answer_tokens": ANSWER, "clients": CLIENTS, "pages_of_a_replica": BLOCKS,
