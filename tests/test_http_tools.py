@@ -241,7 +241,7 @@ def test_special_tokens_mark_parts_and_others_stay_hidden() -> None:
 def test_parsers_can_be_named_or_switched_off() -> None:
     written = f"<think>a</think>{ADD}"
     message = Api(written, tool_call_parser="none", reasoning_parser="none").answer()["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": written, "refusal": None}
+    assert message == {"role": "assistant", "content": written, "refusal": None, "annotations": []}
     message = Api(written, tool_call_parser="none").answer()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("a", ADD)
     other = '[TOOL_CALLS]add[ARGS]{"x": 1}'
@@ -253,7 +253,7 @@ def test_where_nothing_is_parsed_all_stays_as_it_was() -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}{# tools #}"
     api = Api(ADD, template=plain)
     body = api.answer()
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": ADD, "refusal": None}
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": ADD, "refusal": None, "annotations": []}
     assert set(body["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}
     assert all(set(event["choices"][0]["delta"]) <= {"role", "content"} for event in api.events())
 
