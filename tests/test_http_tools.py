@@ -113,7 +113,7 @@ def assemble(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     found = {**message, "content": message["content"] or ""}
-    found.pop("refusal")
+    assert (found.pop("refusal"), found.pop("annotations")) == (None, [])
     if "tool_calls" in found:
         found["tool_calls"] = [{k: v for k, v in call.items() if k != "id"} for call in found["tool_calls"]]
     return found
@@ -131,6 +131,7 @@ def test_a_call_has_openais_shape() -> None:
             "role": "assistant",
             "content": None,
             "refusal": None,
+            "annotations": [],
             "tool_calls": [
                 {"type": "function", "function": {"name": "add", "arguments": '{"x": [1, "é"]}'}},
                 {"type": "function", "function": {"name": "find", "arguments": "{}"}},
@@ -139,6 +140,7 @@ def test_a_call_has_openais_shape() -> None:
         "logprobs": None,
         "finish_reason": "tool_calls",
         "stop_reason": None,
+        "token_ids": None,
     }
 
 
@@ -187,7 +189,7 @@ def test_a_stream_adds_up_to_the_unstreamed_answer(texts: list[str], fields: dic
             told = [entry for piece in mine if piece["logprobs"] for entry in piece["logprobs"]["content"]]
             assert told == choice["logprobs"]["content"]
             assert len(told) == whole["usage"]["completion_tokens"]
-        if "token_ids" in choice:
+        if choice["token_ids"] is not None:
             assert [token for piece in mine for token in piece.get("token_ids", ())] == choice["token_ids"]
             assert bytes(choice["token_ids"][:-1]).decode() == texts[0]
     assert events[-1]["usage"] == whole["usage"]
