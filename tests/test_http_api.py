@@ -568,7 +568,8 @@ def test_a_request_that_the_engine_ends_is_an_error_or_says_so() -> None:
 
 
 def call_raw(api: Api, body: dict[str, Any], *, leave_after: int) -> list[Any]:
-    """Call the app as a server would, and disconnect once so many messages were sent; what was sent."""
+    """Call the app as a server would, and disconnect once so many messages were sent (0: once the engine has all
+    prompts); what was sent."""
     sent: list[Any] = []
 
     async def call() -> None:
@@ -587,8 +588,13 @@ def call_raw(api: Api, body: dict[str, Any], *, leave_after: int) -> list[Any]:
             if len(sent) >= leave_after:
                 left.set()
 
-        if leave_after == 0:
-            asyncio.get_running_loop().call_later(0.05, left.set)
+        async def leave() -> None:
+            prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+            while len(api.client.running) < len(prompts):
+                await asyncio.sleep(0.001)
+            left.set()
+
+        leaving = asyncio.create_task(leave()) if leave_after == 0 else None
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
             "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
@@ -597,6 +603,7 @@ def call_raw(api: Api, body: dict[str, Any], *, leave_after: int) -> list[Any]:
         }  # fmt: skip
         await asyncio.wait_for(api.app(scope, receive, send), 20)
         assert not api.client.running, "requests must be gone when the app returns"
+        assert leaving is None or leaving.done()
 
     asyncio.run(call())
     return sent
