@@ -35,6 +35,7 @@ from engine.interface.outputs import (
 )
 from engine.interface.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
 from engine.interface.request import (
+    BIAS_RANGE,
     MAX_STOP_STRINGS,
     NUMBER_RANGES,
     PixelInput,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from engine.interface.llm import LLM
 
 __all__ = [
+    "BIAS_RANGE",
     "DEFAULT_NUM_SEQS",
     "DEFAULT_TOP_K",
     "FILTERS",

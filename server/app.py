@@ -20,7 +20,7 @@ from engine.text.processor import Tokenizer
 from server import errors
 from server.answering.formats import Formats, choose_formats
 from server.answering.parsing import AnswerReader
-from server.answering.prompt import Room
+from server.answering.prompt import MAX_TOKENIZED, Room
 from server.api import documentation, openapi
 from server.commons import Commons, own_commons
 from server.config.settings import ServerSettings
@@ -193,6 +193,7 @@ def create_app(
         memory=memory,
         settings=settings,
         created=int(time.time()) if created is None else created,
+        version=version,
     )
     errors.install(app)
     documentation.install(app)
@@ -237,10 +238,10 @@ def make_reader(tokenizer: Tokenizer | None, settings: ServerSettings) -> Answer
 
 def needed_bodies(info: EngineInfo) -> dict[str, int]:
     """Bytes that bodies need at most where they hold one text: many for each token that the model reads."""
-    longest = max(Room.of_prompt(info).tokens, tokenize.MAX_TOKENS)
+    longest = max(Room.of_prompt(info).tokens, MAX_TOKENIZED)
     paths = (
-        "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize",
-        "/detokenize",
+        "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+        "/tokenize", "/detokenize",
     )  # fmt: skip
     return dict.fromkeys(paths, BODY_BYTES_PER_TOKEN * longest)
 

@@ -29,6 +29,9 @@ from server.memory import MemoryGuard
 from server.metrics.requests import RequestMetrics
 from server.response_store import ResponseStore
 
+# What clients of servers with a single model call it: llama.cpp's, text-generation-inference's and others.
+ANY_MODEL = frozenset({"", "default", "dummy", "tgi"})
+
 
 class Cancellable(Protocol):
     """An answer that a client may end before it is complete."""
@@ -61,6 +64,7 @@ class Service:
         reading: held while a large body is read, so that memory is needed for one at a time.
         settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
+        version: of the service.
     """
 
     client: EngineClient
@@ -80,6 +84,12 @@ class Service:
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = 0
+    version: str = "0"
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of answers: by which server they were made."""
+        return f"octavo-{self.version}"
 
     @property
     def admission(self) -> Gate:
@@ -127,7 +137,9 @@ class Service:
         Raises:
             ApiError: 404, code model_not_found.
         """
-        if model is not None and model != self.model_id:
+        if model is None or model == self.model_id:
+            return
+        if self.settings.strict_model_name or model not in ANY_MODEL:
             message = f"The model {shown(model)} does not exist; this server serves {self.model_id!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 

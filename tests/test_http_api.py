@@ -107,8 +107,18 @@ def test_one_prompt_has_openais_shape() -> None:
     assert body["model"] == MODEL
     assert body["created"] > 1_700_000_000
     assert body["choices"] == [
-        {"index": 0, "text": "<ab0>", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        {
+            "index": 0,
+            "text": "<ab0>",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "token_ids": None,
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
+        }
     ]
+    assert body["system_fingerprint"] == "octavo-0"
     assert body["usage"] == {
         "prompt_tokens": 2,
         "completion_tokens": 5,
@@ -241,7 +251,7 @@ def test_echo_with_logprobs_covers_the_prompt(prompt: Any) -> None:
         assert logprobs["token_logprobs"] == [None, *[-0.5] * 6]
         assert logprobs["top_logprobs"] == [None, *({token: -0.5} for token in "b<ab0>")]
         assert logprobs["text_offset"] == list(range(7))
-        assert "prompt_logprobs" not in choice
+        assert choice["prompt_logprobs"] is None
     assert all(params.prompt_logprobs == 1 for _, params in api.client.asked.values())
 
 
@@ -339,7 +349,7 @@ def test_a_stream_adds_up_to_the_unstreamed_answer(fields: dict[str, Any]) -> No
             parts = [event["logprobs"] for event in streamed["events"] if event["logprobs"]]
             for key in expected["logprobs"]:
                 assert [item for part in parts for item in part[key]] == expected["logprobs"][key]
-        if "token_ids" in expected:
+        if expected["token_ids"] is not None:
             assert [token for event in streamed["events"] for token in event["token_ids"]] == expected["token_ids"]
             assert streamed["events"][0]["prompt_logprobs"] == expected["prompt_logprobs"]
 
@@ -558,7 +568,8 @@ def test_a_request_that_the_engine_ends_is_an_error_or_says_so() -> None:
 
 
 def call_raw(api: Api, body: dict[str, Any], *, leave_after: int) -> list[Any]:
-    """Call the app as a server would, and disconnect once so many messages were sent; what was sent."""
+    """Call the app as a server would, and disconnect once so many messages were sent (0: once the engine has all
+    prompts); what was sent."""
     sent: list[Any] = []
 
     async def call() -> None:
@@ -577,8 +588,13 @@ def call_raw(api: Api, body: dict[str, Any], *, leave_after: int) -> list[Any]:
             if len(sent) >= leave_after:
                 left.set()
 
-        if leave_after == 0:
-            asyncio.get_running_loop().call_later(0.05, left.set)
+        async def leave() -> None:
+            prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+            while len(api.client.running) < len(prompts):
+                await asyncio.sleep(0.001)
+            left.set()
+
+        leaving = asyncio.create_task(leave()) if leave_after == 0 else None
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
             "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
@@ -587,6 +603,7 @@ def call_raw(api: Api, body: dict[str, Any], *, leave_after: int) -> list[Any]:
         }  # fmt: skip
         await asyncio.wait_for(api.app(scope, receive, send), 20)
         assert not api.client.running, "requests must be gone when the app returns"
+        assert leaving is None or leaving.done()
 
     asyncio.run(call())
     return sent
@@ -698,7 +715,8 @@ def test_documentation() -> None:
         "/metrics"
     }  # fmt: skip
     others = {path for path in document["paths"] if not path.startswith(("/v1/", "/health"))}
-    assert others == {"/tokenize", "/detokenize", "/version", "/metrics"}, "pages for people are no part of it"
+    about = {"/version", "/metrics", "/load", "/server_info", "/tokenizer_info"}
+    assert others == {"/tokenize", "/detokenize", *about}, "pages for people are no part of it"
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert set(SamplingParams.__dataclass_fields__) <= set(fields)
     assert fields["top_p"]["description"].startswith("keep the smallest set")

@@ -93,12 +93,16 @@ def test_an_answer_has_openais_shape() -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "<i0>", "refusal": None},
+                "message": {"role": "assistant", "content": "<i0>", "refusal": None, "annotations": []},
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
+                "token_ids": None,
             }
         ],
+        "system_fingerprint": "octavo-0",
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
         "usage": {
             "prompt_tokens": 7,
             "completion_tokens": 4,
@@ -178,16 +182,17 @@ def test_a_stream_adds_up_to_the_unstreamed_answer(fields: dict[str, Any]) -> No
     def script(request_id: str, source: TokenInput, params: SamplingParams) -> Iterable[Step]:
         return say(request_id, [f"né☃{index}!" for index in range(params.n)], params)
 
-    whole = Api(script).chat(**fields).json()["choices"]
-    events = [event["choices"][0] for event in Api(script).stream(**fields)]
+    body, chunks = Api(script).chat(**fields).json(), Api(script).stream(**fields)
+    assert chunks[0].get("prompt_token_ids") == body["prompt_token_ids"]
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    whole, events = body["choices"], [chunk["choices"][0] for chunk in chunks]
     for choice in whole:
         mine = [event for event in events if event["index"] == choice["index"]]
         assert "".join(event["delta"]["content"] for event in mine) == choice["message"]["content"]
         assert [event["finish_reason"] for event in mine if event["finish_reason"]] == [choice["finish_reason"]]
         assert mine[-1]["stop_reason"] == choice["stop_reason"]
-        if "token_ids" in choice:
+        if choice["token_ids"] is not None:
             assert [token for event in mine for token in event.get("token_ids", ())] == choice["token_ids"]
-            assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"]
 
 
 def test_best_of_keeps_the_most_probable() -> None:
@@ -513,7 +518,7 @@ def test_echo(said: str, fields: dict[str, Any], role: str, content: str) -> Non
 
     messages = [{"role": said, "content": "Well"}]
     choices = Api(script).chat(messages=messages, n=2, **fields).json()["choices"]
-    assert choices[0]["message"] == {"role": role, "content": content, "refusal": None}
+    assert choices[0]["message"] == {"role": role, "content": content, "refusal": None, "annotations": []}
     events = [event["choices"][0] for event in Api(script).stream(messages=messages, n=2, **fields)]
     for choice in choices:
         deltas = [event["delta"] for event in events if event["index"] == choice["index"]]

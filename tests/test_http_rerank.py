@@ -44,7 +44,7 @@ def test_the_shape_and_the_order(cross: PoolingApi) -> None:
         assert result["document"] == {"text": DOCUMENTS[result["index"]]}
         assert result["relevance_score"] == pytest.approx(numbers[result["index"]], rel=1e-4)
     tokens = sum(one.count(QUERY, text) for text in DOCUMENTS)
-    assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
 
 
 def test_scores_are_those_of_score(api: PoolingApi) -> None:

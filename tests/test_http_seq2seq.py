@@ -372,7 +372,7 @@ def test_tokenize_and_detokenize(t5: Api) -> None:
     tokens = t5.post("/tokenize", prompt=TEXTS[0]).json()
     assert tokens["tokens"] == t5.checkpoint.encode(TEXTS[0])
     assert tokens["max_model_len"] == MAX_LENGTH
-    assert t5.post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": TEXTS[0] + "</s>"}
+    assert t5.post("/detokenize", tokens=tokens["tokens"]).json()["prompt"] == TEXTS[0] + "</s>"
 
 
 def test_the_log_says_what_fits(t5: Api) -> None:

@@ -43,6 +43,7 @@ SERVICE = {
     "host": "::1", "port": 81, "uds": "/run/o.sock", "root_path": "/llm", "api_server_count": 3,
     "forwarded_allow_ips": "10.0.0.0/8,127.0.0.1",
     "ssl_keyfile": "key.pem", "ssl_certfile": "cert.pem", "ssl_keyfile_password": "pass", "served_model_name": "mine",
+    "strict_model_name": True,
     "log_level": "debug", "log_format": "json", "log_prompts": True, "shutdown_timeout": 7, "max_engine_failures": 9,
     "loop_timeout": 4.5, "max_api_memory": "3GiB", "max_connections": 14,
     "liveness_timeout": 1.5, "api_key": ("one", "two"), "api_key_file": "keys", "public_metrics": True,

@@ -113,7 +113,7 @@ def assemble(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     found = {**message, "content": message["content"] or ""}
-    found.pop("refusal")
+    assert (found.pop("refusal"), found.pop("annotations")) == (None, [])
     if "tool_calls" in found:
         found["tool_calls"] = [{k: v for k, v in call.items() if k != "id"} for call in found["tool_calls"]]
     return found
@@ -131,6 +131,7 @@ def test_a_call_has_openais_shape() -> None:
             "role": "assistant",
             "content": None,
             "refusal": None,
+            "annotations": [],
             "tool_calls": [
                 {"type": "function", "function": {"name": "add", "arguments": '{"x": [1, "é"]}'}},
                 {"type": "function", "function": {"name": "find", "arguments": "{}"}},
@@ -139,6 +140,7 @@ def test_a_call_has_openais_shape() -> None:
         "logprobs": None,
         "finish_reason": "tool_calls",
         "stop_reason": None,
+        "token_ids": None,
     }
 
 
@@ -187,7 +189,7 @@ def test_a_stream_adds_up_to_the_unstreamed_answer(texts: list[str], fields: dic
             told = [entry for piece in mine if piece["logprobs"] for entry in piece["logprobs"]["content"]]
             assert told == choice["logprobs"]["content"]
             assert len(told) == whole["usage"]["completion_tokens"]
-        if "token_ids" in choice:
+        if choice["token_ids"] is not None:
             assert [token for piece in mine for token in piece.get("token_ids", ())] == choice["token_ids"]
             assert bytes(choice["token_ids"][:-1]).decode() == texts[0]
     assert events[-1]["usage"] == whole["usage"]
@@ -241,7 +243,7 @@ def test_special_tokens_mark_parts_and_others_stay_hidden() -> None:
 def test_parsers_can_be_named_or_switched_off() -> None:
     written = f"<think>a</think>{ADD}"
     message = Api(written, tool_call_parser="none", reasoning_parser="none").answer()["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": written, "refusal": None}
+    assert message == {"role": "assistant", "content": written, "refusal": None, "annotations": []}
     message = Api(written, tool_call_parser="none").answer()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("a", ADD)
     other = '[TOOL_CALLS]add[ARGS]{"x": 1}'
@@ -253,7 +255,7 @@ def test_where_nothing_is_parsed_all_stays_as_it_was() -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}{# tools #}"
     api = Api(ADD, template=plain)
     body = api.answer()
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": ADD, "refusal": None}
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": ADD, "refusal": None, "annotations": []}
     assert set(body["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}
     assert all(set(event["choices"][0]["delta"]) <= {"role", "content"} for event in api.events())
 

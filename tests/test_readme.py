@@ -58,7 +58,7 @@ def shown_requests() -> list[tuple[bool, str, dict[str, Any], str]]:
 
 def told(answer: dict[str, Any]) -> dict[str, Any]:
     """An answer without what is another one each time."""
-    kept = {key: value for key, value in answer.items() if key not in ("id", "created")}
+    kept = {key: value for key, value in answer.items() if key not in ("id", "created", "system_fingerprint")}
     if "usage" in kept:  # what was in the cache depends on what had been asked before
         kept["usage"] = {key: value for key, value in kept["usage"].items() if key != "prompt_tokens_details"}
     for choice in kept.get("choices", ()):

@@ -91,6 +91,11 @@ class Tokenizer:
         self._anchor: tuple[int, str] | None = None
 
     @property
+    def class_name(self) -> str:
+        """Of the `transformers` tokenizer."""
+        return type(self._hf).__name__
+
+    @property
     def is_fast(self) -> bool:
         """It is the tokenizers library's, and can be saved."""
         return self._fast is not None
@@ -172,13 +177,20 @@ class Tokenizer:
         return ids if source is None else self.languages.marked(ids, source)
 
     def encode_input(
-        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, max_length: int | None = None
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_length: int | None = None,
+        side: Side | None = None,
     ) -> Encoding:
         """A text, or a pair of texts, to what an encoder reads.
 
         Args:
-            max_length: leave out what is more than so many tokens, on the tokenizer's side; of a pair from the longer
-                text first (transformers' `truncation=True`). Special tokens stay.
+            max_length: leave out what is more than so many tokens; of a pair from the longer text first (transformers'
+                `truncation=True`). Special tokens stay.
+            side: where; None: the tokenizer's own side.
 
         Raises:
             InvalidRequestError: a text is not valid Unicode, there is no room for the special tokens, or the tokenizer
@@ -186,7 +198,7 @@ class Tokenizer:
         """
         texts = tuple(self._given(part, "input") for part in (text, pair) if part is not None)
         encode, by = (encode_slow, self._hf) if self._fast is None else (encode_fast, self._fast)
-        side = self.truncation_side
+        side = side or self.truncation_side
         return encode(by, texts, special=add_special_tokens, segments=self._segments, max_length=max_length, side=side)
 
     def encode_answer(self, text: str) -> list[int]:

@@ -21,7 +21,7 @@ from server.answering.events import Events
 from server.answering.generation import Generation, Update
 from server.answering.observation import RequestRecord
 from server.answering.pieces import Choice, Piece, PieceMaker, Shape, keep_best
-from server.answering.prompt import Prompt, Room, check_length, check_token_ids, encode_fitting
+from server.answering.prompt import Prompt, Room, Truncation, check_length, check_token_ids, encode_fitting
 from server.answering.size import AnswerSize
 from server.answering.streaming import ClientGoneError, EventStream, KeepAlive, Wanted, failure
 from server.answering.terms import Terms, read_terms
@@ -43,11 +43,13 @@ async def encode_prompts(
     *,
     add_special_tokens: bool = True,
     src_lang: str | None = None,
+    truncation: Truncation | None = None,
 ) -> list[Prompt]:
     """Prompts as token ids; texts are tokenised in a thread.
 
     Args:
         src_lang: the texts' language, where the tokenizer marks it.
+        truncation: cuts what is longer.
 
     Raises:
         ApiError: a text where there is no tokenizer, or that is far too long, or ids outside the vocabulary.
@@ -61,18 +63,25 @@ async def encode_prompts(
                 message = f"{service.model_id} has no tokenizer: send the prompt as token ids."
                 raise ApiError(400, message, param=param, code="no_tokenizer")
         else:
-            check_length(len(prompt), room)
+            if truncation is None:
+                check_length(len(prompt), room)
             check_token_ids(prompt, vocab_size, param)
-    ids = [prompt for prompt in given if not isinstance(prompt, str)]
+    ids = [prompt if truncation is None else truncation.ids(prompt) for prompt in given if not isinstance(prompt, str)]
     if tokenizer is None or len(ids) == len(given):
         return [Prompt(prompt) for prompt in ids]
 
     to_ids = functools.partial(tokenizer.encode, add_special_tokens=add_special_tokens, src_lang=src_lang)
 
-    def encode(prompt: str | list[int]) -> Prompt:
-        return Prompt(encode_fitting(to_ids, prompt, room), prompt) if isinstance(prompt, str) else Prompt(prompt)
+    def encode(text: str) -> list[int]:
+        if truncation is None:
+            return encode_fitting(to_ids, text, room)
+        ids = truncation.encode(tokenizer, text, room, add_special_tokens=add_special_tokens)
+        if src_lang is None or not add_special_tokens:
+            return ids
+        return tokenizer.languages.marked(ids, tokenizer.languages.id(src_lang, "src_lang"))
 
-    return await asyncio.to_thread(lambda: [encode(prompt) for prompt in given])
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    return await asyncio.to_thread(lambda: [Prompt(encode(text), text) for text in texts])
 
 
 def estimate_size(given: Sequence[str | list[int]], longest: int) -> int:
@@ -153,6 +162,16 @@ class Run(ABC, Generic[Piece, Choice]):
     def failing(self, problem: ApiError) -> str:
         """The last events of a stream that fails."""
         return failure(problem) if self._stream is None else self._stream.failing(problem)
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """How prompts are cut, if the request asks for it.
+
+        Raises:
+            ApiError: to more tokens than the model takes, or none.
+        """
+        asked, params = self.body.truncate_prompt_tokens, self.shape.params
+        return Truncation.of(asked, self.service.client.info, self.service.tokenizer, params.max_tokens)
 
     @property
     def keeps_answer(self) -> bool:

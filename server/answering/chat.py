@@ -18,6 +18,7 @@ from server.api.chat_schemas import (
     ChatMessage,
     ChatPiece,
     ChatTokenLogprob,
+    PromptFields,
     TopLogprob,
 )
 
@@ -33,6 +34,7 @@ class ChatPieces(PieceMaker[ChatPiece]):
 
     role: str = "assistant"
     echoed: str = ""
+    _told: bool = False  # what there is to tell of the prompt
     _bytes: dict[int, list[int] | None] = field(default_factory=dict)  # of tokens that were told
 
     def make(self, update: Update, choice: ChoiceText, index: int, first: bool) -> list[ChatPiece]:
@@ -54,8 +56,11 @@ class ChatPieces(PieceMaker[ChatPiece]):
 
     def opening(self, update: Update, index: int) -> list[ChatPiece]:
         """What comes before a choice's first news: the role, and what is echoed."""
-        delta, fields = ChatDelta(role=self.role, content=""), self.prompt_fields(update)
-        made = [ChatPiece(index=index, delta=delta, logprobs=None, finish_reason=None, **fields)]
+        delta = ChatDelta(role=self.role, content="")
+        piece = ChatPiece(index=index, delta=delta, logprobs=None, finish_reason=None)
+        if not self._told:
+            piece.prompt, self._told = PromptFields(**self.prompt_fields(update)), True
+        made = [piece]
         if self.echoed:
             made.append(self.plain(PlainText(index, self.echoed)))
         return made
@@ -66,6 +71,10 @@ class ChatPieces(PieceMaker[ChatPiece]):
             return None
         content = [self._describe(*pair) for pair in zip(choice.token_ids, choice.logprobs, strict=True)]
         return ChatLogprobs.model_construct(content=content, refusal=None)  # no copy, no validation
+
+    def opens(self, piece: ChatPiece | PlainText) -> bool:
+        """It comes before the choice's first token."""
+        return isinstance(piece, ChatPiece) and piece.delta.role is not None
 
     def plain(self, news: PlainText) -> ChatPiece:
         """The piece that says no more than this."""
@@ -81,9 +90,7 @@ class ChatPieces(PieceMaker[ChatPiece]):
         if token not in self._bytes:
             found = None if self.tokenizer is None else self.tokenizer.token_bytes(token)
             self._bytes[token] = None if found is None else list(found)
-        return TopLogprob(
-            token=self.token_text(token), logprob=max(item.logprob, LOWEST_LOGPROB), bytes=self._bytes[token]
-        )
+        return TopLogprob(token=self.label(token), logprob=max(item.logprob, LOWEST_LOGPROB), bytes=self._bytes[token])
 
 
 def join_pieces(pieces: Iterable[ChatPiece], *, logprobs: bool) -> list[ChatChoice]:
@@ -95,15 +102,15 @@ def join_pieces(pieces: Iterable[ChatPiece], *, logprobs: bool) -> list[ChatChoi
 
 
 def _join_one(pieces: Sequence[ChatPiece], *, logprobs: bool) -> ChatChoice:
-    first, last = pieces[0], pieces[-1]
+    last = pieces[-1]
     tokens = [entry for piece in pieces if piece.logprobs is not None for entry in piece.logprobs.content]
     whole = ChatChoice(
-        index=first.index,
+        index=pieces[0].index,
         message=_join_message([piece.delta for piece in pieces]),
         logprobs=ChatLogprobs.model_construct(content=tokens, refusal=None) if logprobs else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
-        **first.model_dump(include={"prompt_token_ids", "prompt_logprobs"}, exclude_unset=True),
+        token_ids=None,
     )
     if last.score is not None:
         whole.score = last.score
@@ -114,7 +121,7 @@ def _join_one(pieces: Sequence[ChatPiece], *, logprobs: bool) -> ChatChoice:
 
 def _join_message(deltas: Sequence[ChatDelta]) -> ChatMessage:
     text = "".join(delta.content or "" for delta in deltas)
-    message = ChatMessage(role=deltas[0].role or "assistant", content=text, refusal=None)
+    message = ChatMessage(role=deltas[0].role or "assistant", content=text, refusal=None, annotations=[])
     if any(delta.reasoning_content is not None for delta in deltas):
         message.reasoning_content = "".join(delta.reasoning_content or "" for delta in deltas)
         message.reasoning = message.reasoning_content

@@ -87,7 +87,7 @@ class CompletionPieces(PieceMaker[CompletionChoice]):
             cursor += len(shown) if found >= 0 else 0
 
     def _add_token(self, to: CompletionLogprobs, token: int, entry: TokenLogprobs | None, offset: int) -> None:
-        to.tokens.append(self.token_text(token))
+        to.tokens.append(self.label(token))
         to.text_offset.append(offset)
         if entry is None:
             to.token_logprobs.append(None)
@@ -97,7 +97,7 @@ class CompletionPieces(PieceMaker[CompletionChoice]):
         top: dict[str, float] = {}
         for position, (candidate, item) in enumerate(entry.items()):
             if position == 0 or item.rank is None or item.rank <= limit:
-                top.setdefault(self.token_text(candidate), max(item.logprob, LOWEST_LOGPROB))
+                top.setdefault(self.label(candidate), max(item.logprob, LOWEST_LOGPROB))
         to.token_logprobs.append(max(entry[token].logprob, LOWEST_LOGPROB))
         to.top_logprobs.append(top)
 
@@ -124,6 +124,8 @@ def _join_one(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
         )
     if last.score is not None:
         whole.score = last.score
-    if first.token_ids is not None:
-        whole.token_ids = [token for piece in pieces for token in piece.token_ids or ()]
+    # Clients of vLLM find these in each answer, null where they were not asked for.
+    asked = first.token_ids is not None
+    whole.token_ids = [token for piece in pieces for token in piece.token_ids or ()] if asked else None
+    whole.prompt_token_ids, whole.prompt_logprobs = first.prompt_token_ids, first.prompt_logprobs
     return whole

@@ -13,7 +13,7 @@ from server.answering.messages import Message, estimate_messages, read_messages
 from server.answering.parsed_chat import ParsedChatPieces
 from server.answering.parsing import Parsing
 from server.answering.pieces import Choice
-from server.answering.prompt import Prompt, Room
+from server.answering.prompt import MAX_TOKENIZED, Prompt, Room
 from server.answering.rendering import Rendering, read_rendering
 from server.answering.size import AnswerSize
 from server.answering.tools import Tools, read_tools
@@ -59,8 +59,12 @@ class ConversationRun(Run[ChatPiece, Choice]):
         return 1, min(tokens, self.service.client.info.max_model_len)
 
     async def prompts(self) -> list[Prompt]:
-        room = Room(self.service.client.info.max_model_len, "messages")
+        truncation = self.truncation
+        longest = self.service.client.info.max_model_len
+        room = Room(longest if truncation is None else max(longest, MAX_TOKENIZED), "messages")
         prompt = await self.service.render(self.messages, room, self.rendering)
+        if truncation is not None:
+            prompt = replace(prompt, token_ids=truncation.ids(prompt.token_ids))
         final = self.messages[-1]["content"] if self.rendering.continue_final_message else None
         self.parsing = self.service.answers.parsing(self.tools, prompt.text or "", final)
         if self.parsing is not None:

@@ -73,14 +73,18 @@ class Chunks(Events[Piece]):
         self._around: dict[int, tuple[str, str]] = {}  # of a choice's plain text in an event
 
     def news(self, updates: Sequence[Update]) -> str:
-        maker = self.maker
-        news = [piece for update in updates for piece in maker.news(update)]
-        beams = [live for update in updates if (live := maker.beams(update)) is not None]
-        if not (news or beams):
-            return ""
-        usage = {"usage": maker.usage() if self._continuous else None} if self._with_usage else {}
-        moved = "".join(self._event([], {**usage, "beams": live}) for live in beams)
-        return moved + "".join(self._news_event(piece, usage) for piece in news)
+        maker, written = self.maker, []
+        for update in updates:
+            before, pieces, after = self._usage(), maker.news(update), self._usage()
+            live = maker.beams(update)
+            if live is not None:
+                written.append(self._event([], {**after, "beams": live}))
+            written += [self._news_event(piece, before if maker.opens(piece) else after) for piece in pieces]
+        return "".join(written)
+
+    def _usage(self) -> Extra:
+        """What each event says of the tokens so far."""
+        return {"usage": self.maker.usage() if self._continuous else None} if self._with_usage else {}
 
     def closing(self) -> str:
         last = self._event([], {"usage": self.maker.usage()}) if self._with_usage else ""

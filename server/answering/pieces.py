@@ -27,7 +27,8 @@ Choice = TypeVar("Choice", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How the choices are to look, as the request asked; with `prompt_only` nothing of the answer is shown."""
+    """How the choices are to look, as the request asked; with `prompt_only` nothing of the answer is shown, and with
+    `tokens_as_ids` tokens are named by their ids among log-probabilities."""
 
     params: SamplingParams
     n: int
@@ -36,6 +37,7 @@ class Shape:
     echo: bool = False
     prompt_only: bool = False
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
 
 
 @dataclass(slots=True)
@@ -125,6 +127,14 @@ class PieceMaker(ABC, Generic[Piece]):
         if self.shape.prompt_logprobs is not None and update.prompt_logprobs is not None:
             fields["prompt_logprobs"] = [self._full(entry) for entry in update.prompt_logprobs]
         return fields
+
+    def opens(self, piece: Piece | PlainText) -> bool:
+        """It comes before the first token of its choice."""
+        return False
+
+    def label(self, token: int) -> str:
+        """The token's name among log-probabilities."""
+        return f"token_id:{token}" if self.shape.tokens_as_ids else self.token_text(token)
 
     def token_text(self, token: int) -> str:
         """The token's text; without a tokenizer its number."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from engine import EngineInfo, Seq2SeqInput, TokenInput
+from engine.text.encoding import Side
+from engine.text.processor import Tokenizer
 from server.errors import ApiError, shown
 
 LIKELY_CHARACTERS = 16  # per token: hardly a text of so many for each token of the context has room there
+MAX_TOKENIZED = 65536  # tokens of a text that need not fit into the model, where that does not read more
 _TOKENISED = 262144  # characters that are tokenised in any case, however few tokens they may have
 _SLICE = 65536  # characters tokenised at once, where it is only asked how many tokens they have
 
@@ -87,6 +92,70 @@ def most_characters(tokens: int) -> int:
     """Characters of the longest text that is tokenised where there is room for so many tokens: a tokenizer takes up to
     200 bytes of memory for a character, even of such as make no token."""
     return max(LIKELY_CHARACTERS * tokens, _TOKENISED)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How prompts are cut that are longer than a client wants (`truncate_prompt_tokens`).
+
+    Attributes:
+        tokens: that stay.
+        side: where others are left out: before what an answer goes on from; of an encoder's input where the
+            tokenizer says.
+    """
+
+    tokens: int
+    side: Side = "left"
+
+    @classmethod
+    def of(
+        cls, asked: int | None, info: EngineInfo, tokenizer: Tokenizer | None, max_tokens: int | None
+    ) -> Self | None:
+        """What a request asks for.
+
+        Args:
+            asked: its field; -1: as many tokens as there is room for, besides an answer.
+            max_tokens: of that, if it says so.
+
+        Raises:
+            ApiError: more than the model takes, or none.
+        """
+        if asked is None:
+            return None
+        room = Room.of_prompt(info)
+        if asked == 0 or asked > room.tokens:
+            message = (
+                f"truncate_prompt_tokens is {asked}; it must be at least 1 and at most {room.tokens} (max_model_len), "
+                "or -1 for as many as leave room for the answer."
+            )
+            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+        if room.encoder:
+            return cls(
+                room.tokens if asked == -1 else asked, "left" if tokenizer is None else tokenizer.truncation_side
+            )
+        return cls(max(room.tokens - (max_tokens or 1), 1) if asked == -1 else asked)
+
+    def ids(self, ids: Sequence[int]) -> list[int]:
+        """Token ids as they stay."""
+        return list(ids[-self.tokens :] if self.side == "left" else ids[: self.tokens])
+
+    def encode(self, tokenizer: Tokenizer, text: str, room: Room, *, add_special_tokens: bool) -> list[int]:
+        """A text's token ids as they stay, special ones among them.
+
+        Raises:
+            ApiError: there are far too many characters for so few tokens.
+            InvalidRequestError: the special tokens alone are more.
+        """
+        plain = functools.partial(tokenizer.encode, add_special_tokens=False)
+        beyond = count_beyond(plain, text, self.tokens, left=self.side == "left")
+        if beyond is not None:  # the rest decides nothing, and may take minutes
+            size, count = beyond
+            if count <= 2 * self.tokens:
+                raise room.refusal_of_characters(len(text))
+            text = text[-size:] if self.side == "left" else text[:size]
+        return tokenizer.encode_input(
+            text, add_special_tokens=add_special_tokens, max_length=self.tokens, side=self.side
+        ).ids
 
 
 def check_length(count: int, room: Room) -> None:

@@ -137,6 +137,7 @@ class ChatMessage(BaseModel):
     role: str
     content: str | None
     refusal: None = None
+    annotations: list[Any] = []
     tool_calls: list[ChatCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -152,9 +153,14 @@ class ChatChoice(BaseModel):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
     score: float | None = None
+
+
+class PromptFields(BaseModel):
+    """What is told of the prompt, where it is asked for."""
+
+    prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatCompletionResponse(BaseModel):
@@ -165,7 +171,10 @@ class ChatCompletionResponse(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
+    system_fingerprint: str | None = None
     usage: Usage | None = None
+    prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class FunctionDelta(BaseModel):
@@ -195,7 +204,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatPiece(BaseModel):
-    """One answer's next piece in a stream."""
+    """One answer's next piece in a stream; `prompt`, which the first one may have, is shown beside it."""
 
     index: int
     delta: ChatDelta
@@ -203,18 +212,20 @@ class ChatPiece(BaseModel):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
     score: float | None = None
+    prompt: PromptFields = Field(default_factory=PromptFields, exclude=True)
 
 
 class ChatCompletionChunk(BaseModel):
-    """One event of a stream of POST /v1/chat/completions."""
+    """One event of a stream of POST /v1/chat/completions; the first tells of the prompt."""
 
     id: str
     object: str = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatPiece]
+    system_fingerprint: str | None = None
     usage: Usage | None = None
+    prompt_logprobs: list[dict[int, dict[str, float | int | str | None]] | None] | None = None
+    prompt_token_ids: list[int] | None = None
     beams: LiveBeams | None = None

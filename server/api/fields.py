@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from engine import MAX_LISTED_IDS, MAX_STOP_STRINGS, NUMBER_RANGES, SamplingParams
+from engine import BIAS_RANGE, MAX_LISTED_IDS, MAX_STOP_STRINGS, NUMBER_RANGES, SamplingParams
 from server.config.wording import field_docs
 from server.errors import ApiError
 
@@ -123,11 +123,24 @@ def _few_ids(value: Any) -> Any:
 
 
 def _integer_keys(value: Any) -> Any:
-    """JSON keys are strings; logit_bias means token ids."""
+    """JSON keys are strings; logit_bias means token ids. As in llama.cpp it may be a list of pairs, in which false bans
+    a token."""
+    if isinstance(value, list):
+        value = _paired(value)
     if not isinstance(value, dict):
         return value
     digits = re.compile(r"[0-9]{1,10}", re.ASCII)
     return {int(key) if isinstance(key, str) and digits.fullmatch(key) else key: bias for key, bias in value.items()}
+
+
+def _paired(pairs: list[Any]) -> dict[Any, Any]:
+    biases: dict[Any, Any] = {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
+            raise PydanticCustomError("limit", "must hold pairs of a token id and a number, such as [[15, -1.5]]")
+        token, bias = pair
+        biases[token] = BIAS_RANGE.low if bias is False else bias
+    return biases
 
 
 MAX_NAME = 256  # characters of a field that names something
@@ -139,11 +152,26 @@ _IDS: Any = Annotated[
     list[int], _FIRST, _FEW, WithJsonSchema({"type": "array", "maxItems": MAX_LISTED_IDS, "items": _ID})
 ]
 _STOP = {"type": "string", "minLength": 1, "maxLength": 1024}
+_BIASED = {"type": "number", "minimum": BIAS_RANGE.low, "maximum": BIAS_RANGE.high}
 _BIAS = {
-    "type": "object",
-    "maxProperties": MAX_LISTED_IDS,
-    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "anyOf": [
+        {
+            "type": "object",
+            "maxProperties": MAX_LISTED_IDS,
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": _BIASED,
+        },
+        {
+            "type": "array",
+            "maxItems": MAX_LISTED_IDS,
+            "items": {
+                "type": "array",
+                "prefixItems": [_ID, {"anyOf": [_BIASED, {"const": False}]}],
+                "minItems": 2,
+                "maxItems": 2,
+            },
+        },
+    ]
 }
 # JSON's types, where Python's own are wider than what a body can hold or say less than is known.
 _JSON_TYPES: dict[str, Any] = {

@@ -72,10 +72,11 @@ def either(body: BaseModel, name: str, other: str) -> Any:
 
 
 class PoolingUsage(BaseModel):
-    """Tokens of all inputs, special ones included."""
+    """Tokens of all inputs, special ones included; none is generated."""
 
     prompt_tokens: int
     total_tokens: int
+    completion_tokens: int = 0
 
 
 def several(item: dict[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,15 @@ class GenerationBody(_SamplingBody, StructuredBody):
     stream_options: StreamOptions | None = None
     best_of: int | None = Field(None, ge=1, description="Generate that many answers and keep the n most probable.")
     use_beam_search: bool | None = Field(None, description="Beam search with max(n, best_of) beams, at least 2.")
-    return_token_ids: bool | None = Field(None, description="Add the token ids of answer and prompt to each choice.")
+    return_token_ids: bool | None = Field(None, description="Add the token ids of the answers and of the prompt.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Name tokens among log-probabilities by their ids, token_id:42, since texts may be alike."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        description="Keep the last so many tokens of a longer prompt; -1: as many as leave room for the answer.",
+    )
 
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
@@ -238,6 +246,7 @@ class CompletionResponse(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
+    system_fingerprint: str | None = None
     usage: Usage | None = None
     beams: LiveBeams | None = None
 
@@ -250,7 +259,9 @@ class TokenizeRequest(TemplateFields, Body):
     messages: Annotated[list[Any], at_most(MAX_MESSAGES, "messages")] | None = Field(
         None, description="Messages, as for /v1/chat/completions."
     )
+    content: str | None = Field(None, description="The name that prompt has for clients of llama.cpp.")
     add_special_tokens: bool | None = Field(None, description="With prompt: add those that open a text (true).")
+    return_token_strs: bool | None = Field(None, description="Say how the vocabulary writes each token, too.")
     src_lang: Name | None = Field(None, description="With prompt: its language, as for /v1/completions.")
 
 
@@ -260,6 +271,7 @@ class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
 
 
 class DetokenizeRequest(Body):
@@ -270,15 +282,48 @@ class DetokenizeRequest(Body):
 
 
 class DetokenizeResponse(BaseModel):
-    """Answer of POST /detokenize."""
+    """Answer of POST /detokenize; the text has two names, vLLM's and llama.cpp's."""
 
     prompt: str
+    content: str
+
+
+class TokenizerInfo(BaseModel):
+    """Answer of GET /tokenizer_info."""
+
+    tokenizer_class: str
+    vocab_size: int
+    special_tokens: dict[str, str | list[str]] = Field(description="By their names, such as bos_token.")
+    chat_template: str | None = Field(description="Of chats without tools, where there is one.")
 
 
 class VersionResponse(BaseModel):
     """Answer of GET /version."""
 
     version: str
+
+
+class LoadResponse(BaseModel):
+    """Answer of GET /load."""
+
+    server_load: int
+
+
+class ServerInfo(BaseModel):
+    """Answer of GET /server_info. Of a model that reads inputs whole, block_size and num_blocks are 0."""
+
+    version: str
+    model: str
+    device: str
+    dtype: str
+    quantization: str | None
+    kv_cache_dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_beams: int
+    block_size: int
+    num_blocks: int
 
 
 class ModelCard(BaseModel):

@@ -45,6 +45,8 @@ class ServerSettings(BaseModel):
         ssl_certfile: certificate and its chain (PEM); switches HTTPS on.
         ssl_keyfile_password: opens an encrypted ssl_keyfile.
         served_model_name: the model's id to clients (default: the folder's last name, or the hub id).
+        strict_model_name: requests may name the model by that id alone; else also as default, tgi or dummy, or by an
+            empty text, as clients do that were made for servers of a single model.
         log_level: debug, info, warning or error.
         log_format: console, json, or auto: console on a terminal, else json.
         log_prompts: write prompts and answers into the log, cut where they are long; off, no line holds any of it.
@@ -120,6 +122,7 @@ class ServerSettings(BaseModel):
     ssl_certfile: str | None = _NAME
     ssl_keyfile_password: str | None = Field(default=None, min_length=1, repr=False)
     served_model_name: str | None = _NAME
+    strict_model_name: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     log_prompts: bool = False

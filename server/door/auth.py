@@ -14,13 +14,15 @@ from server.errors import ApiError
 
 logger = logging.getLogger("octavo.server")
 
-HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 METRICS_PATH = "/metrics"
 LIVE_PATH = "/playground/live"
 METRICS_PATHS = frozenset({METRICS_PATH, LIVE_PATH})
 # What there is to know of the service, without any work of the model: whole paths, and beginnings of paths.
-ABOUT_PATHS = frozenset({"/version", "/v1/models", "/docs", "/openapi.json"})
-_ABOUT_FOLDERS = ("/v1/models/", "/docs/")
+ABOUT_PATHS = frozenset(
+    {"/version", "/load", "/server_info", "/tokenizer_info", "/v1/models", "/models", "/docs", "/openapi.json"}
+)
+_ABOUT_FOLDERS = ("/v1/models/", "/models/", "/docs/")
 
 
 def routed_path(scope: Scope) -> str:

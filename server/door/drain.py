@@ -12,7 +12,7 @@ from server.door.auth import routed_path
 from server.errors import ApiError
 
 # Monitoring still needs these, while it stops most of all.
-ALWAYS_ANSWERED = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
+ALWAYS_ANSWERED = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics"})
 
 
 def shutting_down() -> ApiError:

@@ -5,7 +5,7 @@ import { askJson } from "./api.js";
 // Filled in by the page itself, or no way of decoding.
 const OWN = new Set([
   "model", "prompt", "messages", "stream", "stream_options", "suffix", "stream_beams", "logprobs", "top_logprobs",
-  "prompt_logprobs", "return_token_ids", "max_completion_tokens",
+  "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "max_completion_tokens",
 ]);
 
 export async function loadSchemas() {
@@ -33,6 +33,7 @@ function readKind(property) {
     const list = options.find((option) => option.type === "array");
     return { kind: list.items.type === "string" ? "texts" : "text" };
   }
+  if (types.includes("object")) return { kind: "json" };
   if (options.length > 1) return { kind: types.includes("string") ? "text" : null };
   if (first.type === "boolean") return { kind: "choice", choices: [true, false] };
   if (first.type === "integer" || first.type === "number") return { kind: first.type, ...readRange(first) };

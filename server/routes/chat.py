@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
@@ -20,6 +20,7 @@ from server.api.chat_schemas import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatPiece,
+    PromptFields,
 )
 from server.api.reading import StrictJsonRoute
 from server.api.schemas import Usage
@@ -29,6 +30,7 @@ from server.errors import ERROR_RESPONSES
 router = APIRouter(route_class=StrictJsonRoute)
 
 
+@router.post("/chat/completions", include_in_schema=False)
 @router.post(
     "/v1/chat/completions",
     response_model=ChatCompletionResponse,
@@ -48,8 +50,10 @@ async def create_chat_completion(
 @dataclass(slots=True)
 class _ChatRun(ConversationRun[ChatChoice]):
     id_prefix = "chatcmpl-"
+    told: PromptFields = field(default_factory=PromptFields)  # of the prompt
 
     def join(self, pieces: list[ChatPiece]) -> list[ChatChoice]:
+        self.told = pieces[0].prompt
         return join_pieces(pieces, logprobs=self.shape.logprobs is not None)
 
     def whole(self, choices: list[ChatChoice], usage: Usage) -> ChatCompletionResponse:
@@ -59,7 +63,10 @@ class _ChatRun(ConversationRun[ChatChoice]):
             created=self.created,
             model=self.service.model_id,
             choices=choices,
+            system_fingerprint=self.service.fingerprint,
             usage=usage,
+            prompt_logprobs=self.told.prompt_logprobs,
+            prompt_token_ids=self.told.prompt_token_ids,
         )
 
     def events(self, maker: PieceMaker[ChatPiece]) -> Chunks[ChatPiece]:
@@ -72,5 +79,7 @@ class _ChatRun(ConversationRun[ChatChoice]):
             created=self.created,
             model=self.service.model_id,
             choices=pieces,
+            system_fingerprint=self.service.fingerprint,
             **extra,
+            **(pieces[0].prompt.model_dump(exclude_unset=True) if pieces else {}),
         )

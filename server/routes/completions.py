@@ -31,6 +31,7 @@ _DECODER = {
 router = APIRouter(route_class=StrictJsonRoute)
 
 
+@router.post("/completions", include_in_schema=False)
 @router.post(
     "/v1/completions",
     response_model=CompletionResponse,
@@ -75,7 +76,13 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
         special = self.body.add_special_tokens is not False
         decoder = self.decoder
         source = None if decoder is None else decoder.src_lang
-        prompts = await encode_prompts(self.service, self.body.prompt, add_special_tokens=special, src_lang=source)
+        prompts = await encode_prompts(
+            self.service,
+            self.body.prompt,
+            add_special_tokens=special,
+            src_lang=source,
+            truncation=self.truncation,
+        )
         if decoder is None:
             return prompts
         begin = await decoder.tokens(self.service, self.shape.params)
@@ -100,5 +107,6 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
             created=self.created,
             model=self.service.model_id,
             choices=pieces,
+            system_fingerprint=self.service.fingerprint,
             **extra,
         )

@@ -24,6 +24,7 @@ from server.errors import ERROR_RESPONSES, ApiError
 router = APIRouter(route_class=StrictJsonRoute)
 
 
+@router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=ERROR_RESPONSES, summary="Texts to vectors")
 async def create_embeddings(
     body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)],

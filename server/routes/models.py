@@ -29,6 +29,7 @@ def _card(service: Service) -> ModelCard:
     )
 
 
+@router.get("/models", response_model_exclude_none=True, include_in_schema=False)
 @router.get("/v1/models", responses=ERROR_RESPONSES, response_model_exclude_none=True, summary="List the served models")
 async def list_models(service: ServiceDep) -> ModelList:
     """The one model that this server serves."""
@@ -36,6 +37,7 @@ async def list_models(service: ServiceDep) -> ModelList:
 
 
 # A path, because hub ids hold slashes.
+@router.get("/models/{model_id:path}", response_model_exclude_none=True, include_in_schema=False)
 @router.get(
     "/v1/models/{model_id:path}",
     responses=ERROR_RESPONSES,

@@ -1,11 +1,11 @@
-"""GET /health, /metrics and /version: for operators."""
+"""GET /health, /metrics and what tells of the service: for operators."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
 from server.api import examples
-from server.api.schemas import VersionResponse
+from server.api.schemas import LoadResponse, ServerInfo, TokenizerInfo, VersionResponse
 from server.context import ServiceDep
 from server.door.drain import shutting_down
 from server.errors import ERROR_RESPONSES, ApiError
@@ -27,6 +27,8 @@ async def live(service: ServiceDep) -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.get("/ping", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
 @router.get("/health", responses=ERROR_RESPONSES, summary="The same as /health/ready")
 @router.get("/health/ready", responses=ERROR_RESPONSES, summary="Whether requests can be served")
 async def ready(service: ServiceDep) -> dict[str, str]:
@@ -40,6 +42,46 @@ async def ready(service: ServiceDep) -> dict[str, str]:
         message = "The engine has stopped and cannot serve requests."
         raise ApiError(503, message, code="engine_dead", headers={"Retry-After": "5"})
     return {"status": "ok"}
+
+
+@router.get("/load", responses=ERROR_RESPONSES, summary="How many requests the service has")
+async def load(service: ServiceDep) -> LoadResponse:
+    """Requests to the model that have begun and not ended, in this process; vLLM's name for them."""
+    return LoadResponse(server_load=service.drain.num_running)
+
+
+@router.get("/server_info", responses=ERROR_RESPONSES, summary="What serves here")
+async def server_info(request: Request, service: ServiceDep) -> ServerInfo:
+    """Facts about the service, the model and its memory. No setting that could be a secret is among them."""
+    info = service.client.info
+    return ServerInfo(
+        version=request.app.version,
+        model=service.model_id,
+        device=info.device,
+        dtype=info.dtype,
+        quantization=info.quantization,
+        kv_cache_dtype=info.kv_cache_dtype,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_num_beams=info.max_num_beams,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+    )
+
+
+@router.get("/tokenizer_info", responses=ERROR_RESPONSES, summary="What the model's tokenizer is")
+async def tokenizer_info(service: ServiceDep) -> TokenizerInfo:
+    """Its class, size, special tokens and chat template."""
+    tokenizer = service.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, f"{service.model_id} has no tokenizer.", code="no_tokenizer")
+    return TokenizerInfo(
+        tokenizer_class=tokenizer.class_name,
+        vocab_size=tokenizer.vocab_size,
+        special_tokens=tokenizer.template_variables,
+        chat_template=tokenizer.chat_template,
+    )
 
 
 @router.get(

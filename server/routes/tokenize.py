@@ -11,12 +11,13 @@ from fastapi import APIRouter, Body, Response
 from engine.text.processor import Tokenizer
 from server.admission import estimate_tokens
 from server.answering.messages import estimate_messages, read_messages
-from server.answering.prompt import Room, check_token_ids, encode_fitting
+from server.answering.prompt import MAX_TOKENIZED, Room, check_token_ids, encode_fitting
 from server.answering.rendering import read_rendering
 from server.answering.seq2seq import read_decoder, refuse_chat
 from server.answering.tools import read_tools
 from server.api import examples
 from server.api.fields import ignored_header
+from server.api.pooling_schemas import either
 from server.api.reading import StrictJsonRoute
 from server.api.schemas import (
     DetokenizeRequest,
@@ -28,7 +29,6 @@ from server.context import Service, ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
 
 router = APIRouter(route_class=StrictJsonRoute)
-MAX_TOKENS = 65536  # of one request, where the model does not read more at once
 
 
 class _Countable(Room):
@@ -37,14 +37,14 @@ class _Countable(Room):
     def refusal(self, length: str) -> ApiError:
         message = (
             f"{self.param} is too long for one request: {length} tokens, and the limit is {self.tokens} "
-            f"(the larger of {MAX_TOKENS} and max_model_len). Send it in parts."
+            f"(the larger of {MAX_TOKENIZED} and max_model_len). Send it in parts."
         )
         return ApiError(400, message, param=self.param, code="context_length_exceeded")
 
     @classmethod
     def of(cls, service: Service, param: str) -> _Countable:
         """The room of one request."""
-        return cls(max(Room.of_prompt(service.client.info).tokens, MAX_TOKENS), param)
+        return cls(max(Room.of_prompt(service.client.info).tokens, MAX_TOKENIZED), param)
 
 
 @router.post("/tokenize", responses=ERROR_RESPONSES, summary="Text or messages to token ids")
@@ -55,9 +55,11 @@ async def tokenize(
 ) -> TokenizeResponse:
     """The token ids that the completions endpoint makes of a prompt, or the chat endpoint of messages."""
     _check(body, response, service)
-    if (body.prompt is None) == (body.messages is None):
-        given = "neither" if body.prompt is None else "both"
-        message = f"Send either prompt, a string, or messages, a list; got {given}."
+    tokenizer = _tokenizer(service, "prompt" if body.messages is None else "messages")
+    given = either(body, "prompt", "content")
+    if (given is None) == (body.messages is None):
+        got = "neither" if given is None else "both"
+        message = f"Send either prompt, a string, or messages, a list; got {got}."
         raise ApiError(400, message, param="prompt", code="invalid_value")
     if body.messages is not None:
         if body.add_special_tokens:
@@ -76,9 +78,8 @@ async def tokenize(
         for name in ("tools", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
             if getattr(body, name):
                 raise ApiError(400, f"{name} goes with messages, not with prompt.", param=name, code="invalid_value")
-        tokenizer = _tokenizer(service, "prompt")
         special = body.add_special_tokens is not False
-        text = body.prompt or ""
+        text = given or ""
         asked = {"src_lang": body.src_lang, "add_special_tokens": body.add_special_tokens}
         read_decoder(asked, [text], service)
         with await service.tokenizing.admit(1, estimate_tokens(text)):
@@ -88,7 +89,10 @@ async def tokenize(
     if len(tokens) > room.tokens:
         raise room.refusal(f"it has {len(tokens)}")
     longest = Room.of_prompt(service.client.info).tokens
-    return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens)
+    names = None
+    if body.return_token_strs:
+        names = await asyncio.to_thread(lambda: [tokenizer.written(token) for token in tokens])
+    return TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens, token_strs=names)
 
 
 @router.post("/detokenize", responses=ERROR_RESPONSES, summary="Token ids to text")
@@ -106,7 +110,7 @@ async def detokenize(
     check_token_ids(body.tokens, service.client.info.vocab_size, "tokens")
     with await service.tokenizing.admit(1, len(body.tokens)):
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return DetokenizeResponse(prompt=text)
+    return DetokenizeResponse(prompt=text, content=text)
 
 
 def _check(body: TokenizeRequest | DetokenizeRequest, response: Response, service: Service) -> None:

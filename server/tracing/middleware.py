@@ -14,8 +14,9 @@ from server.tracing.request import RequestTrace
 # Exact ones: what clients think up must not become names of spans.
 TRACED = frozenset(
     {
-        "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank",
-        "/rerank", "/v1/classify", "/classify", "/v1/fill-mask", "/fill-mask",
+        "/v1/completions", "/completions", "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages",
+        "/v1/embeddings", "/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/classify",
+        "/classify", "/v1/fill-mask", "/fill-mask",
     }
 )  # fmt: skip
 _CONTEXT = (b"traceparent", b"tracestate")
