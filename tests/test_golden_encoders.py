@@ -28,12 +28,13 @@ from engine.interface.outputs import Pooled
 from engine.model import families
 from engine.scheduling.plan import StepPlan
 
-# What the heads of these classes are for, by the endings of their names; others have none.
+# What the heads of these classes are for, by the first ending that their names have; others have none.
 TASKS = {
     "SequenceClassification": "classify",
     "TokenClassification": "token_classify",
     "MaskedLM": "fill_mask",
-    "BertForPreTraining": "fill_mask",
+    "ElectraForPreTraining": "embed",
+    "ForPreTraining": "fill_mask",
 }
 
 

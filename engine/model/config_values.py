@@ -28,7 +28,7 @@ _LARGEST = 1e18
 COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
-         "num_encoder_layers", "num_decoder_layers"), _LAYERS,
+         "num_encoder_layers", "num_decoder_layers", "num_hidden_groups", "inner_group_num"), _LAYERS,
     ),
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
@@ -38,8 +38,8 @@ COUNTS: dict[str, tuple[int, int]] = {
          "moe_num_experts", "moe_num_shared_experts", "moe_k", "n_group", "topk_group"), (0, 1 << 16)),
     **dict.fromkeys(
         ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
-         "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim",
-         "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "expansion_ratio",
+         "input_embedding_size", "output_embedding_size", "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim",
+         "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "expansion_ratio",
          "pooler_hidden_size", "relative_attention_num_buckets"), _FEATURES,
     ),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
@@ -50,8 +50,8 @@ COUNTS: dict[str, tuple[int, int]] = {
     "relative_attention_max_distance": (1, 1 << 16),
     **dict.fromkeys(("position_buckets", "max_relative_positions", "moe_layer_end_index"), (-1, 1 << 16)),
     **dict.fromkeys(
-        ("type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size", "rotary_dim",
-         "sliding_window_pattern", "first_k_dense_replace", "moe_layer_start_index", "moe_layer_interval",
+        ("type_vocab_size", "task_type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size",
+         "rotary_dim", "sliding_window_pattern", "first_k_dense_replace", "moe_layer_start_index", "moe_layer_interval",
          "shared_intermediate_size"), _FROM_ZERO,
     ),
 }  # fmt: skip
@@ -171,7 +171,7 @@ def check_parameters(path: Path, model: ModelSpec) -> None:
     if isinstance(table, Tokens):
         least += table.vocab_size * table.width
     if least > most:
-        layers = sum(len(stack.blocks) for stack in (model.encoder, model.decoder) if stack is not None)
+        layers = sum(len(stack.order) for stack in (model.encoder, model.decoder) if stack is not None)
         raise ModelLoadError(
             f"{path / 'config.json'} describes a model of at least {least} parameters ({layers} layers of "
             f"{model.trunk.hidden_size} features, {model.vocab_size} token ids), but the weight files hold {size} "

@@ -27,6 +27,7 @@ class TokenEmbedding(nn.Module):
         self.projection = None if part.projection is None else Linear(part.width, hidden, False, place)
         self.projects_sum = part.projects_sum
         self.types = None if not part.token_types else place.parameter(part.token_types, added)
+        self.tasks = None if not part.tasks else place.parameter(part.tasks, added)
         self.positions = None
         self.offset = 0
         if part.positions is not None:
@@ -47,6 +48,8 @@ class TokenEmbedding(nn.Module):
             x = x + F.embedding(positions + self.offset if self.offset else positions, self.positions)
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
+        if self.tasks is not None:
+            x = x + self.tasks[0]
         if self.projection is not None and self.projects_sum:
             x = self.projection(x)
         if self.norm is not None:

@@ -41,7 +41,7 @@ def _unsupported_embedding(part: spec.Embedding) -> list[str]:
 
 
 def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
-    missing = []
+    missing = ["layers of the same weights in a decoder"] if stack.repeated is not None else []
     for block in stack.blocks:
         if not block.attention.causal:
             missing.append("bidirectional attention in a decoder")

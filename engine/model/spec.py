@@ -275,6 +275,8 @@ class Tokens:
         scale: multiplies the vectors.
         positions: added after scaling.
         token_types: number of segment embeddings added, 0 for none.
+        tasks: rows of a table of which the first is added, the task that a checkpoint is for by default
+            (arXiv:2107.02137); 0 for none.
         norm: applied to the sum.
         projection: features that the vectors are mapped to by a matrix without bias, before positions are added.
         expansion: features that the normed sum is mapped to at last, by a matrix with a bias (arXiv:2003.10555).
@@ -286,6 +288,7 @@ class Tokens:
     scale: float = 1.0
     positions: Positions | None = None
     token_types: int = 0
+    tasks: int = 0
     norm: Norm | None = None
     projection: int | None = None
     expansion: int | None = None
@@ -306,6 +309,15 @@ Embedding = Tokens | Patches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Layers that are the same weights (arXiv:1909.11942): blocks form groups of `length`, each of which runs `times`
+    times before the next one."""
+
+    length: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """An encoder or a decoder.
 
@@ -315,6 +327,7 @@ class Stack:
         shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
         projection: features that the hidden states are mapped to at last, by a matrix without bias.
         distances: what blocks with disentangled attention share.
+        repeated: how often blocks run; None: each is one layer.
     """
 
     hidden_size: int
@@ -324,6 +337,14 @@ class Stack:
     shared_bias: RelativeBuckets | None = None
     projection: int | None = None
     distances: DistanceVectors | None = None
+    repeated: Repeated | None = None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The number of each layer's block."""
+        part = self.repeated or Repeated(length=1, times=1)
+        starts = range(0, len(self.blocks), part.length)
+        return tuple(start + i for start in starts for _ in range(part.times) for i in range(part.length))
 
     @property
     def output_size(self) -> int:

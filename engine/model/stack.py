@@ -77,7 +77,7 @@ class TransformerStack(nn.Module):
         self.tables = Tables(rotary, slopes, self.shared_bias, self.distances)
         self.program: Program = compile_stack(
             self.embedding,
-            self.blocks,
+            [self.blocks[number] for number in stack.order],
             self.final_norm,
             self.projection,
             hidden_size=stack.hidden_size,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
@@ -20,6 +21,7 @@ from engine.model.spec import (
     ModelSpec,
     Pool,
     Post,
+    Pre,
     Stack,
     Tokens,
 )
@@ -104,6 +106,12 @@ def post_norm_encoder(
     )
 
 
+def pre_norm(encoder: Stack, layer_norm: Norm) -> Stack:
+    """An encoder with norms before its sublayers and one at its end, instead of those after sublayers."""
+    blocks = tuple(replace(block, placement=Pre(layer_norm, layer_norm)) for block in encoder.blocks)
+    return replace(encoder, blocks=blocks, final_norm=layer_norm)
+
+
 def token_classifier(config: Any) -> Classifier:
     """One matrix over each token."""
     return Classifier(labels=config.num_labels, pooling=None)
@@ -163,14 +171,28 @@ BERT_LAYER = LayerNames(
 
 
 def stack_weights(
-    model: ModelSpec, source: str, *, layers: str = "encoder.layer", names: LayerNames = BERT_LAYER
+    model: ModelSpec,
+    source: str,
+    *,
+    layers: str | Callable[[int], str] = "encoder.layer",
+    names: LayerNames = BERT_LAYER,
 ) -> list[Entry]:
-    """The weights of `post_norm_encoder`.
+    """The weights of `post_norm_encoder`, or of `pre_norm` of it, but for the norm at its end.
 
     Args:
         source: what all names begin with.
         layers: of its layers, by their numbers.
     """
+    assert model.encoder is not None
+    entries = embedding_weights(model, source)
+    for i, block in enumerate(model.encoder.blocks):
+        layer = f"{layers}.{i}" if isinstance(layers, str) else layers(i)
+        entries += layer_weights(i, block, f"{source}.{layer}", names)
+    return entries
+
+
+def embedding_weights(model: ModelSpec, source: str) -> list[Entry]:
+    """The tables that vectors are made of, and their norm, under BERT's names."""
     assert model.encoder is not None
     assert isinstance(model.encoder.embedding, Tokens)
     embedding = model.encoder.embedding
@@ -179,23 +201,29 @@ def stack_weights(
         tables["positions"] = "position_embeddings"
     if embedding.token_types:
         tables["types"] = "token_type_embeddings"
+    if embedding.tasks:
+        tables["tasks"] = "task_type_embeddings"
     entries = [
         Entry(f"encoder.embedding.{ours}", (f"{source}.embeddings.{theirs}.weight",), shard_axis=0)
         for ours, theirs in tables.items()
     ]
-    entries += norm("encoder.embedding.norm", f"{source}.embeddings.LayerNorm", bias=True)
-    for i, block in enumerate(model.encoder.blocks):
-        target, layer = layer_target(i, block), f"{source}.{layers}.{i}"
-        projections = (f"{layer}.{names.queries}", f"{layer}.{names.keys}", f"{layer}.{names.values}")
-        entries += [
-            *qkv(f"{target}.attention.inner.qkv", projections, block.attention),
-            *linear(f"{target}.attention.inner.out", f"{layer}.{names.out}", True, 1),
-            *norm(f"{target}.attention.outer", f"{layer}.{names.attention_norm}", bias=True),
-            *linear(f"{target}.ffn.inner.up", f"{layer}.{names.up}", True, 0),
-            *linear(f"{target}.ffn.inner.down", f"{layer}.{names.down}", True, 1),
-            *norm(f"{target}.ffn.outer", f"{layer}.{names.ffn_norm}", bias=True),
-        ]
+    if embedding.norm is not None:
+        entries += norm("encoder.embedding.norm", f"{source}.embeddings.LayerNorm", bias=True)
     return entries
+
+
+def layer_weights(number: int, block: Block, layer: str, names: LayerNames) -> list[Entry]:
+    """The weights of a layer that is stored as `layer`."""
+    target, place = layer_target(number, block), "before" if isinstance(block.placement, Pre) else "outer"
+    projections = (f"{layer}.{names.queries}", f"{layer}.{names.keys}", f"{layer}.{names.values}")
+    return [
+        *qkv(f"{target}.attention.inner.qkv", projections, block.attention),
+        *linear(f"{target}.attention.inner.out", f"{layer}.{names.out}", True, 1),
+        *norm(f"{target}.attention.{place}", f"{layer}.{names.attention_norm}", bias=True),
+        *linear(f"{target}.ffn.inner.up", f"{layer}.{names.up}", True, 0),
+        *linear(f"{target}.ffn.inner.down", f"{layer}.{names.down}", True, 1),
+        *norm(f"{target}.ffn.{place}", f"{layer}.{names.ffn_norm}", bias=True),
+    ]
 
 
 def layer_target(number: int, block: Block) -> str:
