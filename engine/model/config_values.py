@@ -28,18 +28,21 @@ _LARGEST = 1e18
 COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
-         "num_encoder_layers", "num_decoder_layers", "num_hidden_groups", "inner_group_num"), _LAYERS,
+         "num_encoder_layers", "num_decoder_layers", "num_hidden_groups", "inner_group_num",
+         "num_feedforward_networks"), _LAYERS,
     ),
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
-         "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads"), _HEADS,
+         "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "head_ratio",
+         "num_groups"), _HEADS,
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
          "moe_num_experts", "moe_num_shared_experts", "moe_k", "n_group", "topk_group"), (0, 1 << 16)),
     **dict.fromkeys(
         ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
          "input_embedding_size", "output_embedding_size", "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim",
-         "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "expansion_ratio",
+         "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "emb_dim",
+         "intra_bottleneck_size", "shared_expert_intermediate_size", "expansion_ratio",
          "pooler_hidden_size", "relative_attention_num_buckets"), _FEATURES,
     ),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),

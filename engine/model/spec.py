@@ -266,6 +266,25 @@ class Block:
     residual_scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedOut:
+    """Tokens of one id have vectors of zeros, and those of an input are scaled by how many it has of these: they are
+    multiplied by (1 - usual) / (1 - share), the share of such tokens in training and in the input
+    (bioRxiv:2022.07.20.500902)."""
+
+    id: int
+    usual: float
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The vectors of the `taps` tokens around each, one after the other, which a matrix with a bias maps to `width`
+    features (arXiv:2004.02984); zeros beyond an input's ends."""
+
+    taps: int
+    width: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """Token ids to vectors of `width` features.
@@ -273,6 +292,8 @@ class Tokens:
     Attributes:
         vocab_size, width: shape of the table.
         scale: multiplies the vectors.
+        masked_out: what becomes of masks before anything is added.
+        neighbours: what vectors are made of before anything is added.
         positions: added after scaling.
         token_types: number of segment embeddings added, 0 for none.
         tasks: rows of a table of which the first is added, the task that a checkpoint is for by default
@@ -286,6 +307,8 @@ class Tokens:
     vocab_size: int
     width: int
     scale: float = 1.0
+    masked_out: MaskedOut | None = None
+    neighbours: Neighbours | None = None
     positions: Positions | None = None
     token_types: int = 0
     tasks: int = 0

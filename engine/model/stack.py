@@ -17,7 +17,7 @@ from engine.model.executor import Executor, fastest
 from engine.model.layers import CrossAttention, Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
-from engine.model.positions import AttentionPosition, Rotary, RoundedSlopes, Slopes
+from engine.model.positions import AttentionPosition, Rotary, RoundedSlopes, Slopes, TwoSidedSlopes
 from engine.model.program import Inputs, Program, compile_stack
 from engine.model.rotary import RotaryTable
 from engine.model.tables import Tables
@@ -65,7 +65,9 @@ class TransformerStack(nn.Module):
             if isinstance(part, Rotary)
         }
         slopes: dict[AttentionPosition, BiasTable] = {
-            part: BiasTable(part, length, place.device) for part in heads if isinstance(part, Slopes | RoundedSlopes)
+            part: BiasTable(part, length, place.device)
+            for part in heads
+            if isinstance(part, Slopes | TwoSidedSlopes | RoundedSlopes)
         }
         self.position_tables = nn.ModuleList([*rotary.values(), *slopes.values()])
         self.shared_bias = None

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import TextClassificationPipeline
 
 from engine import TokenInput
+from support import jina_bert
 from support.checkpoints import random_prompt
 from support.family_shape import fill_randomly
 
@@ -28,7 +29,7 @@ class EncoderShape:
     """One configuration of a family.
 
     Attributes:
-        architecture: the class in transformers, as config.json names it.
+        architecture: the class in transformers, or in `support.jina_bert`, as config.json names it.
         settings: keywords of its config, all but vocab_size.
         vocab: ids of inputs are any below it, those of special tokens included.
         finish: changes the saved folder, for checkpoints in an older form, say.
@@ -91,7 +92,8 @@ def make_encoder_checkpoint(shape: EncoderShape, folder: Path) -> EncoderCheckpo
 
     Every parameter is random, so that a part which is left out shows: norms, biases, and rows of padding ids.
     """
-    model_class: Any = getattr(transformers, shape.architecture)
+    # What transformers lacks is defined beside the tests.
+    model_class: Any = getattr(jina_bert, shape.architecture, None) or getattr(transformers, shape.architecture)
     config = model_class.config_class(vocab_size=shape.vocab, **shape.settings)
     model = model_class(config)
     model.set_attn_implementation("eager")

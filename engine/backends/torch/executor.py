@@ -140,7 +140,9 @@ def execute(operation: Operation, state: Pass) -> None:
 
 def _embed(operation: Embed, state: Pass) -> None:
     inputs = state.inputs
-    state.values[operation.out] = operation.module(inputs.token_ids, inputs.positions, inputs.types)
+    state.values[operation.out] = operation.module(
+        inputs.token_ids, inputs.positions, inputs.types, inputs.metadata, inputs.tokens
+    )
 
 
 def _take(operation: Take, state: Pass) -> None:

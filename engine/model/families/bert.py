@@ -36,7 +36,7 @@ def head_of(config: Any) -> Head:
     return named_head(config, masked, "tanh", ("ForMaskedLM", "ForPreTraining"))
 
 
-def stack(config: Any, positions: Learned, width: int | None = None) -> Stack:
+def stack(config: Any, positions: Learned | None, width: int | None = None) -> Stack:
     """The encoder of a config of BERT's kind.
 
     Args:
