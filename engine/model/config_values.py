@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelLoadError
-from engine.model.spec import Attention, Clamped, Dense, Experts, FeedForward, ModelSpec, Opened, Shared, Stack, Tokens
+from engine.model.spec import (
+    Attention,
+    Block,
+    Clamped,
+    Dense,
+    Experts,
+    FeedForward,
+    ModelSpec,
+    Opened,
+    Shared,
+    Stack,
+    Tokens,
+)
 from engine.model.weight_files import Checkpoint
 
 _MOST_BYTES = 16 << 20  # of a config.json; published ones have some KiB
@@ -184,13 +196,16 @@ def check_parameters(path: Path, model: ModelSpec) -> None:
 
 def _parameters(stack: Stack) -> int:
     """Those of the matrices in the layers."""
-    features = stack.hidden_size
-    return sum(
-        _of_attention(block.attention, features)
-        + (0 if block.cross is None else _of_attention(block.cross, features))
-        + _of_ffn(block.ffn, features)
-        for block in stack.blocks
-    )
+    return sum(_of_block(block, stack.hidden_size) for block in stack.blocks)
+
+
+def _of_block(block: Block, features: int) -> int:
+    narrow = block.bottleneck
+    if narrow is not None:
+        within = _of_attention(block.attention, narrow.width) + narrow.networks * _of_ffn(block.ffn, narrow.width)
+        return within + 2 * narrow.width * features
+    cross = 0 if block.cross is None else _of_attention(block.cross, features)
+    return _of_attention(block.attention, features) + cross + _of_ffn(block.ffn, features)
 
 
 def _of_attention(part: Attention, features: int) -> int:

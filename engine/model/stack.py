@@ -58,7 +58,7 @@ class TransformerStack(nn.Module):
         self.projection = None
         if stack.projection is not None:
             self.projection = Linear(stack.hidden_size, stack.projection, False, place)
-        heads = {b.attention.position: b.attention.head_dim for b in stack.blocks}
+        heads = {attention.position: attention.head_dim for attention in stack.attentions}
         rotary = {
             part: RotaryTable(part, dim, length, place.device, limits)
             for part, dim in heads.items()
@@ -72,7 +72,7 @@ class TransformerStack(nn.Module):
         self.position_tables = nn.ModuleList([*rotary.values(), *slopes.values()])
         self.shared_bias = None
         if stack.shared_bias is not None:
-            self.shared_bias = BucketTable(stack.shared_bias, stack.blocks[0].attention.heads, place)
+            self.shared_bias = BucketTable(stack.shared_bias, stack.attentions[0].heads, place)
         self.distances = None
         if stack.distances is not None:
             self.distances = DistanceTable(stack.distances, stack.hidden_size, length, place)

@@ -87,13 +87,17 @@ class EncoderCheckpoint:
         return torch.tensor([label["score"] for label in found])
 
 
+def class_of(architecture: str) -> Any:
+    """The reference's class: of transformers, or defined beside the tests where it has none."""
+    return getattr(jina_bert, architecture, None) or getattr(transformers, architecture)
+
+
 def make_encoder_checkpoint(shape: EncoderShape, folder: Path) -> EncoderCheckpoint:
     """Build the checkpoint and save it.
 
     Every parameter is random, so that a part which is left out shows: norms, biases, and rows of padding ids.
     """
-    # What transformers lacks is defined beside the tests.
-    model_class: Any = getattr(jina_bert, shape.architecture, None) or getattr(transformers, shape.architecture)
+    model_class = class_of(shape.architecture)
     config = model_class.config_class(vocab_size=shape.vocab, **shape.settings)
     model = model_class(config)
     model.set_attn_implementation("eager")
