@@ -14,6 +14,7 @@ BASE: dict[str, Any] = bert.BASE | {
     "num_feedforward_networks": 3,
 }
 OTHER: dict[str, Any] = bert.NARROW | {
+    "num_hidden_layers": 2,
     "embedding_size": 20,
     "intra_bottleneck_size": 16,
     "num_feedforward_networks": 1,
@@ -31,7 +32,7 @@ SHAPES = {
     "mobilebert-inside": EncoderShape("MobileBertModel", OTHER, seed=1),
     "mobilebert-wide": EncoderShape("MobileBertModel", WIDE, seed=2),
     "mobilebert-masked": EncoderShape("MobileBertForMaskedLM", BASE | {"type_vocab_size": 3}, seed=3),
-    "mobilebert-masked-untied": EncoderShape("MobileBertForMaskedLM", OTHER | UNTIED, seed=4),
+    "mobilebert-masked-untied": EncoderShape("MobileBertForMaskedLM", OTHER | UNTIED, seed=15),
     "mobilebert-masked-wide": EncoderShape("MobileBertForMaskedLM", WIDE, seed=5),
     "mobilebert-pretraining": EncoderShape("MobileBertForPreTraining", BASE, seed=6),
     "mobilebert-classes": EncoderShape("MobileBertForSequenceClassification", BASE | {"num_labels": 5}, seed=7),
