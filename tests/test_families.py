@@ -53,7 +53,7 @@ UNREAD: dict[str, str] = {
     "mobilebert-inside": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",
     "mobilebert-masked-untied": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",
     "mobilebert-masked-wide": r"embeddings\.embedding_transformation\..*|cls\.predictions\.dense\.weight",
-    "mobilebert-one-class": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",
+    "mobilebert-numbers": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",
     "mobilebert-tokens-wide": r"embeddings\.embedding_transformation\..*",
     "mobilebert-wide": r"embeddings\.embedding_transformation\..*",
     "roformer": r"encoder\.embed_positions\.weight",
