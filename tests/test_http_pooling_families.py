@@ -1,5 +1,5 @@
-"""Scores, entities and masks of models whose tokenizers differ from BERT's: no segments, `<mask>`, bytes, Unigram, and of
-families whose layers do."""
+"""Scores, entities and masks of models whose tokenizers differ from BERT's: no segments, `<mask>`, bytes, Unigram, and
+of families whose layers do."""
 
 from __future__ import annotations
 

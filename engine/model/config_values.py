@@ -40,9 +40,10 @@ _LARGEST = 1e18
 COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
-         "num_encoder_layers", "num_decoder_layers", "num_hidden_groups", "inner_group_num",
+         "num_encoder_layers", "num_decoder_layers", "num_hidden_groups",
          "num_feedforward_networks"), _LAYERS,
     ),
+    "inner_group_num": (1, 100),
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
          "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "head_ratio",
@@ -209,7 +210,8 @@ def _of_block(block: Block, features: int) -> int:
 
 
 def _of_attention(part: Attention, features: int) -> int:
-    return features * part.head_dim * 2 * (part.heads + part.kv_heads)
+    taps = 0 if part.spans is None else features * part.spans.kernel
+    return taps + features * part.head_dim * 2 * (part.heads + part.kv_heads)
 
 
 def _of_ffn(part: FeedForward | Clamped, features: int) -> int:
