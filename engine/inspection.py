@@ -149,7 +149,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None
-    backend = select(device, [block.attention for block in spec.trunk.blocks], cache_dtype if paged else None)
+    backend = select(device, spec.trunk.attentions, cache_dtype if paged else None)
     model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory
     weights = model.weight_bytes(quantization)
     num_blocks = pages = 0

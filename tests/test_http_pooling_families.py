@@ -1,4 +1,5 @@
-"""Scores, entities and masks of models whose tokenizers differ from BERT's: no segments, `<mask>`, bytes, Unigram."""
+"""Scores, entities and masks of models whose tokenizers differ from BERT's: no segments, `<mask>`, bytes, Unigram, and
+of families whose layers do."""
 
 from __future__ import annotations
 
@@ -12,12 +13,21 @@ from support.encoder_text import CORPUS, LABELS, roberta, save_model, xlmr
 from support.pooling_api import PoolingApi
 from support.text_encoders import TextEncoder
 
-TOKENIZERS = {"roberta": roberta, "xlm-roberta": xlmr}
+TOKENIZERS = {"roberta": roberta, "xlm-roberta": xlmr, "albert": xlmr, "esm": roberta}
+NAMES = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "albert": "Albert", "esm": "Esm"}
 
 
 def make(kind: str, head: str, folder: Path, **settings: Any) -> PoolingApi:
     tokenizer = TOKENIZERS[kind]()
-    name = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta"}[kind]
+    name = NAMES[kind]
+    if kind == "albert":
+        settings |= {"embedding_size": 20, "num_hidden_groups": 1}
+    if kind == "esm":  # several masks in an input scale it
+        settings |= {
+            "token_dropout": True,
+            "mask_token_id": tokenizer.mask_token_id,
+            "position_embedding_type": "rotary",
+        }
     config = getattr(transformers, f"{name}Config")(
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=66, type_vocab_size=1, pad_token_id=1, **settings,

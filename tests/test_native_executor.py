@@ -317,7 +317,7 @@ def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_hidden_states_of_encoders(encoder: Path, dtype: torch.dtype, quantization: Quantization | None) -> None:
     """Where attention or a convolution has no kernel, torch computes it on the library's rows."""
     config = checkpoint.read_config(encoder)
-    parts = [block.attention for block in families.build_spec(config).trunk.blocks]
+    parts = families.build_spec(config).trunk.attentions
     backend = select(torch.device("cpu"), parts, None)
     model = load(encoder, dtype, max_model_len=40, backend=backend)
     model.pack(quantization)

@@ -69,6 +69,11 @@ MAPPINGS: tuple[Any, ...] = (
 COMPLETED: dict[str, dict[str, int]] = {
     "dots1": {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1},
     "glm4_moe": {"head_dim": 128},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+}
+# Families that transformers has no classes for: the kind that their configs name, and what these set.
+ELSEWHERE: dict[str, tuple[str, dict[str, str]]] = {
+    "Jina v2": ("bert", {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}),
 }
 
 
@@ -130,6 +135,10 @@ def tasks_of(family: Family, architecture: str) -> tuple[Task, ...]:
 
 def default_model(family: Family, architecture: str) -> tuple[Any, ModelSpec]:
     """The config and parts of the model that transformers makes of this name by default."""
+    if family.name in ELSEWHERE:
+        kind, settings = ELSEWHERE[family.name]
+        config = CONFIG_MAPPING[kind](architectures=[architecture], **settings)
+        return config, family.spec(config)
     kinds = {name: kind for mapping in MAPPINGS for kind, name in mapping.items() if isinstance(name, str)}
     # A name that only older checkpoints have stands for the family's first.
     known = [name for name in (architecture, *family.architectures) if name in kinds]

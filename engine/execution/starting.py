@@ -111,7 +111,7 @@ def resolve(config: EngineConfig, device: torch.device) -> Resolved:
         cache_dtype=cache_dtype,
         quantization=quantization,
         max_model_len=max_model_len,
-        backend=select(device, [b.attention for b in spec.trunk.blocks], cache_dtype if spec.decoder else None),
+        backend=select(device, spec.trunk.attentions, cache_dtype if spec.decoder else None),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engine.backends.attention.base import DistanceBias, PositionBias
 from engine.model.place import Place
-from engine.model.positions import RelativeBuckets, RoundedSlopes, Slopes
+from engine.model.positions import RelativeBuckets, RoundedSlopes, Slopes, TwoSidedSlopes
 
 
 class BiasTable(nn.Module):
@@ -17,22 +17,24 @@ class BiasTable(nn.Module):
 
     table: Tensor
 
-    def __init__(self, part: Slopes | RoundedSlopes, length: int, device: torch.device):
+    def __init__(self, part: Slopes | TwoSidedSlopes | RoundedSlopes, length: int, device: torch.device):
         super().__init__()
         slopes = torch.tensor(part.values, dtype=torch.float32, device="cpu")[:, None]
         places = torch.arange(length, device="cpu")
-        if isinstance(part, Slopes):
-            table = slopes * (places - (length - 1))
-        else:
-            table = (slopes.bfloat16() * places).float() * part.scale
-        self.by_distance = isinstance(part, Slopes)
+        self.zero: int | None = length - 1  # the column of distance 0
+        match part:
+            case Slopes():
+                table = slopes * (places - (length - 1))
+            case TwoSidedSlopes():
+                table = -slopes * torch.cat((places.flip(0), places[1:]))
+            case RoundedSlopes():
+                table = (slopes.bfloat16() * places).float() * part.scale
+                self.zero = None
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self) -> DistanceBias | PositionBias:
         """What `AttentionBackend.attend` takes."""
-        if self.by_distance:
-            return DistanceBias(self.table, zero=self.table.shape[1] - 1)
-        return PositionBias(self.table)
+        return PositionBias(self.table) if self.zero is None else DistanceBias(self.table, zero=self.zero)
 
 
 class BucketTable(nn.Module):

@@ -10,7 +10,14 @@ from engine.model import spec
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward, SharedExperts
-from engine.model.layers import CrossAttention, DenseFeedForward, GatedFeedForward, SelfAttention
+from engine.model.layers import (
+    CrossAttention,
+    DenseFeedForward,
+    FourierMixing,
+    GatedFeedForward,
+    Linear,
+    SelfAttention,
+)
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
 from engine.model.place import Place
@@ -58,7 +65,7 @@ class SequentialBlock(nn.Module):
         attention_norms, cross_norms, ffn_norms = (
             {name: build_norm(three[i], hidden_size, place) for name, three in norms.items()} for i in range(3)
         )
-        own = build_attention(block.attention, hidden_size, backend, place)
+        own = build_attention(block, hidden_size, backend, place)
         self.attention = Sublayer(own, **attention_norms)
         self.cross = None
         if block.cross is not None:
@@ -77,11 +84,34 @@ class ParallelBlock(nn.Module):
         super().__init__()
         assert isinstance(block.placement, spec.Parallel)
         norms = [build_norm(norm, hidden_size, place) for norm in block.placement.norms]
-        own = build_attention(block.attention, hidden_size, backend, place)
+        own = build_attention(block, hidden_size, backend, place)
         self.attention = Sublayer(own, before=norms[0])
         self.ffn = Sublayer(
             build_feed_forward(block.ffn, hidden_size, place), before=norms[1] if len(norms) > 1 else None
         )
+
+
+class BottleneckBlock(nn.Module):
+    """norm(x + exit(f(entrance(x)))), where f is attention and feed-forward networks on fewer features."""
+
+    def __init__(self, block: spec.Block, hidden_size: int, backend: AttentionBackend, place: Place):
+        super().__init__()
+        part = block.bottleneck
+        assert part is not None
+        width, norm, whole = part.width, part.norm, part.values == "whole"
+        self.entrance = Linear(hidden_size, width, True, place)
+        self.entrance_norm = build_norm(norm, width, place)
+        # Of queries and keys, where values do not enter.
+        self.second_entrance = Linear(hidden_size, width, True, place) if whole else None
+        self.second_norm = build_norm(norm, width, place) if whole else None
+        attention = SelfAttention(block.attention, width, backend, place, values_size=hidden_size if whole else None)
+        self.attention = Sublayer(attention, outer=build_norm(norm, width, place))
+        self.networks = nn.ModuleList(
+            Sublayer(build_feed_forward(block.ffn, width, place), outer=build_norm(norm, width, place))
+            for _ in range(part.networks)
+        )
+        self.exit = Linear(width, hidden_size, True, place)
+        self.exit_norm = build_norm(norm, hidden_size, place)
 
 
 class ConvolvedBlock(nn.Module):
@@ -94,8 +124,13 @@ class ConvolvedBlock(nn.Module):
         self.norm = build_norm(part.norm, hidden_size, place)
 
 
-def build_attention(part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place) -> SelfAttention:
-    """The module of a block's attention to its own tokens."""
+def build_attention(
+    block: spec.Block, hidden_size: int, backend: AttentionBackend, place: Place
+) -> SelfAttention | FourierMixing:
+    """The module of a block's attention to its own tokens, or of what mixes them instead."""
+    if block.mixing is not None:
+        return FourierMixing()
+    part = block.attention
     kind = DisentangledAttention if isinstance(part.position, Disentangled) else SelfAttention
     return kind(part, hidden_size, backend, place)
 
@@ -121,6 +156,8 @@ def build_block(
     Args:
         memory_size: features of the encoder's hidden states, for a block that attends to them.
     """
+    if block.bottleneck is not None:
+        return BottleneckBlock(block, hidden_size, backend, place)
     kind = ParallelBlock if isinstance(block.placement, spec.Parallel) else SequentialBlock
     layer = kind(block, hidden_size, memory_size, backend, place)
     return layer if block.beside is None else ConvolvedBlock(layer, block.beside, hidden_size, place)

@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelLoadError
-from engine.model.spec import Attention, Clamped, Dense, Experts, FeedForward, ModelSpec, Opened, Shared, Stack, Tokens
+from engine.model.spec import (
+    Attention,
+    Block,
+    Clamped,
+    Dense,
+    Experts,
+    FeedForward,
+    ModelSpec,
+    Opened,
+    Shared,
+    Stack,
+    Tokens,
+)
 from engine.model.weight_files import Checkpoint
 
 _MOST_BYTES = 16 << 20  # of a config.json; published ones have some KiB
@@ -28,18 +40,22 @@ _LARGEST = 1e18
 COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
-         "num_encoder_layers", "num_decoder_layers"), _LAYERS,
+         "num_encoder_layers", "num_decoder_layers", "num_hidden_groups",
+         "num_feedforward_networks"), _LAYERS,
     ),
+    "inner_group_num": (1, 100),
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
-         "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads"), _HEADS,
+         "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "head_ratio",
+         "num_groups"), _HEADS,
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
          "moe_num_experts", "moe_num_shared_experts", "moe_k", "n_group", "topk_group"), (0, 1 << 16)),
     **dict.fromkeys(
         ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
-         "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim",
-         "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "expansion_ratio",
+         "input_embedding_size", "output_embedding_size", "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim",
+         "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "emb_dim",
+         "intra_bottleneck_size", "shared_expert_intermediate_size", "expansion_ratio",
          "pooler_hidden_size", "relative_attention_num_buckets"), _FEATURES,
     ),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
@@ -50,8 +66,8 @@ COUNTS: dict[str, tuple[int, int]] = {
     "relative_attention_max_distance": (1, 1 << 16),
     **dict.fromkeys(("position_buckets", "max_relative_positions", "moe_layer_end_index"), (-1, 1 << 16)),
     **dict.fromkeys(
-        ("type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size", "rotary_dim",
-         "sliding_window_pattern", "first_k_dense_replace", "moe_layer_start_index", "moe_layer_interval",
+        ("type_vocab_size", "task_type_vocab_size", "max_window_layers", "decoder_sparse_step", "conv_kernel_size",
+         "rotary_dim", "sliding_window_pattern", "first_k_dense_replace", "moe_layer_start_index", "moe_layer_interval",
          "shared_intermediate_size"), _FROM_ZERO,
     ),
 }  # fmt: skip
@@ -171,7 +187,7 @@ def check_parameters(path: Path, model: ModelSpec) -> None:
     if isinstance(table, Tokens):
         least += table.vocab_size * table.width
     if least > most:
-        layers = sum(len(stack.blocks) for stack in (model.encoder, model.decoder) if stack is not None)
+        layers = sum(len(stack.order) for stack in (model.encoder, model.decoder) if stack is not None)
         raise ModelLoadError(
             f"{path / 'config.json'} describes a model of at least {least} parameters ({layers} layers of "
             f"{model.trunk.hidden_size} features, {model.vocab_size} token ids), but the weight files hold {size} "
@@ -181,17 +197,21 @@ def check_parameters(path: Path, model: ModelSpec) -> None:
 
 def _parameters(stack: Stack) -> int:
     """Those of the matrices in the layers."""
-    features = stack.hidden_size
-    return sum(
-        _of_attention(block.attention, features)
-        + (0 if block.cross is None else _of_attention(block.cross, features))
-        + _of_ffn(block.ffn, features)
-        for block in stack.blocks
-    )
+    return sum(_of_block(block, stack.hidden_size) for block in stack.blocks)
+
+
+def _of_block(block: Block, features: int) -> int:
+    narrow = block.bottleneck
+    if narrow is not None:
+        within = _of_attention(block.attention, narrow.width) + narrow.networks * _of_ffn(block.ffn, narrow.width)
+        return within + 2 * narrow.width * features
+    cross = 0 if block.cross is None else _of_attention(block.cross, features)
+    return _of_attention(block.attention, features) + cross + _of_ffn(block.ffn, features)
 
 
 def _of_attention(part: Attention, features: int) -> int:
-    return features * part.head_dim * 2 * (part.heads + part.kv_heads)
+    taps = 0 if part.spans is None else features * part.spans.kernel
+    return taps + features * part.head_dim * 2 * (part.heads + part.kv_heads)
 
 
 def _of_ffn(part: FeedForward | Clamped, features: int) -> int:

@@ -6,14 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.backends.attention.base import AttentionMetadata
 from engine.model import spec
+from engine.model.convolution import gather_neighbours
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
 
 
 class TokenEmbedding(nn.Module):
-    """Token ids [T], positions [T] and segments [T] (None: all of the first) to vectors [T, hidden].
+    """Token ids [Tp], positions [Tp] and segments [Tp] (None: all of the first) to vectors [Tp, hidden].
 
     Args:
         shared: a token table that another module owns.
@@ -21,12 +23,17 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, part: spec.Tokens, place: Place, shared: nn.Parameter | None = None):
         super().__init__()
-        hidden = part.projection or part.width
+        around = part.neighbours
+        hidden = part.projection or (part.width if around is None else around.width)
         added = part.width if part.projects_sum else hidden
         self.tokens = place.parameter(part.vocab_size, part.width) if shared is None else shared
         self.projection = None if part.projection is None else Linear(part.width, hidden, False, place)
         self.projects_sum = part.projects_sum
+        self.taps = 1 if around is None else around.taps
+        self.neighbours = None if around is None else Linear(around.taps * part.width, around.width, True, place)
+        self.masked_out = part.masked_out
         self.types = None if not part.token_types else place.parameter(part.token_types, added)
+        self.tasks = None if not part.tasks else place.parameter(part.tasks, added)
         self.positions = None
         self.offset = 0
         if part.positions is not None:
@@ -37,8 +44,19 @@ class TokenEmbedding(nn.Module):
         # Rounded to the weights' format, as the checkpoint was trained.
         self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
 
-    def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, types: Tensor | None, metadata: AttentionMetadata, tokens: int
+    ) -> Tensor:
+        """The vectors.
+
+        Args:
+            metadata: the inputs that the first `tokens` tokens form; others are padding.
+        """
         x = F.embedding(token_ids, self.tokens)
+        if self.masked_out is not None:
+            x = mask_out(x, token_ids, self.masked_out, metadata, tokens)
+        if self.neighbours is not None:
+            x = self.neighbours(gather_neighbours(x, metadata, self.taps, tokens) if self.taps > 1 else x)
         if self.scale != 1.0:
             x = x * self.scale
         if self.projection is not None and not self.projects_sum:
@@ -47,6 +65,8 @@ class TokenEmbedding(nn.Module):
             x = x + F.embedding(positions + self.offset if self.offset else positions, self.positions)
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
+        if self.tasks is not None:
+            x = x + self.tasks[0]
         if self.projection is not None and self.projects_sum:
             x = self.projection(x)
         if self.norm is not None:
@@ -54,3 +74,15 @@ class TokenEmbedding(nn.Module):
         if self.expansion is not None:
             x = self.expansion(x)
         return x
+
+
+def mask_out(x: Tensor, token_ids: Tensor, part: spec.MaskedOut, metadata: AttentionMetadata, tokens: int) -> Tensor:
+    """Vectors x [Tp, features] without those of masks, scaled by how many of these their inputs have."""
+    masks = token_ids == part.id
+    lens = torch.tensor(metadata.query_lens, device="cpu").to(x.device)
+    rows = torch.repeat_interleave(lens, output_size=tokens)
+    counts = torch.zeros(len(lens), dtype=torch.float32, device=x.device)
+    counts.index_add_(0, rows, masks[:tokens].float())
+    scales = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
+    scales[:tokens, 0] = ((1 - part.usual) / (1 - counts / lens))[rows]
+    return (x.masked_fill(masks[:, None], 0.0) * scales).to(x.dtype)

@@ -25,6 +25,7 @@ class Head(nn.Module):
     Args:
         sizes: features of the hidden states, of the dense layer (None: there is none), and of the outputs.
         shared: the output matrix, if another module owns it.
+        beyond: so many of the last features have an output matrix of their own, without a bias.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Head(nn.Module):
         dense_bias: bool,
         bias: bool,
         shared: nn.Parameter | None = None,
+        beyond: int = 0,
     ):
         super().__init__()
         hidden, width, outputs = sizes
         self.dense = None if width is None else Linear(hidden, width, dense_bias, place)
         self.norm = build_norm(norm, width or hidden, place)
-        self.output = Linear(width or hidden, outputs, bias, place, shared=shared)
+        self.output = Linear((width or hidden) - beyond, outputs, bias, place, shared=shared)
+        self.beyond = Linear(beyond, outputs, False, place) if beyond else None
         self.program = compile_head(hidden, self.dense, activation, self.norm)
         self.executor: Executor = TorchExecutor(self.program, NO_TABLES)
 
@@ -56,7 +59,10 @@ class Head(nn.Module):
         """float32 [N, outputs] of hidden states [N, hidden]."""
         if len(self.program.operations) > 1:
             x = self.executor.run(Inputs.of_rows(x))
-        return self.output.in_float32(x)
+        if self.beyond is None:
+            return self.output.in_float32(x)
+        near, far = x[:, : self.output.inputs].contiguous(), x[:, self.output.inputs :].contiguous()
+        return self.output.in_float32(near) + self.beyond.in_float32(far)
 
 
 def build_head(model: spec.ModelSpec, table: nn.Parameter, place: Place) -> nn.Module | None:
@@ -74,7 +80,14 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter, place: Place) -> nn.M
             sizes = (hidden, part.width or table.shape[1], model.vocab_size)
             shared = table if part.tied else None
             return Head(
-                sizes, part.activation, part.norm, place, dense_bias=part.dense_bias, bias=part.bias, shared=shared
+                sizes,
+                part.activation,
+                part.norm,
+                place,
+                dense_bias=part.dense_bias,
+                bias=part.bias,
+                shared=shared,
+                beyond=part.beyond,
             )
         case spec.Classifier():
             width = None if part.activation is None else part.width or hidden

@@ -116,16 +116,49 @@ class QkNorm(nn.Module):
         return torch.cat(normed, dim=1)
 
 
-class SelfAttention(nn.Module):
-    """The weights of attention of the tokens of a row to each other; queries, keys and values are one matrix."""
+class SpanConvolution(nn.Module):
+    """The weights of heads that are convolutions with kernels of each token's own.
 
-    def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
+    Neighbours are gathered feature by feature, times `neighbours` [features, taps], and mapped by `mix`; times the
+    query they become the scores of the taps of each head (`scores`), whose softmax weighs the neighbours' `values`.
+    """
+
+    def __init__(self, part: spec.Attention, spans: spec.Spans, hidden_size: int, place: Place):
+        super().__init__()
+        width = part.heads * part.head_dim
+        self.taps, self.heads = spans.kernel, part.heads
+        self.neighbours = place.parameter(hidden_size, spans.kernel)
+        self.mix = Linear(hidden_size, width, True, place)
+        self.scores = Linear(width, part.heads * spans.kernel, True, place)
+        self.values = Linear(hidden_size, width, True, place)
+
+
+class SelfAttention(nn.Module):
+    """The weights of attention of the tokens of a row to each other; queries, keys and values are one matrix.
+
+    Args:
+        values_size: features that values are made of, by a matrix of their own; None: as queries and keys.
+    """
+
+    def __init__(
+        self,
+        part: spec.Attention,
+        hidden_size: int,
+        backend: AttentionBackend,
+        place: Place,
+        values_size: int | None = None,
+    ):
         super().__init__()
         self.part = part
         self.backend = backend
-        self.qkv = Linear(hidden_size, (part.heads + 2 * part.kv_heads) * part.head_dim, part.qkv_bias, place)
+        width, values = (part.heads + 2 * part.kv_heads) * part.head_dim, part.kv_heads * part.head_dim
+        own = values_size is not None
+        self.qkv = Linear(hidden_size, width - values if own else width, part.qkv_bias, place)
+        self.values = None if values_size is None else Linear(values_size, values, part.qkv_bias, place)
         self.qk_norm = None if part.qk_norm is None else QkNorm(part, part.qk_norm, place)
-        self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
+        attended = part.heads * part.head_dim
+        self.spans = None if part.spans is None else SpanConvolution(part, part.spans, hidden_size, place)
+        self.out = Linear(attended if self.spans is None else 2 * attended, hidden_size, part.out_bias, place)
         self.sinks = None if part.sinks is None else replace(place, dtype=torch.float32).parameter(part.heads)
 
 
@@ -161,6 +194,10 @@ class GatedFeedForward(nn.Module):
         self.gate_up = Linear(hidden_size, 2 * part.width, part.bias, place)
         self.down = Linear(part.width, hidden_size, part.bias, place)
         self.activation = part.activation
+
+
+class FourierMixing(nn.Module):
+    """What mixes tokens without weights."""
 
 
 class OpenedFeedForward(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.model import spec
 from engine.model.activations import ACTIVATIONS
-from engine.model.positions import Disentangled, RelativeBuckets
+from engine.model.positions import Disentangled, RelativeBuckets, Rotary
 
 
 def unsupported(model: spec.ModelSpec) -> list[str]:
@@ -22,10 +22,11 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
             missing.extend(_unsupported_embedding(stack.embedding))
             for block in stack.blocks:
                 missing.extend(_unsupported_block(block))
-                if isinstance(block.attention.position, Disentangled) and stack.distances is None:
+            for attention in stack.attentions:
+                if isinstance(attention.position, Disentangled) and stack.distances is None:
                     missing.append("Disentangled attention without vectors of distances")
-                if stack.shared_bias is not None and block.attention.position is not None:
-                    missing.append(f"a shared bias beside {type(block.attention.position).__name__}")
+                if stack.shared_bias is not None and attention.position is not None:
+                    missing.append(f"a shared bias beside {type(attention.position).__name__}")
     if model.encoder is not None and model.decoder is not None and model.rotary_limits:
         # An encoder's inputs have lengths of their own, which no plan tells.
         missing.append("rotary factors that depend on length beside cross-attention")
@@ -41,12 +42,19 @@ def _unsupported_embedding(part: spec.Embedding) -> list[str]:
 
 
 def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
-    missing = []
+    missing = ["layers of the same weights in a decoder"] if stack.repeated is not None else []
     for block in stack.blocks:
+        if block.bottleneck is not None:
+            missing.append("a bottleneck in a decoder")
+        if block.mixing is not None:
+            missing.append("Fourier transforms in a decoder")  # they would see later tokens
+            continue
         if not block.attention.causal:
             missing.append("bidirectional attention in a decoder")
         if block.attention.content_bias:
             missing.append("Disentangled attention in a decoder")
+        if block.attention.spans is not None:
+            missing.append("convolutions beside attention in a decoder")
         if block.beside is not None:
             missing.append("a convolution in a decoder")  # it would see later tokens
         if block.cross is not None:
@@ -76,14 +84,37 @@ def _unsupported_block(block: spec.Block) -> list[str]:
     activation = None if isinstance(network, spec.Clamped) else network.activation
     found = {
         f"activation {activation}": activation is not None and activation not in ACTIVATIONS,
-        "RelativeBuckets in attention": isinstance(attention.position, RelativeBuckets),
-        "Disentangled attention of heads that share keys": attention.content_bias
-        and attention.heads != attention.kv_heads,
+        **_unsupported_attention(attention),
+        "layers that mix no tokens": (attention.heads == 0) != (block.mixing is not None),
+        **_unsupported_bottleneck(block),
         **_unsupported_convolution(block.beside),
         "cross-attention between these norms": block.cross is not None
         and not isinstance(block.placement, spec.Pre | spec.Post),
     }
     return [name for name, present in found.items() if present]
+
+
+def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
+    kernel = 1 if part.spans is None else part.spans.kernel
+    return {
+        "RelativeBuckets in attention": isinstance(part.position, RelativeBuckets),
+        "Disentangled attention of heads that share keys": part.content_bias and part.heads != part.kv_heads,
+        f"convolutions of {kernel} tokens beside attention": kernel % 2 == 0,
+        "convolutions beside attention with rotary positions": part.spans is not None
+        and isinstance(part.position, Rotary),
+    }
+
+
+def _unsupported_bottleneck(block: spec.Block) -> dict[str, bool]:
+    part = block.bottleneck
+    if part is None:
+        return {}
+    return {
+        f"a bottleneck with {part.norm.kind} norms": part.norm.kind != "affine",
+        "a bottleneck without attention": block.mixing is not None,
+        "a bottleneck with attention to an encoder": block.cross is not None,
+        "a bottleneck beside a convolution": block.beside is not None,
+    }
 
 
 def _unsupported_convolution(part: spec.Convolution | None) -> dict[str, bool]:

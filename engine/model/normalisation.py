@@ -11,15 +11,16 @@ class Norm:
     """A normalisation over the features of one token.
 
     Attributes:
-        kind: "rms" (arXiv:1910.07467) or "layer" (arXiv:1607.06450).
+        kind: "rms" (arXiv:1910.07467), "layer" (arXiv:1607.06450), or "affine": weight and bias alone, without a
+            statistic of the features (arXiv:2004.02984).
         eps: added to the mean square or variance.
-        bias: has a learned bias (layer norm only).
+        bias: has a learned bias (not of an RMS norm).
         unit_offset: the stored weight is the deviation from 1, and is applied in float32.
         weight: has a learned weight.
         in_float32: the weight is applied in float32, before rounding, where it is no deviation, too.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms", "layer", "affine"]
     eps: float
     bias: bool = False
     unit_offset: bool = False

@@ -58,8 +58,26 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps) if normed is None else normed
 
 
+class AffineNorm(nn.Module):
+    """weight * x + bias, which stands where others have a norm."""
+
+    def __init__(self, size: int, place: Place):
+        super().__init__()
+        self.weight = place.parameter(size)
+        self.bias = place.parameter(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
+
+
 def build_norm(part: Norm | None, size: int, place: Place) -> nn.Module | None:
     """The module of a norm over `size` features, or None for none."""
     if part is None:
         return None
-    return RmsNorm(part, size, place) if part.kind == "rms" else LayerNorm(part, size, place)
+    match part.kind:
+        case "rms":
+            return RmsNorm(part, size, place)
+        case "layer":
+            return LayerNorm(part, size, place)
+        case "affine":
+            return AffineNorm(size, place)

@@ -153,6 +153,13 @@ class Slopes:
 
 
 @dataclass(frozen=True, slots=True)
+class TwoSidedSlopes:
+    """Fixed bias per head, linear in the distance on either side (ALiBi of an encoder, arXiv:2310.19923)."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RoundedSlopes:
     """Fixed bias per head, linear in the key's own position: ALiBi that was trained in bfloat16.
 
@@ -203,4 +210,4 @@ class DistanceVectors:
         return self.buckets or self.max_distance
 
 
-AttentionPosition = Rotary | RelativeBuckets | Slopes | RoundedSlopes | Disentangled
+AttentionPosition = Rotary | RelativeBuckets | Slopes | TwoSidedSlopes | RoundedSlopes | Disentangled

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged, Window
 from engine.backends.native.program import Rows
 from engine.model import spec
-from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
+from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
 from engine.model.kernels import LIBRARY, RowForm
@@ -28,11 +28,13 @@ from engine.model.layers import (
     CrossAttention,
     CrossPages,
     DenseFeedForward,
+    FourierMixing,
     GatedFeedForward,
     Linear,
     OpenedFeedForward,
     QkNorm,
     SelfAttention,
+    SpanConvolution,
 )
 
 
@@ -312,6 +314,61 @@ class GatherNeighbours(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WeighTaps(HasRows):
+    """out = the sum of the windows x (`GatherNeighbours`) over their taps, each feature's times its own weights."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    module: SpanConvolution
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixTaps(HasRows):
+    """out = the sum of the windows x over their taps, each head's times the softmax of its scores."""
+
+    READS = ("scores", "x")
+    WRITES = ("out",)
+    module: SpanConvolution
+    scores: Rows
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransformFourier(HasRows):
+    """out = the real part of the Fourier transform of each input's rows x, over tokens and features."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Concatenate(HasRows):
+    """out = [x | y]."""
+
+    READS = ("x", "y")
+    WRITES = ("out",)
+    x: Rows
+    y: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale(HasRows):
+    """out = x * y, element by element; out may be x."""
+
+    READS = ("x", "y")
+    WRITES = ("out",)
+    x: Rows
+    y: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Add(HasRows):
     """out = x + y; out may be either."""
 
@@ -336,6 +393,11 @@ Operation = (
     | Open
     | MixExperts
     | GatherNeighbours
+    | WeighTaps
+    | MixTaps
+    | TransformFourier
+    | Concatenate
+    | Scale
     | Add
 )
 
@@ -453,6 +515,8 @@ class Builder:
         match block:
             case ConvolvedBlock():
                 self._convolved(block, layer)
+            case BottleneckBlock():
+                self._bottleneck(block, layer)
             case ParallelBlock():
                 self._parallel(block, layer)
             case SequentialBlock():
@@ -494,6 +558,30 @@ class Builder:
         assert block.norm is not None
         self.add(Normalize(block.norm, self.normed(None), self.stream, convolved))
 
+    def _bottleneck(self, block: BottleneckBlock, layer: int) -> None:
+        """norm(x + exit(f(entrance(x)))): f's sublayers have a stream of their own."""
+        whole, x = self.stream, self.normed(None)
+        entered = queries = self._entered(block.entrance, block.entrance_norm, x, "entered")
+        if block.second_entrance is not None:
+            queries = self._entered(block.second_entrance, block.second_norm, x, "queries entered")
+        self.stream = entered
+        assert isinstance(block.attention.inner, SelfAttention)
+        assert block.attention.outer is not None
+        attended = self._self_attention(block.attention.inner, queries, "sublayer", layer, values=x)
+        self.add(Normalize(block.attention.outer, entered, entered, attended))
+        for network in block.networks:
+            assert isinstance(network, Sublayer)
+            self.sublayer(network, layer)
+        self.stream = whole
+        assert block.exit_norm is not None
+        self.add(Normalize(block.exit_norm, whole, whole, self.product(block.exit, entered, "left")))
+
+    def _entered(self, linear: Linear, norm: nn.Module | None, x: Rows, name: str) -> Rows:
+        out = self.product(linear, x, name)
+        assert norm is not None
+        self.add(Normalize(norm, out, out))
+        return out
+
     def _take_pending(self) -> Rows | None:
         pending, self._pending = self._pending, None
         return pending
@@ -515,6 +603,10 @@ class Builder:
         match module:
             case SelfAttention():
                 return self._self_attention(module, x, name, layer)
+            case FourierMixing():
+                out = self.rows(name, x.width)
+                self.add(TransformFourier(x, out))
+                return out
             case CrossAttention():
                 queries = self.product(module.queries, x, "queries")
                 attended = self.rows("attended", queries.width)
@@ -539,15 +631,45 @@ class Builder:
             case _:
                 raise TypeError(f"{type(module).__name__} is no sublayer")
 
-    def _self_attention(self, module: SelfAttention, x: Rows, name: str, layer: int) -> Rows:
+    def _self_attention(
+        self, module: SelfAttention, x: Rows, name: str, layer: int, values: Rows | None = None
+    ) -> Rows:
+        """Attention of rows x, or of x and other rows that its values are made of."""
         heads = self.product(module.qkv, x, "heads")
+        if module.values is not None:
+            assert values is not None
+            made = self.product(module.values, values, "values")
+            both = self.rows("all heads", heads.width + made.width)
+            self.add(Concatenate(heads, made, both))
+            heads = both
         own = layer if self._paged else None
         prepared = PrepareHeads(module.part, module.qk_norm, heads, own)
         self.add(prepared)
         kv = None if self._paged else (prepared.keys, prepared.values)
         attended = self.rows("attended", prepared.queries.width)
         self.add(Attend(module, prepared.queries, kv, attended, own))
+        if module.spans is not None:
+            convolved = self._spans(module.spans, x, prepared.queries)
+            both = self.rows("attended and convolved", attended.width + convolved.width)
+            self.add(Concatenate(attended, convolved, both))
+            attended = both
         return self._reduced(module.out, attended, name)
+
+    def _spans(self, module: SpanConvolution, x: Rows, queries: Rows) -> Rows:
+        """What heads with kernels of each token's own make of rows x."""
+        windows = self.rows("windows", module.taps * x.width)
+        self.add(GatherNeighbours(x, windows, module.taps))
+        weighed = self.rows("weighed", x.width)
+        self.add(WeighTaps(module, windows, weighed))
+        mixed = self.product(module.mix, weighed, "mixed")
+        self.add(Scale(mixed, queries, mixed))
+        scores = self.product(module.scores, mixed, "scores of taps")
+        values = self.product(module.values, x, "values of taps")
+        windows = self.rows("windows", module.taps * values.width)
+        self.add(GatherNeighbours(values, windows, module.taps))
+        out = self.rows("convolved", values.width)
+        self.add(MixTaps(module, scores, windows, out))
+        return out
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:
         gated = isinstance(module, GatedFeedForward)

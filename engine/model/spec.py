@@ -37,6 +37,18 @@ class Sinks:
     may go there (arXiv:2508.10925)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Heads of convolutions beside those of attention, as many and as wide: each token has kernels of its own, made of
+    its query and of its neighbours (arXiv:2008.02496).
+
+    Attributes:
+        kernel: tokens that one sees at a time, odd.
+    """
+
+    kernel: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
@@ -52,6 +64,7 @@ class Attention:
         clip: projected queries, keys and values are limited to [-clip, clip].
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: scores beside those of the keys.
+        spans: heads beside these.
     """
 
     heads: int
@@ -67,6 +80,7 @@ class Attention:
     clip: float | None = None
     softcap: float | None = None
     sinks: Sinks | None = None
+    spans: Spans | None = None
 
     @property
     def content_bias(self) -> bool:
@@ -74,13 +88,27 @@ class Attention:
         return isinstance(self.position, Disentangled)
 
 
+NO_ATTENTION = Attention(heads=0, kv_heads=0, head_dim=0, scale=1.0, causal=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Fourier:
+    """In the place of attention the real part of a discrete Fourier transform over the tokens of an input and over
+    their features; it has no weights (arXiv:2105.03824)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """down(activation(up(x))) with `width` hidden features."""
+    """down(activation(up(x))) with `width` hidden features.
+
+    Attributes:
+        groups: outputs of both matrices see the inputs of their own group only; zeros are loaded for the others.
+    """
 
     width: int
     activation: Activation
     bias: bool = False
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,19 +279,62 @@ class Convolution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """A layer on fewer features than the residual stream has: norm(x + exit(f(entrance(x)))), where f is attention and
+    feed-forward networks with norms after their residuals (arXiv:2004.02984).
+
+    Attributes:
+        width: features within it, attention's included.
+        norm: of what enters, of what leaves, and of each sublayer.
+        networks: feed-forward networks that follow each other.
+        values: what attention's values are made of: "entered", as queries and keys are, or "whole" vectors of the
+            stream; queries and keys have an entrance of their own then.
+    """
+
+    width: int
+    norm: Norm
+    networks: int = 1
+    values: Literal["entered", "whole"] = "entered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """One layer. `cross` attends to the encoder's output; `beside` runs beside the whole layer.
 
     Attributes:
+        mixing: what mixes tokens instead, where attention has no heads (`NO_ATTENTION`).
+        bottleneck: the features that the layer works on, where these are not the stream's; its norms stand for those of
+            the placement.
         residual_scale: multiplies what attention and feed-forward network add; their last matrices are loaded times it.
     """
 
     placement: Placement
     attention: Attention
     ffn: FeedForward
+    mixing: Fourier | None = None
+    bottleneck: Bottleneck | None = None
     cross: Attention | None = None
     beside: Convolution | None = None
     residual_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedOut:
+    """Tokens of one id have vectors of zeros, and those of an input are scaled by how many it has of these: they are
+    multiplied by (1 - usual) / (1 - share), the share of such tokens in training and in the input
+    (bioRxiv:2022.07.20.500902)."""
+
+    id: int
+    usual: float
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The vectors of the `taps` tokens around each, one after the other, which a matrix with a bias maps to `width`
+    features (arXiv:2004.02984); zeros beyond an input's ends."""
+
+    taps: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +344,12 @@ class Tokens:
     Attributes:
         vocab_size, width: shape of the table.
         scale: multiplies the vectors.
+        masked_out: what becomes of masks before anything is added.
+        neighbours: what vectors are made of before anything is added.
         positions: added after scaling.
         token_types: number of segment embeddings added, 0 for none.
+        tasks: rows of a table of which the first is added, the task that a checkpoint is for by default
+            (arXiv:2107.02137); 0 for none.
         norm: applied to the sum.
         projection: features that the vectors are mapped to by a matrix without bias, before positions are added.
         expansion: features that the normed sum is mapped to at last, by a matrix with a bias (arXiv:2003.10555).
@@ -284,8 +359,11 @@ class Tokens:
     vocab_size: int
     width: int
     scale: float = 1.0
+    masked_out: MaskedOut | None = None
+    neighbours: Neighbours | None = None
     positions: Positions | None = None
     token_types: int = 0
+    tasks: int = 0
     norm: Norm | None = None
     projection: int | None = None
     expansion: int | None = None
@@ -306,6 +384,15 @@ Embedding = Tokens | Patches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Layers that are the same weights (arXiv:1909.11942): blocks form groups of `length`, each of which runs `times`
+    times before the next one."""
+
+    length: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """An encoder or a decoder.
 
@@ -315,6 +402,7 @@ class Stack:
         shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
         projection: features that the hidden states are mapped to at last, by a matrix without bias.
         distances: what blocks with disentangled attention share.
+        repeated: how often blocks run; None: each is one layer.
     """
 
     hidden_size: int
@@ -324,6 +412,19 @@ class Stack:
     shared_bias: RelativeBuckets | None = None
     projection: int | None = None
     distances: DistanceVectors | None = None
+    repeated: Repeated | None = None
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Those of the blocks, as far as they have one."""
+        return tuple(block.attention for block in self.blocks if block.attention.heads)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The number of each layer's block."""
+        part = self.repeated or Repeated(length=1, times=1)
+        starts = range(0, len(self.blocks), part.length)
+        return tuple(start + i for start in starts for _ in range(part.times) for i in range(part.length))
 
     @property
     def output_size(self) -> int:
@@ -359,6 +460,7 @@ class MaskedLm:
         activation, norm: after the first layer.
         dense_bias, bias: biases of the two layers.
         width: features of the first layer, None for as many as the table has.
+        beyond: so many of these have a matrix of their own, since the table ends before them (arXiv:2004.02984).
     """
 
     tied: bool
@@ -367,6 +469,7 @@ class MaskedLm:
     dense_bias: bool = True
     bias: bool = True
     width: int | None = None
+    beyond: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,7 +536,7 @@ class ModelSpec:
     @property
     def attention_span(self) -> int | None:
         """Most keys that a query sees in any of the decoder's layers, its own included; None if one sees all."""
-        parts = [block.attention for block in self.decoder.blocks] if self.decoder else []
+        parts = self.decoder.attentions if self.decoder else ()
         windows = [part.window for part in parts if part.causal and part.window is not None]
         return max((w.left + 1 for w in windows), default=None) if len(windows) == len(parts) else None
 
@@ -446,7 +549,7 @@ class ModelSpec:
     def rotary_limits(self) -> tuple[int, ...]:
         """Lengths, ascending, up to which sequences are turned otherwise than beyond (`Rotary.limit`)."""
         stacks = [stack for stack in (self.encoder, self.decoder) if stack is not None]
-        parts = [block.attention.position for stack in stacks for block in stack.blocks]
+        parts = [attention.position for stack in stacks for attention in stack.attentions]
         return tuple(sorted({part.limit for part in parts if isinstance(part, Rotary) and part.limit is not None}))
 
     @property

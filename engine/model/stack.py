@@ -17,7 +17,7 @@ from engine.model.executor import Executor, fastest
 from engine.model.layers import CrossAttention, Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
-from engine.model.positions import AttentionPosition, Rotary, RoundedSlopes, Slopes
+from engine.model.positions import AttentionPosition, Rotary, RoundedSlopes, Slopes, TwoSidedSlopes
 from engine.model.program import Inputs, Program, compile_stack
 from engine.model.rotary import RotaryTable
 from engine.model.tables import Tables
@@ -58,26 +58,28 @@ class TransformerStack(nn.Module):
         self.projection = None
         if stack.projection is not None:
             self.projection = Linear(stack.hidden_size, stack.projection, False, place)
-        heads = {b.attention.position: b.attention.head_dim for b in stack.blocks}
+        heads = {attention.position: attention.head_dim for attention in stack.attentions}
         rotary = {
             part: RotaryTable(part, dim, length, place.device, limits)
             for part, dim in heads.items()
             if isinstance(part, Rotary)
         }
         slopes: dict[AttentionPosition, BiasTable] = {
-            part: BiasTable(part, length, place.device) for part in heads if isinstance(part, Slopes | RoundedSlopes)
+            part: BiasTable(part, length, place.device)
+            for part in heads
+            if isinstance(part, Slopes | TwoSidedSlopes | RoundedSlopes)
         }
         self.position_tables = nn.ModuleList([*rotary.values(), *slopes.values()])
         self.shared_bias = None
         if stack.shared_bias is not None:
-            self.shared_bias = BucketTable(stack.shared_bias, stack.blocks[0].attention.heads, place)
+            self.shared_bias = BucketTable(stack.shared_bias, stack.attentions[0].heads, place)
         self.distances = None
         if stack.distances is not None:
             self.distances = DistanceTable(stack.distances, stack.hidden_size, length, place)
         self.tables = Tables(rotary, slopes, self.shared_bias, self.distances)
         self.program: Program = compile_stack(
             self.embedding,
-            self.blocks,
+            [self.blocks[number] for number in stack.order],
             self.final_norm,
             self.projection,
             hidden_size=stack.hidden_size,

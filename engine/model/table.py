@@ -77,6 +77,49 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Reshaped:
+    """The same values in another shape: a vector as a column, a kernel of one feature each with an axis more."""
+
+    stored: tuple[int, ...]
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size(self.stored)]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        target.copy_(source.reshape(target.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A matrix whose groups of outputs see one group of inputs each, stored [groups, in / groups, out / groups]; zeros
+    stand where they see none."""
+
+    groups: int
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size((self.groups, target[1] // self.groups, target[0] // self.groups))]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        target.zero_()
+        inputs, outputs = source.shape[1:]
+        for group, part in enumerate(source):
+            target[group * outputs : (group + 1) * outputs, group * inputs : (group + 1) * inputs].copy_(part.t())
+
+
+@dataclass(frozen=True, slots=True)
+class Reversed:
+    """`parts` parts of the second axis in the other order."""
+
+    parts: int
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [target]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        target.copy_(torch.cat(source.chunk(self.parts, dim=1)[::-1], dim=1))
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     """Several tensors, one after the other along the first axis, of these lengths."""
 

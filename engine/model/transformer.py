@@ -165,7 +165,7 @@ class Transformer(nn.Module):
         """(kv_heads, head_dim) of each decoder layer's cache; empty for a model without a decoder."""
         if self.spec.decoder is None:
             return []
-        return [(block.attention.kv_heads, block.attention.head_dim) for block in self.spec.decoder.blocks]
+        return [(attention.kv_heads, attention.head_dim) for attention in self.spec.decoder.attentions]
 
     def encode(
         self,

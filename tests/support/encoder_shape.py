@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import TextClassificationPipeline
 
 from engine import TokenInput
+from support import jina_bert
 from support.checkpoints import random_prompt
 from support.family_shape import fill_randomly
 
@@ -28,7 +29,7 @@ class EncoderShape:
     """One configuration of a family.
 
     Attributes:
-        architecture: the class in transformers, as config.json names it.
+        architecture: the class in transformers, or in `support.jina_bert`, as config.json names it.
         settings: keywords of its config, all but vocab_size.
         vocab: ids of inputs are any below it, those of special tokens included.
         finish: changes the saved folder, for checkpoints in an older form, say.
@@ -86,12 +87,17 @@ class EncoderCheckpoint:
         return torch.tensor([label["score"] for label in found])
 
 
+def class_of(architecture: str) -> Any:
+    """The reference's class: of transformers, or defined beside the tests where it has none."""
+    return getattr(jina_bert, architecture, None) or getattr(transformers, architecture)
+
+
 def make_encoder_checkpoint(shape: EncoderShape, folder: Path) -> EncoderCheckpoint:
     """Build the checkpoint and save it.
 
     Every parameter is random, so that a part which is left out shows: norms, biases, and rows of padding ids.
     """
-    model_class: Any = getattr(transformers, shape.architecture)
+    model_class = class_of(shape.architecture)
     config = model_class.config_class(vocab_size=shape.vocab, **shape.settings)
     model = model_class(config)
     model.set_attn_implementation("eager")

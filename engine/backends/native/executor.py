@@ -206,7 +206,9 @@ class NativeExecutor:
         self._bind(inputs)
         stream, result = self._program.stream, self._program.result
         if isinstance(self._first, Embed):
-            x = self._first.module(inputs.token_ids, inputs.positions, inputs.types).contiguous()
+            x = self._first.module(
+                inputs.token_ids, inputs.positions, inputs.types, inputs.metadata, inputs.tokens
+            ).contiguous()
         else:
             assert inputs.given is not None
             x = inputs.given.contiguous()

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.backends.attention.base import Bias, Paged, Ragged
 from engine.backends.native.program import Rows
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
-from engine.model.convolution import gather_neighbours
+from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
 from engine.model.positions import AttentionPosition, Disentangled, Rotary
 from engine.model.program import (
     Activate,
@@ -23,19 +24,24 @@ from engine.model.program import (
     AddAdapters,
     AllReduce,
     Attend,
+    Concatenate,
     Embed,
     GatherNeighbours,
     HasRows,
     Inputs,
     MixExperts,
+    MixTaps,
     Multiply,
     Normalize,
     Open,
     Operation,
     PrepareHeads,
     Program,
+    Scale,
     StoreEncoded,
     Take,
+    TransformFourier,
+    WeighTaps,
     last_uses,
 )
 from engine.model.rotary import rotate
@@ -140,7 +146,9 @@ def execute(operation: Operation, state: Pass) -> None:
 
 def _embed(operation: Embed, state: Pass) -> None:
     inputs = state.inputs
-    state.values[operation.out] = operation.module(inputs.token_ids, inputs.positions, inputs.types)
+    state.values[operation.out] = operation.module(
+        inputs.token_ids, inputs.positions, inputs.types, inputs.metadata, inputs.tokens
+    )
 
 
 def _take(operation: Take, state: Pass) -> None:
@@ -253,6 +261,34 @@ def _gather_neighbours(operation: GatherNeighbours, state: Pass) -> None:
     state.values[operation.out] = gather_neighbours(x, inputs.metadata, operation.taps, inputs.tokens)
 
 
+def _weigh_taps(operation: WeighTaps, state: Pass) -> None:
+    state.values[operation.out] = weigh_taps(state.values[operation.x], operation.module.neighbours)
+
+
+def _mix_taps(operation: MixTaps, state: Pass) -> None:
+    module, x = operation.module, state.values[operation.x]
+    state.values[operation.out] = mix_taps(x, state.values[operation.scores], module.heads, module.taps)
+
+
+def _transform_fourier(operation: TransformFourier, state: Pass) -> None:
+    """Each input alone: its length is part of the transform."""
+    inputs, x = state.inputs, state.values[operation.x]
+    inputs_alone = torch.split(x[: inputs.tokens].float(), inputs.metadata.query_lens)
+    parts = [torch.fft.fft2(one).real.to(x.dtype) for one in inputs_alone if len(one)]
+    padding = torch.zeros_like(x[inputs.tokens :])
+    state.values[operation.out] = torch.cat([*parts, padding])
+
+
+def _concatenate(operation: Concatenate, state: Pass) -> None:
+    parts = [state.values[rows].flatten(1) for rows in (operation.x, operation.y)]
+    state.values[operation.out] = torch.cat(parts, dim=1)
+
+
+def _scale(operation: Scale, state: Pass) -> None:
+    x = state.values[operation.x]
+    state.values[operation.out] = x * state.values[operation.y].reshape(x.shape)
+
+
 def _add(operation: Add, state: Pass) -> None:
     state.values[operation.out] = state.values[operation.x] + state.values[operation.y]
 
@@ -271,5 +307,10 @@ HANDLERS: dict[type, Handler] = {
     Open: _open,
     MixExperts: _mix_experts,
     GatherNeighbours: _gather_neighbours,
+    WeighTaps: _weigh_taps,
+    MixTaps: _mix_taps,
+    TransformFourier: _transform_fourier,
+    Concatenate: _concatenate,
+    Scale: _scale,
     Add: _add,
 }

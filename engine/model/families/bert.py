@@ -1,7 +1,8 @@
-"""BERT: post-norm encoder with learned positions and segments (arXiv:1810.04805)."""
+"""BERT and ERNIE: post-norm encoder with learned positions and segments (arXiv:1810.04805, arXiv:2107.02137)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.model.families.common import activation
@@ -18,20 +19,24 @@ from engine.model.families.encoder_only import (
 )
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, Dense, MaskedLm, ModelSpec, Stack, Tokens
-from engine.model.table import Family, WeightTable
+from engine.model.spec import Classifier, Dense, Head, MaskedLm, ModelSpec, Stack, Tokens
+from engine.model.table import Entry, Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
+    encoder = stack(config, Learned(config.max_position_embeddings))
+    if getattr(config, "use_task_id", False):
+        encoder = replace(encoder, embedding=replace(encoder.embedding, tasks=config.task_type_vocab_size))
+    return ModelSpec(encoder=encoder, decoder=None, head=head_of(config))
+
+
+def head_of(config: Any) -> Head:
+    """The head of a config of BERT's kind."""
     masked = masked_lm(config, activation(config.hidden_act), config.layer_norm_eps)
-    return ModelSpec(
-        encoder=stack(config, Learned(config.max_position_embeddings)),
-        decoder=None,
-        head=named_head(config, masked, "tanh", ("ForMaskedLM", "ForPreTraining")),
-    )
+    return named_head(config, masked, "tanh", ("ForMaskedLM", "ForPreTraining"))
 
 
-def stack(config: Any, positions: Learned, width: int | None = None) -> Stack:
+def stack(config: Any, positions: Learned | None, width: int | None = None) -> Stack:
     """The encoder of a config of BERT's kind.
 
     Args:
@@ -62,11 +67,31 @@ def stack(config: Any, positions: Learned, width: int | None = None) -> Stack:
 
 def weights(model: ModelSpec) -> WeightTable:
     entries = stack_weights(model, "bert")
-    # Buffers of old checkpoints, and a table of no rows where the model has no segments.
-    ignored = [r"bert\.embeddings\.(position|token_type)_ids", r"bert\.embeddings\.token_type_embeddings\.weight"]
+    more, ignored = head_weights(model, "bert")
+    # Buffers of old checkpoints, and tables that the config says are not used.
+    ignored += [
+        r"bert\.embeddings\.(position|token_type)_ids",
+        r"bert\.embeddings\.(token|task)_type_embeddings\.weight",
+    ]
+    return WeightTable(
+        tuple(entries + more),
+        prefix="bert.",
+        ignored=tuple(ignored),
+        renamed=(*OLD_NORMS, (r"^ernie\.", "bert.")),
+        head=masked_table(model),
+    )
+
+
+def head_weights(model: ModelSpec, source: str) -> tuple[list[Entry], list[str]]:
+    """The weights of a head as BERT names them, and patterns of what may be left unused.
+
+    Args:
+        source: what the encoder's names begin with.
+    """
+    pooler = rf"{source}\.pooler\..*"
     match model.head:
         case MaskedLm():
-            entries += masked_lm_weights(
+            entries = masked_lm_weights(
                 model.head,
                 dense="cls.predictions.transform.dense",
                 layer_norm="cls.predictions.transform.LayerNorm",
@@ -74,33 +99,26 @@ def weights(model: ModelSpec) -> WeightTable:
                 bias="cls.predictions.bias",
             )
             # The other head of pretraining, and the pooler that it reads.
-            ignored += [r"cls\.seq_relationship\..*", r"bert\.pooler\..*", r"cls\.predictions\.(decoder\.)?bias"]
+            return entries, [r"cls\.seq_relationship\..*", pooler, r"cls\.predictions\.(decoder\.)?bias"]
         case Classifier(pooling=None):
-            entries += token_weights("classifier")
-            ignored.append(r"bert\.pooler\..*")
+            return token_weights("classifier"), [pooler]
         case Classifier():
-            entries += first_token_weights("bert.pooler.dense", "classifier")
+            return first_token_weights(f"{source}.pooler.dense", "classifier"), []
         case _:
-            ignored += [r"bert\.pooler\..*", r"cls\..*", r"classifier\..*", r"qa_outputs\..*"]
-    return WeightTable(
-        tuple(entries),
-        prefix="bert.",
-        ignored=tuple(ignored),
-        renamed=OLD_NORMS,
-        head="cls.predictions.decoder.weight" if isinstance(model.head, MaskedLm) else None,
-    )
+            return [], [pooler, r"cls\..*", r"classifier\..*", r"qa_outputs\..*"]
 
+
+def masked_table(model: ModelSpec) -> str | None:
+    """The name under which a masked-language-model head's matrix may be stored although it is tied."""
+    return "cls.predictions.decoder.weight" if isinstance(model.head, MaskedLm) else None
+
+
+KINDS = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "Model")
 
 FAMILY = Family(
-    name="BERT",
-    architectures=(
-        "BertForMaskedLM",
-        "BertForPreTraining",
-        "BertForSequenceClassification",
-        "BertForTokenClassification",
-        "BertModel",
-    ),
-    brings="encoder, learned positions, segments",
+    name="BERT and ERNIE",
+    architectures=tuple(f"{name}{kind}" for name in ("Bert", "Ernie") for kind in KINDS),
+    brings="encoder, learned positions, segments, tasks",
     spec=spec,
     weights=weights,
 )

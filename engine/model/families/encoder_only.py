@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import even_head_dim, linear, norm, qkv
 from engine.model.normalisation import Norm
-from engine.model.positions import Learned, RelativeBuckets
+from engine.model.positions import Learned, RelativeBuckets, Rotary
 from engine.model.spec import (
     Activation,
     Attention,
@@ -20,6 +21,7 @@ from engine.model.spec import (
     ModelSpec,
     Pool,
     Post,
+    Pre,
     Stack,
     Tokens,
 )
@@ -29,8 +31,11 @@ from engine.model.table import Entry
 OLD_NORMS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 
 
-def check_settings(config: Any) -> None:
+def check_settings(config: Any, positions: str = "absolute") -> None:
     """Refuse the settings that make something else of such a model.
+
+    Args:
+        positions: the position_embedding_type that the family honours.
 
     Raises:
         UnsupportedModelError: it is to be a decoder, to tell positions apart in attention, or lacks heads.
@@ -42,10 +47,10 @@ def check_settings(config: Any) -> None:
                 "an input. Set it to false if the checkpoint was trained as one."
             )
     kind = getattr(config, "position_embedding_type", None)
-    if kind not in (None, "absolute"):
+    if kind not in (None, positions):
+        meaning = " (positions that are added to the tokens' vectors)" if positions == "absolute" else ""
         raise UnsupportedModelError(
-            f"position_embedding_type of the config is {kind!r}; implemented: absolute (positions that are added to "
-            "the tokens' vectors)."
+            f"position_embedding_type of the config is {kind!r}; implemented: {positions}{meaning}."
         )
     if getattr(config, "pruned_heads", None):
         raise UnsupportedModelError(
@@ -102,6 +107,28 @@ def post_norm_encoder(
         final_norm=None,
         shared_bias=shared_bias,
     )
+
+
+def pre_norm(encoder: Stack, layer_norm: Norm) -> Stack:
+    """An encoder with norms before its sublayers and one at its end, instead of those after sublayers."""
+    blocks = tuple(replace(block, placement=Pre(layer_norm, layer_norm)) for block in encoder.blocks)
+    return replace(encoder, blocks=blocks, final_norm=layer_norm)
+
+
+def turned(encoder: Stack, theta: float, *, interleaved: bool = False, in_float32: bool = False) -> Stack:
+    """An encoder whose heads are rotated as a whole by their positions.
+
+    Raises:
+        UnsupportedModelError: a head's features do not form pairs.
+    """
+    head_dim = encoder.blocks[0].attention.head_dim
+    if head_dim % 2:
+        raise UnsupportedModelError(
+            f"The config's heads have {head_dim} features, but what is rotated must be an even number of them."
+        )
+    position = Rotary(head_dim, theta, interleaved=interleaved, in_float32=in_float32)
+    blocks = (replace(block, attention=replace(block.attention, position=position)) for block in encoder.blocks)
+    return replace(encoder, blocks=tuple(blocks))
 
 
 def token_classifier(config: Any) -> Classifier:
@@ -163,14 +190,29 @@ BERT_LAYER = LayerNames(
 
 
 def stack_weights(
-    model: ModelSpec, source: str, *, layers: str = "encoder.layer", names: LayerNames = BERT_LAYER
+    model: ModelSpec,
+    source: str,
+    *,
+    layers: str | Callable[[int], str] = "encoder.layer",
+    names: LayerNames = BERT_LAYER,
+    embedding_norm: str = "embeddings.LayerNorm",
 ) -> list[Entry]:
-    """The weights of `post_norm_encoder`.
+    """The weights of `post_norm_encoder`, or of `pre_norm` of it, but for the norm at its end.
 
     Args:
         source: what all names begin with.
         layers: of its layers, by their numbers.
     """
+    assert model.encoder is not None
+    entries = embedding_weights(model, source, embedding_norm)
+    for i, block in enumerate(model.encoder.blocks):
+        layer = f"{layers}.{i}" if isinstance(layers, str) else layers(i)
+        entries += layer_weights(i, block, f"{source}.{layer}", names)
+    return entries
+
+
+def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddings.LayerNorm") -> list[Entry]:
+    """The tables that vectors are made of, and their norm, under BERT's names."""
     assert model.encoder is not None
     assert isinstance(model.encoder.embedding, Tokens)
     embedding = model.encoder.embedding
@@ -179,23 +221,29 @@ def stack_weights(
         tables["positions"] = "position_embeddings"
     if embedding.token_types:
         tables["types"] = "token_type_embeddings"
+    if embedding.tasks:
+        tables["tasks"] = "task_type_embeddings"
     entries = [
         Entry(f"encoder.embedding.{ours}", (f"{source}.embeddings.{theirs}.weight",), shard_axis=0)
         for ours, theirs in tables.items()
     ]
-    entries += norm("encoder.embedding.norm", f"{source}.embeddings.LayerNorm", bias=True)
-    for i, block in enumerate(model.encoder.blocks):
-        target, layer = layer_target(i, block), f"{source}.{layers}.{i}"
-        projections = (f"{layer}.{names.queries}", f"{layer}.{names.keys}", f"{layer}.{names.values}")
-        entries += [
-            *qkv(f"{target}.attention.inner.qkv", projections, block.attention),
-            *linear(f"{target}.attention.inner.out", f"{layer}.{names.out}", True, 1),
-            *norm(f"{target}.attention.outer", f"{layer}.{names.attention_norm}", bias=True),
-            *linear(f"{target}.ffn.inner.up", f"{layer}.{names.up}", True, 0),
-            *linear(f"{target}.ffn.inner.down", f"{layer}.{names.down}", True, 1),
-            *norm(f"{target}.ffn.outer", f"{layer}.{names.ffn_norm}", bias=True),
-        ]
+    if embedding.norm is not None:
+        entries += norm("encoder.embedding.norm", f"{source}.{layer_norm}", bias=True)
     return entries
+
+
+def layer_weights(number: int, block: Block, layer: str, names: LayerNames) -> list[Entry]:
+    """The weights of a layer that is stored as `layer`."""
+    target, place = layer_target(number, block), "before" if isinstance(block.placement, Pre) else "outer"
+    projections = (f"{layer}.{names.queries}", f"{layer}.{names.keys}", f"{layer}.{names.values}")
+    return [
+        *qkv(f"{target}.attention.inner.qkv", projections, block.attention),
+        *linear(f"{target}.attention.inner.out", f"{layer}.{names.out}", True, 1),
+        *norm(f"{target}.attention.{place}", f"{layer}.{names.attention_norm}", bias=True),
+        *linear(f"{target}.ffn.inner.up", f"{layer}.{names.up}", True, 0),
+        *linear(f"{target}.ffn.inner.down", f"{layer}.{names.down}", True, 1),
+        *norm(f"{target}.ffn.{place}", f"{layer}.{names.ffn_norm}", bias=True),
+    ]
 
 
 def layer_target(number: int, block: Block) -> str:

@@ -1,4 +1,5 @@
-"""RoBERTa: BERT's encoder with positions counted from the padding's on (arXiv:1907.11692, arXiv:1911.02116)."""
+"""RoBERTa and Data2Vec: BERT's encoder with positions counted from the padding's on (arXiv:1907.11692,
+arXiv:1911.02116, arXiv:2202.03555)."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def weights(model: ModelSpec) -> WeightTable:
     return WeightTable(
         tuple(entries + more),
         prefix="roberta.",
-        renamed=OLD_NORMS,
+        renamed=(*OLD_NORMS, (r"^data2vec_text\.", "roberta.")),
         ignored=(*ignored, r"roberta\.embeddings\.(token_type_ids|token_type_embeddings\.weight)"),
         head="lm_head.decoder.weight" if isinstance(model.head, MaskedLm) else None,
     )
@@ -69,11 +70,13 @@ def head_weights(model: ModelSpec, source: str) -> tuple[list[Entry], tuple[str,
             return [], (*ignored, r"(lm_head|classifier|qa_outputs)\..*")
 
 
-_KINDS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "Model")
+KINDS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 
 FAMILY = Family(
-    name="RoBERTa",
-    architectures=tuple(f"{name}{kind}" for name in ("Roberta", "XLMRoberta", "Camembert") for kind in _KINDS),
+    name="RoBERTa and Data2Vec",
+    architectures=tuple(
+        f"{name}{kind}" for name in ("Roberta", "XLMRoberta", "Camembert", "Data2VecText") for kind in KINDS
+    ),
     brings="BERT's encoder, positions counted from the padding's on",
     spec=spec,
     weights=weights,

@@ -1,4 +1,4 @@
-"""BERT: all heads, with two segments, one and three; activations; tied and untied output matrices."""
+"""BERT and ERNIE: all heads, with two segments, one and three, and tasks; activations; tied and untied matrices."""
 
 from __future__ import annotations
 
@@ -33,4 +33,14 @@ SHAPES = {
     ),
     "bert-tokens": EncoderShape("BertForTokenClassification", BASE | {"num_labels": 5}, seed=9),
     "bert-tokens-narrow": EncoderShape("BertForTokenClassification", NARROW | {"num_labels": 3}, seed=10),
+    "ernie": EncoderShape("ErnieModel", BASE, seed=11),
+    "ernie-tasks": EncoderShape(
+        "ErnieModel", NARROW | {"use_task_id": True, "task_type_vocab_size": 4, "type_vocab_size": 4}, seed=12
+    ),
+    "ernie-masked": EncoderShape("ErnieForMaskedLM", BASE | {"use_task_id": True}, seed=13),
+    "ernie-pretraining": EncoderShape("ErnieForPreTraining", NARROW | {"use_task_id": True}, seed=14),
+    "ernie-classes": EncoderShape(
+        "ErnieForSequenceClassification", BASE | {"use_task_id": True, "num_labels": 5}, seed=15
+    ),
+    "ernie-tokens": EncoderShape("ErnieForTokenClassification", NARROW | {"num_labels": 3}, seed=16),
 }

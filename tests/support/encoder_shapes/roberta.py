@@ -1,4 +1,4 @@
-"""RoBERTa, XLM-RoBERTa and CamemBERT: all heads, with padding ids among the tokens, which have no position."""
+"""RoBERTa, XLM-RoBERTa, CamemBERT and Data2Vec: all heads, padding ids among the tokens, which have no position."""
 
 from __future__ import annotations
 
@@ -24,4 +24,8 @@ SHAPES = {
     "camembert-masked": EncoderShape("CamembertForMaskedLM", BASE, seed=11),
     "camembert-classes": EncoderShape("CamembertForSequenceClassification", NARROW | {"num_labels": 3}, seed=12),
     "camembert-tokens": EncoderShape("CamembertForTokenClassification", BASE | {"num_labels": 5}, seed=13),
+    "data2vec": EncoderShape("Data2VecTextModel", NARROW, vocab=29, seed=14),
+    "data2vec-masked": EncoderShape("Data2VecTextForMaskedLM", BASE, seed=15),
+    "data2vec-classes": EncoderShape("Data2VecTextForSequenceClassification", NARROW | {"num_labels": 3}, seed=16),
+    "data2vec-tokens": EncoderShape("Data2VecTextForTokenClassification", BASE | {"num_labels": 5}, seed=17),
 }

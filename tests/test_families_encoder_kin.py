@@ -1,0 +1,172 @@
+"""Encoders with parts that BERT's lacks: what published configs are made of, weights that layers share, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.pages import CPU, load
+from support.published import read
+from support.published_encoder_kin import ALBERT_BASE_V2, CONVBERT_BASE, ESM2_8M, JINA_V2_SMALL, MOBILEBERT
+
+from engine import EngineConfig
+from engine.backends.attention.base import AttentionMetadata
+from engine.errors import UnsupportedModelError
+from engine.execution.loading import find_max_model_len
+from engine.model import checkpoint
+from engine.model.embedding import mask_out
+from engine.model.families.alibi import slopes
+from engine.model.normalisation import Norm
+from engine.model.positions import Rotary, TwoSidedSlopes
+from engine.model.program import Attend, Multiply
+from engine.model.spec import (
+    Bottleneck,
+    Dense,
+    Gated,
+    MaskedLm,
+    MaskedOut,
+    ModelSpec,
+    Neighbours,
+    Repeated,
+    Spans,
+    Stack,
+    Tokens,
+)
+
+
+def encoder(model: ModelSpec) -> Stack:
+    assert model.encoder is not None
+    return model.encoder
+
+
+def words(model: ModelSpec) -> Tokens:
+    embedding = encoder(model).embedding
+    assert isinstance(embedding, Tokens)
+    return embedding
+
+
+# ---------------------------------------------------------------- published configs
+
+
+def test_albert_as_published(tmp_path: Path) -> None:
+    model = read(tmp_path, ALBERT_BASE_V2)
+    stack = encoder(model)
+    assert (len(stack.blocks), stack.repeated, stack.order) == (1, Repeated(length=1, times=12), (0,) * 12)
+    assert (words(model).width, words(model).expansion, stack.hidden_size) == (128, 768, 768)
+    assert stack.blocks[0].ffn == Dense(3072, "gelu_tanh", bias=True)
+    assert model.head == MaskedLm(tied=True, activation="gelu_tanh", norm=Norm("layer", 1e-12, bias=True))
+
+
+def test_esm_as_published(tmp_path: Path) -> None:
+    model = read(tmp_path, ESM2_8M)
+    assert words(model).masked_out == MaskedOut(32, 0.15 * 0.8)
+    assert words(model).positions is None
+    assert encoder(model).blocks[0].attention.position == Rotary(16, 10_000.0, in_float32=True)
+    assert find_max_model_len(EngineConfig(model="x"), checkpoint.read_config(tmp_path), model) == 1026
+
+
+def test_jina_as_published(tmp_path: Path) -> None:
+    """The code that its config names is never run."""
+    model = read(tmp_path, JINA_V2_SMALL)
+    (block,) = set(encoder(model).blocks)
+    assert block.attention.position == TwoSidedSlopes(slopes(8))
+    assert block.ffn == Gated(2048, "gelu", bias=True)
+    assert words(model).positions is None
+    assert find_max_model_len(EngineConfig(model="x"), checkpoint.read_config(tmp_path), model) == 8192
+
+
+def test_mobilebert_as_published(tmp_path: Path) -> None:
+    model = read(tmp_path, MOBILEBERT)
+    affine = Norm("affine", 0.0, bias=True)
+    assert words(model).neighbours == Neighbours(taps=3, width=512)
+    assert encoder(model).blocks[0].bottleneck == Bottleneck(width=128, norm=affine, networks=4, values="whole")
+    assert model.head == MaskedLm(
+        tied=True, activation="relu", norm=Norm("layer", 1e-12, bias=True), width=512, beyond=384
+    )
+
+
+def test_convbert_as_published(tmp_path: Path) -> None:
+    part = encoder(read(tmp_path, CONVBERT_BASE)).blocks[0].attention
+    assert (part.heads, part.head_dim, part.spans) == (6, 64, Spans(9))
+
+
+# ---------------------------------------------------------------- layers of the same weights
+
+
+def test_layers_share_one_module(tmp_path: Path) -> None:
+    """They are in memory once, plain and of few bits, and run as often as the config says."""
+    subject = make_encoder_checkpoint(ENCODER_SHAPES["albert"], tmp_path)
+    model = load(tmp_path, max_model_len=40)
+    assert model.encoder is not None
+    reference = sum(p.nbytes for n, p in subject.model.named_parameters() if not n.startswith("pooler"))
+    assert model.weight_bytes() == reference
+    operations = model.encoder.program.operations
+    attends = [one for one in operations if isinstance(one, Attend)]
+    assert len(attends) == 3
+    assert len({id(one.module) for one in attends}) == 1
+    products = [one.linear for one in operations if isinstance(one, Multiply)]
+    assert (len(products), len(set(map(id, products)))) == (12, 4)
+
+
+def test_groups_run_one_after_the_other() -> None:
+    stack = Stack(hidden_size=1, embedding=Tokens(vocab_size=1, width=1), blocks=(), final_norm=None)
+    assert stack.order == ()
+    blocks: Any = ("a", "b", "c", "d")
+    made = Stack(
+        hidden_size=1,
+        embedding=stack.embedding,
+        blocks=blocks,
+        final_norm=None,
+        repeated=Repeated(length=2, times=3),
+    )
+    assert made.order == (0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3)
+
+
+# ---------------------------------------------------------------- inputs that are scaled by their masks
+
+
+def test_masks_scale_their_own_input_alone() -> None:
+    ids = torch.tensor([5, 1, 1, 1, 5, 5, 1, 0])
+    x = torch.ones(8, 2)
+    found = mask_out(x, ids, MaskedOut(5, 0.12), AttentionMetadata.build([4, 3], [4, 3], CPU), tokens=7)[:, 0]
+    one, two = 0.88 / (1 - 1 / 4), 0.88 / (1 - 2 / 3)
+    torch.testing.assert_close(found, torch.tensor([0, one, one, one, 0, 0, two, 1]))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (ALBERT_BASE_V2, {"num_hidden_groups": 5}, "num_hidden_layers .* multiple of num_hidden_groups 5, got 12"),
+        (ESM2_8M, {"position_embedding_type": "relative_key"}, "'relative_key'; implemented for this family: absolute"),
+        (ESM2_8M, {"mask_token_id": None}, "token_dropout, so mask_token_id must be an id from 0 to 32; got None"),
+        (ESM2_8M, {"is_decoder": True}, "The config sets is_decoder"),
+        (ESM2_8M, {"num_attention_heads": 64}, "heads have 5 features, .* must be an even number"),
+        (JINA_V2_SMALL, {"position_embedding_type": "absolute"}, "must be 'alibi' for this family, got 'absolute'"),
+        (JINA_V2_SMALL, {"feed_forward_type": "original"}, "'original'; implemented: geglu, reglu"),
+        (
+            JINA_V2_SMALL,
+            {"auto_map": {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"}},
+            "norms of queries and keys .* The models for texts are served",
+        ),
+        (MOBILEBERT, {"use_bottleneck": False}, "use_bottleneck of the config must be true"),
+        (MOBILEBERT, {"normalization_type": "layer_norm"}, "'layer_norm'; implemented: no_norm"),
+        (MOBILEBERT, {"key_query_shared_bottleneck": False}, "sets neither use_bottleneck_attention nor key_query"),
+        (MOBILEBERT, {"embedding_size": 513}, "embedding_size of the config must be at most its hidden_size 512"),
+        (CONVBERT_BASE, {"conv_kernel_size": 4}, "conv_kernel_size of the config must be odd, .* got 4"),
+        (CONVBERT_BASE, {"num_groups": 5}, "hidden_size of the config must be a multiple of its num_groups 5, got 768"),
+        (
+            CONVBERT_BASE,
+            {"hidden_size": 12, "head_ratio": 1},
+            "which 12 heads of attention and as many of convolutions",
+        ),
+    ],
+)
+def test_refusals(config: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, config, **settings)
