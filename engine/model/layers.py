@@ -19,10 +19,12 @@ from engine.backends.native import gemm
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.gemm import Quantised
 from engine.model import kernels, spec
+from engine.model.bias import BucketTable
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.place import Place
+from engine.model.positions import RelativeBuckets
 from engine.model.quantisation import Quantization
 
 
@@ -127,6 +129,9 @@ class SelfAttention(nn.Module):
         self.qk_norm = None if part.qk_norm is None else QkNorm(part, part.qk_norm, place)
         self.out = Linear(part.heads * part.head_dim, hidden_size, part.out_bias, place)
         self.sinks = None if part.sinks is None else replace(place, dtype=torch.float32).parameter(part.heads)
+        self.distance_bias = None
+        if isinstance(part.position, RelativeBuckets):
+            self.distance_bias = BucketTable(part.position, part.heads, place)
 
 
 class CrossAttention(nn.Module):

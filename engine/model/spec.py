@@ -152,6 +152,8 @@ class Experts:
         normalize: the weights of a token's experts are made to sum to 1.
         routing: which experts a token goes to, and with what weights.
         router_bias: the router has a bias.
+        capacity: an expert works on so many tokens of an input, the first that come to it; what comes later gets
+            nothing from it (arXiv:2101.03961, 2.2). None: on all.
     """
 
     expert: Dense | Gated | Clamped
@@ -160,6 +162,7 @@ class Experts:
     normalize: bool = True
     routing: Routing = Likeliest()
     router_bias: bool = False
+    capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +278,7 @@ class Tokens:
         scale: multiplies the vectors.
         positions: added after scaling.
         token_types: number of segment embeddings added, 0 for none.
+        token_norm: applied to the vectors before positions and segments are added.
         norm: applied to the sum.
         projection: features that the vectors are mapped to by a matrix without bias, before positions are added.
         expansion: features that the normed sum is mapped to at last, by a matrix with a bias (arXiv:2003.10555).
@@ -286,6 +290,7 @@ class Tokens:
     scale: float = 1.0
     positions: Positions | None = None
     token_types: int = 0
+    token_norm: Norm | None = None
     norm: Norm | None = None
     projection: int | None = None
     expansion: int | None = None
