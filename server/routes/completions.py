@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
+from pydantic import BaseModel
 
 from server.answering.answer import Run, encode_prompts, estimate_size
 from server.answering.completion import CompletionPieces, join
@@ -54,11 +55,13 @@ async def create_completion(
     decoder = read_decoder(body.model_dump(exclude_none=True, include=_DECODER), body.prompt, service)
     if decoder is not None:
         shape = replace(shape, params=decoder.force(shape.params))
-    return await _CompletionRun(service, body, shape, arrival, decoder=decoder).respond(request)
+    return await CompletionRun(service, body, shape, arrival, decoder=decoder).respond(request)
 
 
 @dataclass(slots=True)
-class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
+class CompletionRun(Run[CompletionChoice, CompletionChoice]):
+    """Prompts as they came, and their answers."""
+
     id_prefix = "cmpl-"
     bytes_per_logprob = BYTES_PER_LOGPROB
     body: CompletionRequest
@@ -74,8 +77,11 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     async def prompts(self) -> list[Prompt]:
         special = self.body.add_special_tokens is not False
         decoder = self.decoder
-        source = None if decoder is None else decoder.src_lang
-        prompts = await encode_prompts(self.service, self.body.prompt, add_special_tokens=special, src_lang=source)
+        source = None if decoder is None else decoder.marked
+        param = self.public_name("prompt") or "prompt"
+        prompts = await encode_prompts(
+            self.service, self.body.prompt, param, add_special_tokens=special, src_lang=source
+        )
         if decoder is None:
             return prompts
         begin = await decoder.tokens(self.service, self.shape.params)
@@ -87,7 +93,7 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
         return join(pieces)
 
-    def whole(self, choices: list[CompletionChoice], usage: Usage) -> CompletionResponse:
+    def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
         return self._chunk(choices, {"usage": usage})
 
     def events(self, maker: PieceMaker[CompletionChoice]) -> Chunks[CompletionChoice]:

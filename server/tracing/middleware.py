@@ -16,6 +16,7 @@ TRACED = frozenset(
     {
         "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank",
         "/rerank", "/v1/classify", "/classify", "/v1/fill-mask", "/fill-mask",
+        "/translate",
     }
 )  # fmt: skip
 _CONTEXT = (b"traceparent", b"tracestate")
