@@ -27,8 +27,8 @@ TOKENIZER_FILES = (
     "sentencepiece*.model",
     "tekken.json",
 )
-# Classes that transformers lacks, with those that read the same files. What differs is whose token begins an
-# input: the target's (arXiv:2210.11621).
+# Classes that transformers lacks, with those that read the same files. An input of theirs begins with the token of the
+# language that it is to be translated to (arXiv:2210.11621).
 TARGET_MARKED = {"SMALL100Tokenizer": "M2M100Tokenizer"}
 # Files that say which tokenizer class to use and complete it.
 COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
