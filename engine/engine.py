@@ -133,6 +133,7 @@ class Engine:
             decoder_start_token_id=None if info.max_encoder_len is None else self.defaults.decoder_start_token_id,
             default_forced_bos_token_id=values.get("forced_bos_token_id"),
             default_max_new_tokens=values.get("max_new_tokens"),
+            default_num_beams=int(values.get("num_beams", 1)),
             default_max_length=values.get("max_length"),
         )
         self._grammars = Grammars(

@@ -54,6 +54,7 @@ from server.routes import (
     responses,
     scoring,
     tokenize,
+    translate,
 )
 from server.tracing.start import start_tracing
 
@@ -206,13 +207,14 @@ def create_app(
         scoring,
         classify,
         fill_mask,
+        translate,
         models,
         operations,
         live,
         tokenize,
     ):
         app.include_router(module.router)
-    for router in (responses.stored, messages.counting):
+    for router in (responses.stored, messages.counting, translate.listing):
         app.include_router(router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
@@ -254,6 +256,7 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (chat, commons.generating),
         (responses, commons.generating),
         (messages, commons.generating),
+        (translate, commons.generating),
         (embeddings, commons.pooling),
         (scoring, commons.pooling),
         (classify, commons.pooling),

@@ -1,4 +1,4 @@
-"""T5, BART, mBART, Marian and PEGASUS: published configs to parts, settings that are refused, and checkpoints in the
+"""Encoder-decoder families: published configs to parts, settings that are refused, and checkpoints in the
 forms in which they were published."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.interface.generation import load_defaults
 from engine.model import checkpoint, families
 from engine.model.normalisation import Norm
-from engine.model.positions import Learned, RelativeBuckets, Sinusoidal
-from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Post, Pre, Stack, Tokens
+from engine.model.positions import Learned, RelativeBuckets, Sinusoidal, SpannedSinusoidal
+from engine.model.spec import Attention, Block, Dense, Experts, Gated, Lm, ModelSpec, Post, Pre, Stack, Tokens
 
 # config.json as published, without what only training reads.
 T5_SMALL: dict[str, Any] = {
@@ -136,6 +136,115 @@ MBART_50: dict[str, Any] = BART_LARGE_CNN | {
     "tokenizer_class": "MBart50Tokenizer",
     "vocab_size": 250054,
 }
+M2M100_418M: dict[str, Any] = {
+    "activation_function": "relu",
+    "architectures": ["M2M100ForConditionalGeneration"],
+    "bos_token_id": 0,
+    "d_model": 1024,
+    "decoder_attention_heads": 16,
+    "decoder_ffn_dim": 4096,
+    "decoder_layers": 12,
+    "decoder_start_token_id": 2,
+    "early_stopping": True,
+    "encoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "encoder_layers": 12,
+    "eos_token_id": 2,
+    "is_encoder_decoder": True,
+    "max_length": 200,
+    "max_position_embeddings": 1024,
+    "model_type": "m2m_100",
+    "num_beams": 5,
+    "num_hidden_layers": 12,
+    "pad_token_id": 1,
+    "scale_embedding": True,
+    "use_cache": True,
+    "vocab_size": 128112,
+}
+NLLB_600M: dict[str, Any] = M2M100_418M | {"tokenizer_class": "NllbTokenizer", "vocab_size": 256206}
+NLLB_MOE: dict[str, Any] = NLLB_600M | {
+    "architectures": ["NllbMoeForConditionalGeneration"],
+    "model_type": "nllb-moe",
+    "num_experts": 128,
+}
+BLENDERBOT_400M: dict[str, Any] = {
+    "activation_function": "gelu",
+    "add_final_layer_norm": True,
+    "architectures": ["BlenderbotForConditionalGeneration"],
+    "bos_token_id": 1,
+    "d_model": 1280,
+    "decoder_attention_heads": 32,
+    "decoder_ffn_dim": 5120,
+    "decoder_layers": 12,
+    "decoder_start_token_id": 1,
+    "encoder_attention_heads": 32,
+    "encoder_ffn_dim": 5120,
+    "encoder_layers": 2,
+    "encoder_no_repeat_ngram_size": 3,
+    "eos_token_id": 2,
+    "forced_eos_token_id": 2,
+    "is_encoder_decoder": True,
+    "length_penalty": 0.65,
+    "max_length": 60,
+    "max_position_embeddings": 128,
+    "min_length": 20,
+    "model_type": "blenderbot",
+    "normalize_before": True,
+    "normalize_embedding": False,
+    "num_beams": 10,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "scale_embedding": True,
+    "static_position_embeddings": False,
+    "vocab_size": 8008,
+}
+BLENDERBOT_90M: dict[str, Any] = BLENDERBOT_400M | {
+    "add_final_layer_norm": False,
+    "architectures": ["BlenderbotSmallForConditionalGeneration"],
+    "d_model": 512,
+    "decoder_attention_heads": 16,
+    "decoder_ffn_dim": 2048,
+    "decoder_layers": 8,
+    "encoder_attention_heads": 16,
+    "encoder_ffn_dim": 2048,
+    "encoder_layers": 8,
+    "max_position_embeddings": 512,
+    "model_type": "blenderbot-small",
+    "normalize_before": False,
+    "normalize_embedding": True,
+    "num_hidden_layers": 8,
+    "vocab_size": 54944,
+}
+UMT5_SMALL: dict[str, Any] = MT5_SMALL | {
+    "architectures": ["UMT5ForConditionalGeneration"],
+    "model_type": "umt5",
+    "vocab_size": 256384,
+}
+SWITCH_BASE_8: dict[str, Any] = {
+    "architectures": ["SwitchTransformersForConditionalGeneration"],
+    "d_ff": 3072,
+    "d_kv": 64,
+    "d_model": 768,
+    "decoder_start_token_id": 0,
+    "dense_act_fn": "relu",
+    "eos_token_id": 1,
+    "expert_capacity": 64,
+    "is_encoder_decoder": True,
+    "layer_norm_epsilon": 1e-06,
+    "model_type": "switch_transformers",
+    "num_decoder_layers": 12,
+    "num_experts": 8,
+    "num_heads": 12,
+    "num_layers": 12,
+    "num_sparse_decoder_layers": 6,
+    "num_sparse_encoder_layers": 6,
+    "pad_token_id": 0,
+    "relative_attention_max_distance": 128,
+    "relative_attention_num_buckets": 32,
+    "router_dtype": "float32",
+    "tie_word_embeddings": False,
+    "vocab_size": 32128,
+}
 OPUS_MT_EN_DE: dict[str, Any] = {
     "activation_dropout": 0.0,
     "activation_function": "swish",
@@ -246,10 +355,10 @@ def relative(
         Stack(
             hidden_size=config["d_model"],
             embedding=tokens,
-            blocks=(layer,) * config["encoder_layers"],
+            blocks=(layer,) * config[f"{name}_layers"],
             final_norm=LAYER if final else None,
         )
-        for layer in layers
+        for name, layer in zip(("encoder", "decoder"), layers, strict=True)
     )
     return ModelSpec(encoder=encoder, decoder=decoder, head=Lm(tied=True, bias=True))
 
@@ -342,6 +451,58 @@ def test_pegasus_xsum(read: Read) -> None:
     assert expected.max_positions == 512
 
 
+def test_nllb_200(read: Read) -> None:
+    tokens = Tokens(vocab_size=256206, width=1024, scale=32.0, positions=SpannedSinusoidal(1026, 2, unplaced=1))
+    expected = relative(NLLB_600M, tokens, Pre, final=True, activation="relu")
+    assert read(NLLB_600M) == replace(expected, head=Lm(tied=True))
+    assert expected.max_positions == 1024
+    assert read(M2M100_418M).vocab_size == 128112
+
+
+def test_blenderbots(read: Read) -> None:
+    tokens = Tokens(vocab_size=8008, width=1280, scale=1280**0.5, positions=Learned(128))
+    assert read(BLENDERBOT_400M) == relative(BLENDERBOT_400M, tokens, Pre, final=True, activation="gelu")
+    tokens = Tokens(vocab_size=54944, width=512, scale=512**0.5, positions=Learned(512), norm=LAYER)
+    expected = relative(BLENDERBOT_90M, tokens, Post, final=False, activation="gelu")
+    decoder = stacks(expected)[1]
+    normed_first = replace(tokens, token_norm=LAYER, norm=None)
+    assert read(BLENDERBOT_90M) == replace(expected, decoder=replace(decoder, embedding=normed_first))
+
+
+@pytest.mark.parametrize("name", ["PLBartForConditionalGeneration", "MvpForConditionalGeneration"])
+def test_the_same_as_bart(name: str, read: Read) -> None:
+    kind = {
+        "architectures": [name],
+        "model_type": name.removesuffix("ForConditionalGeneration").lower(),
+        "scale_embedding": False,
+    }
+    assert read(BART_LARGE_CNN | kind) == read(BART_LARGE_CNN)
+
+
+def test_umt5_small(read: Read) -> None:
+    """The bias by distance is each layer's own; all else is T5's."""
+    own, shared = read(UMT5_SMALL), read(MT5_SMALL)
+    for stack, other in zip(stacks(own), stacks(shared), strict=True):
+        assert stack.shared_bias is None
+        assert {block.attention.position for block in stack.blocks} == {other.shared_bias}
+        plain = tuple(replace(block, attention=replace(block.attention, position=None)) for block in stack.blocks)
+        assert replace(stack, blocks=plain, shared_bias=other.shared_bias) == replace(
+            other, embedding=replace(other.embedding, vocab_size=256384)
+        )
+    assert own.head == Lm(tied=True, input_scale=512**-0.5)
+
+
+def test_switch_base_8(read: Read) -> None:
+    """Every second layer has experts; those of the encoder have room for 64 tokens of an input."""
+    model = read(SWITCH_BASE_8)
+    for stack, capacity in zip(stacks(model), (64, None), strict=True):
+        dense = Dense(3072, "relu")
+        experts = Experts(dense, count=8, active=1, normalize=False, capacity=capacity)
+        assert [block.ffn for block in stack.blocks] == [dense, experts] * 6
+    none = read(SWITCH_BASE_8, num_sparse_encoder_layers=24)  # more than there are layers
+    assert {block.ffn for block in stacks(none)[0].blocks} == {Dense(3072, "relu")}
+
+
 def test_relatives_altered(read: Read) -> None:
     model = read(
         BART_BASE | {"architectures": ["BartForConditionalGeneration"]},
@@ -378,6 +539,17 @@ def test_relatives_altered(read: Read) -> None:
         (PEGASUS_XSUM, {"activation_function": "laplace"}, ("'laplace'",)),
         (T5_SMALL, {"feed_forward_proj": "gated-laplace"}, ("'laplace'",)),
         (BART_BASE, {"tie_word_embeddings": False}, ("BartModel has no language-model head",)),
+        (
+            BART_LARGE_CNN | {"architectures": ["MvpForConditionalGeneration"], "model_type": "mvp"},
+            {"use_prompt": True},
+            ("use_prompt must be false",),
+        ),
+        (NLLB_600M, {"pad_token_id": None}, ("M2M-100, NLLB",)),
+        (BLENDERBOT_90M, {"normalize_before": True}, ("normalize_before must be false",)),
+        (SWITCH_BASE_8, {"router_dtype": "bfloat16"}, ("router_dtype", "float32", "bfloat16")),
+        (SWITCH_BASE_8, {"expert_capacity": 0}, ("expert_capacity", "at least 1", "0")),
+        (SWITCH_BASE_8, {"dense_act_fn": "gated-gelu"}, ("'gated-gelu'",)),
+        (NLLB_MOE, {}, ("'NllbMoeForConditionalGeneration' is not supported",)),
     ],
 )
 def test_refused(read: Read, config: dict[str, Any], changes: dict[str, Any], parts: tuple[str, ...]) -> None:

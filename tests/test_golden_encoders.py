@@ -200,7 +200,7 @@ def test_no_parameter_is_left_at_its_first_value(subject: Subject) -> None:
 
 def test_tokens_without_position_are_among_the_inputs(subject: Subject) -> None:
     """Ids of RoBERTa's padding, not only at an input's ends."""
-    unplaced = subject.engine.runner.model.unplaced
+    unplaced = subject.engine.runner.model.encoder.embedding.unplaced
     found = [input for input in subject.model.inputs() if unplaced in list(input.token_ids)[1:-1]]
     assert (len(found) > 3) == (unplaced is not None)
 

@@ -43,6 +43,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v1/classify": {"input": "a"},
     "/v1/fill-mask": {"input": "a"},
+    "/translate": {"q": "a", "source": "en", "target": "de"},
 }
 
 

@@ -30,7 +30,7 @@ from support.seq2seq_shapes import SHAPES
 
 from engine import Engine
 
-NAMES = ("t5", "bart")
+NAMES = ("t5", "bart", "m2m100", "umt5", "blenderbot-small", "switch-experts-few-places-apart")
 VOCAB = SHAPES["t5"].vocab
 INPUTS = [random_prompt(VOCAB, seed, length) for seed, length in ((1, 1), (2, 3), (3, 17), (4, 40), (5, 61))]
 JOBS = [

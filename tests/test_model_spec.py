@@ -457,9 +457,8 @@ def test_parts_without_a_module_are_named() -> None:
     assert with_block(ffn=Experts(Gated(8, "silu", bias=True), 4, 2)) == []
     assert with_block(attention=replace(second.attention, clip=8.0, qk_norm=PerHead(norm))) == []
     assert with_block(attention=replace(second.attention, position=Slopes((0.5,)))) == []
-    assert with_block(attention=replace(second.attention, position=RelativeBuckets(8, 16, bidirectional=False))) == [
-        "RelativeBuckets in attention"
-    ]
+    assert with_block(attention=replace(second.attention, position=RelativeBuckets(8, 16, bidirectional=False))) == []
+    assert with_block(ffn=Experts(Dense(8, "relu"), 4, 1, capacity=5)) == ["experts of limited capacity in a decoder"]
     assert with_block(cross=second.attention) == ["cross-attention without an encoder"]
 
 

@@ -44,6 +44,9 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "llama": lambda folder: make_checkpoint(CHECKPOINT, folder),
     "t5": lambda folder: make_seq2seq_checkpoint(SEQ2SEQ_SHAPES["t5"], folder),
     "bart": lambda folder: make_seq2seq_checkpoint(SEQ2SEQ_SHAPES["bart"], folder),
+    "m2m100": lambda folder: make_seq2seq_checkpoint(SEQ2SEQ_SHAPES["m2m100"], folder),
+    "umt5-plain": lambda folder: make_seq2seq_checkpoint(SEQ2SEQ_SHAPES["umt5-plain-own-head"], folder),
+    "one expert each": lambda folder: make_seq2seq_checkpoint(SEQ2SEQ_SHAPES["switch-experts"], folder),
     "bert": lambda folder: make_encoder_checkpoint(ENCODER_SHAPES["bert"], folder),
     "classifier": lambda folder: make_encoder_checkpoint(ENCODER_SHAPES["roberta-classes"], folder),
     "experts": lambda folder: make_family_checkpoint(FAMILY_SHAPES["qwen3-moe"], folder),
@@ -149,7 +152,7 @@ def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder:
         assert (error > float32).any(), f"{path} is not quantised"
         relative.append(float(error.square().mean().sqrt() / wanted.square().mean().sqrt()))
     layers = len(plain.runner.model.spec.trunk.blocks)
-    of_layers = {"experts": layers, "shared experts": 2 * layers, "clamped experts": layers}
+    of_layers = {"experts": layers, "shared experts": 2 * layers, "clamped experts": layers, "one expert each": 2}
     assert kept == ({"classifier": 2} | of_layers).get(name, 0)
     assert max(relative) < {"int8": 0.03, "int4": 0.3}[kind]
     last = [path for path in modules if id(modules[path]) in exact][-1]

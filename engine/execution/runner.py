@@ -193,12 +193,9 @@ class ModelRunner:
         """Hidden states of whole inputs."""
         padded = max(plan.num_tokens, self.min_rows)
         lengths = np.diff(plan.query_start).tolist()
-        positions = plan.positions
-        if self.model.unplaced is not None:
-            positions = _placed(plan, self.model.unplaced)
         return self.model.read(
             self._token_ids.fill(plan.token_ids, padded),
-            self._positions.fill(positions, padded),
+            self._positions.fill(plan.positions, padded),
             AttentionMetadata.build(lengths, lengths, self.model.device),
             tokens=plan.num_tokens,
             min_rows=self.min_rows,
@@ -267,15 +264,6 @@ class ModelRunner:
         """[padded] rows of rotary tables; None where they are the positions."""
         rotary_positions = plan.rotary_positions
         return None if rotary_positions is None else self._rotary.fill(rotary_positions, padded)
-
-
-def _placed(plan: StepPlan, unplaced: int) -> Int32:
-    """Positions that count only tokens which have one; the others are before all (`Learned.unplaced`)."""
-    counts = plan.token_ids != unplaced
-    total = np.cumsum(counts, dtype=np.int32)
-    first = plan.query_start[:-1]
-    before = np.repeat((total - counts)[first], np.diff(plan.query_start))
-    return np.where(counts, total - before - 1, -1).astype(np.int32)
 
 
 def _rows(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:

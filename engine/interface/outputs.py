@@ -290,6 +290,7 @@ class EngineInfo:
         default_forced_bos_token_id: the first token of its answers by the model's own `generation_config.json`.
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.
+        default_num_beams: beams of a search that asks for no number, by the same file; 1: it does not search.
         first_context_len: tokens that a sequence may reach with the rotary factors that the model was first trained
             with, where its context was stretched by factors that depend on length.
         tasks: what the model can serve.
@@ -330,6 +331,7 @@ class EngineInfo:
     default_forced_bos_token_id: int | None = None
     default_max_new_tokens: int | None = None
     default_max_length: int | None = None
+    default_num_beams: int = 1
     first_context_len: int | None = None
     tasks: tuple[Task, ...] = ("generate",)
     encoder_only: bool = False

@@ -12,6 +12,7 @@ from engine.model.convolution import gather_neighbours
 from engine.model.layers import Linear
 from engine.model.norms import build_norm
 from engine.model.place import Place
+from engine.model.positions import Sinusoidal
 
 
 class TokenEmbedding(nn.Module):
@@ -36,9 +37,11 @@ class TokenEmbedding(nn.Module):
         self.tasks = None if not part.tasks else place.parameter(part.tasks, added)
         self.positions = None
         self.offset = 0
+        self.unplaced = None if isinstance(part.positions, Sinusoidal | None) else part.positions.unplaced
         if part.positions is not None:
             self.positions = place.parameter(part.positions.size, added)
             self.offset = part.positions.offset
+        self.token_norm = build_norm(part.token_norm, hidden, place)
         self.norm = build_norm(part.norm, hidden, place)
         self.expansion = None if part.expansion is None else Linear(hidden, part.expansion, True, place)
         # Rounded to the weights' format, as the checkpoint was trained.
@@ -61,6 +64,10 @@ class TokenEmbedding(nn.Module):
             x = x * self.scale
         if self.projection is not None and not self.projects_sum:
             x = self.projection(x)
+        if self.token_norm is not None:
+            x = self.token_norm(x)
+        if self.unplaced is not None:
+            positions = positions.masked_fill(token_ids == self.unplaced, -1)
         if self.positions is not None:
             x = x + F.embedding(positions + self.offset if self.offset else positions, self.positions)
         if self.types is not None:
@@ -86,3 +93,12 @@ def mask_out(x: Tensor, token_ids: Tensor, part: spec.MaskedOut, metadata: Atten
     scales = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
     scales[:tokens, 0] = ((1 - part.usual) / (1 - counts / lens))[rows]
     return (x.masked_fill(masks[:, None], 0.0) * scales).to(x.dtype)
+
+
+def count_placed(token_ids: Tensor, positions: Tensor, unplaced: int) -> Tensor:
+    """Positions [T] in whole inputs that count only the tokens which have one; -1 for those that have none."""
+    skipped = token_ids == unplaced
+    total = skipped.cumsum(0)
+    first = torch.arange(len(positions), device=positions.device) - positions
+    before = total[first] - skipped[first].long()
+    return (positions - (total - before)).masked_fill(skipped, -1).to(positions.dtype)

@@ -73,17 +73,21 @@ class ExpertsFeedForward(nn.Module):
         if isinstance(part.routing, spec.Corrected):
             self.correction = replace(place, dtype=torch.float32).parameter(part.count)
 
-    def forward(self, x: Tensor, tokens: int, min_rows: int = 1) -> Tensor:
+    def forward(self, x: Tensor, tokens: int, min_rows: int = 1, starts: Tensor | None = None) -> Tensor:
         """[Tp, hidden] to [Tp, hidden]; what lies past `tokens` is padding, which is sent to no expert and gives
-        zeros."""
+        zeros.
+
+        Args:
+            starts: [R + 1] where the tokens of each input begin, and where the last ones end; None: all are one's.
+        """
         if gpu.serves(x.device) and self.up.packed is None:
-            return self.mix(x, tokens)
+            return self.mix(x, tokens, starts)
         out = torch.zeros_like(x)
         if not tokens:
             return out
-        weights, chosen = self.route(x)
-        chosen, places = chosen[:tokens].sort(dim=-1)
-        weights = weights[:tokens].gather(-1, places)
+        weights, chosen = self._admitted(x, tokens, starts)
+        chosen, places = chosen.sort(dim=-1)
+        weights = weights.gather(-1, places)
         rows, sizes, slots = self.group(chosen, min_rows)
         # Groups are gathered one by one: rows of tensors of their own begin where kernels like them to begin,
         # whatever the groups before them hold.
@@ -96,7 +100,7 @@ class ExpertsFeedForward(nn.Module):
             out[:tokens] += (answers.index_select(0, slot) * weight).to(x.dtype)
         return out
 
-    def mix(self, x: Tensor, tokens: int) -> Tensor:
+    def mix(self, x: Tensor, tokens: int, starts: Tensor | None = None) -> Tensor:
         """The same by kernels that do not ask the device how many tokens an expert has."""
         from engine.backends.triton import experts
 
@@ -107,9 +111,9 @@ class ExpertsFeedForward(nn.Module):
             how["clamp"] = self.part.expert.limit, self.part.expert.slope
         matrices = self.up.weight, self.down.weight
         part = self.part
-        if isinstance(part.routing, spec.Likeliest):
+        if isinstance(part.routing, spec.Likeliest) and part.capacity is None:
             return experts.mix(x, self.router(x), *matrices, active=part.active, normalize=part.normalize, **how)
-        weights, chosen = (found[:tokens] for found in self.route(x))
+        weights, chosen = self._admitted(x, tokens, starts)
         chosen, places = chosen.sort(dim=-1)
         return experts.spread(x, weights.gather(-1, places), chosen.int(), *matrices, **how)
 
@@ -141,6 +145,19 @@ class ExpertsFeedForward(nn.Module):
                 return self._corrected(x, routing)
             case spec.SparseMixer(tolerance):
                 return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
+
+    def _admitted(self, x: Tensor, tokens: int, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights and experts of the first T = `tokens` tokens, [T, active]; weights are 0 where an expert has as many
+        tokens of an input as it takes."""
+        weights, chosen = (found[:tokens] for found in self.route(x))
+        if self.part.capacity is None:
+            return weights, chosen
+        came = F.one_hot(chosen, self.part.count).sum(dim=1).cumsum(dim=0)  # [T, count], over all inputs
+        if starts is not None:
+            before = torch.cat((came.new_zeros(1, self.part.count), came))[starts[:-1].long()]
+            own = torch.bucketize(torch.arange(len(came), device=came.device), starts[1:].long(), right=True)
+            came = came - before[own]
+        return weights * (came.gather(-1, chosen) <= self.part.capacity), chosen
 
     def _corrected(self, x: Tensor, routing: spec.Corrected) -> tuple[Tensor, Tensor]:
         if self.router.packed is None:

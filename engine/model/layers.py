@@ -19,10 +19,12 @@ from engine.backends.native import gemm
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.gemm import Quantised
 from engine.model import kernels, spec
+from engine.model.bias import BucketTable
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.norms import build_norm
 from engine.model.packing import PackedProduct, pack_product
 from engine.model.place import Place
+from engine.model.positions import RelativeBuckets
 from engine.model.quantisation import Quantization
 
 
@@ -160,6 +162,9 @@ class SelfAttention(nn.Module):
         self.spans = None if part.spans is None else SpanConvolution(part, part.spans, hidden_size, place)
         self.out = Linear(attended if self.spans is None else 2 * attended, hidden_size, part.out_bias, place)
         self.sinks = None if part.sinks is None else replace(place, dtype=torch.float32).parameter(part.heads)
+        self.distance_bias = None
+        if isinstance(part.position, RelativeBuckets):
+            self.distance_bias = BucketTable(part.position, part.heads, place)
 
 
 class CrossAttention(nn.Module):

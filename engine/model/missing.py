@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.model import spec
 from engine.model.activations import ACTIVATIONS
-from engine.model.positions import Disentangled, RelativeBuckets, Rotary
+from engine.model.positions import Disentangled, Rotary
 
 
 def unsupported(model: spec.ModelSpec) -> list[str]:
@@ -55,6 +55,8 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
             missing.append("Disentangled attention in a decoder")
         if block.attention.spans is not None:
             missing.append("convolutions beside attention in a decoder")
+        if (routed := experts_of(block.ffn)) is not None and routed.capacity is not None:
+            missing.append("experts of limited capacity in a decoder")  # tokens that come alone would find room
         if block.beside is not None:
             missing.append("a convolution in a decoder")  # it would see later tokens
         if block.cross is not None:
@@ -79,8 +81,9 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
 
 def _unsupported_block(block: spec.Block) -> list[str]:
     attention, ffn = block.attention, block.ffn
-    routed = ffn.routed if isinstance(ffn, spec.Shared) else ffn
-    network = routed.expert if isinstance(routed, spec.Experts) else routed
+    routed = experts_of(ffn)
+    network = ffn if routed is None else routed.expert
+    assert not isinstance(network, spec.Experts | spec.Shared)
     activation = None if isinstance(network, spec.Clamped) else network.activation
     found = {
         f"activation {activation}": activation is not None and activation not in ACTIVATIONS,
@@ -94,10 +97,15 @@ def _unsupported_block(block: spec.Block) -> list[str]:
     return [name for name, present in found.items() if present]
 
 
+def experts_of(ffn: spec.FeedForward) -> spec.Experts | None:
+    """The experts of a feed-forward network; None where there are none."""
+    routed = ffn.routed if isinstance(ffn, spec.Shared) else ffn
+    return routed if isinstance(routed, spec.Experts) else None
+
+
 def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
     kernel = 1 if part.spans is None else part.spans.kernel
     return {
-        "RelativeBuckets in attention": isinstance(part.position, RelativeBuckets),
         "Disentangled attention of heads that share keys": part.content_bias and part.heads != part.kv_heads,
         f"convolutions of {kernel} tokens beside attention": kernel % 2 == 0,
         "convolutions beside attention with rotary positions": part.spans is not None

@@ -32,7 +32,22 @@ class Sinusoidal:
     offset: int = 0
 
 
-Positions = Learned | Sinusoidal
+@dataclass(frozen=True, slots=True)
+class SpannedSinusoidal:
+    """Sine and cosine vectors whose waves are spread from 2 pi to 10000 times that, both ends included (tensor2tensor,
+    fairseq); those of `Sinusoidal` stay below the upper end. Read as `Learned` ones are, made by the formula.
+
+    Attributes:
+        unplaced: tokens of this id have a vector of zeros, the row offset - 1. Those after them do not count them in an
+            encoder; a decoder, whose tokens come one by one, counts all.
+    """
+
+    size: int
+    offset: int = 0
+    unplaced: int | None = None
+
+
+Positions = Learned | Sinusoidal | SpannedSinusoidal
 
 
 @dataclass(frozen=True, slots=True)

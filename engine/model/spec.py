@@ -180,6 +180,8 @@ class Experts:
         normalize: the weights of a token's experts are made to sum to 1.
         routing: which experts a token goes to, and with what weights.
         router_bias: the router has a bias.
+        capacity: an expert works on so many tokens of an input, the first that come to it; what comes later gets
+            nothing from it (arXiv:2101.03961, 2.2). None: on all.
     """
 
     expert: Dense | Gated | Clamped
@@ -188,6 +190,7 @@ class Experts:
     normalize: bool = True
     routing: Routing = Likeliest()
     router_bias: bool = False
+    capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +353,7 @@ class Tokens:
         token_types: number of segment embeddings added, 0 for none.
         tasks: rows of a table of which the first is added, the task that a checkpoint is for by default
             (arXiv:2107.02137); 0 for none.
+        token_norm: applied to the vectors before positions and segments are added.
         norm: applied to the sum.
         projection: features that the vectors are mapped to by a matrix without bias, before positions are added.
         expansion: features that the normed sum is mapped to at last, by a matrix with a bias (arXiv:2003.10555).
@@ -364,6 +368,7 @@ class Tokens:
     positions: Positions | None = None
     token_types: int = 0
     tasks: int = 0
+    token_norm: Norm | None = None
     norm: Norm | None = None
     projection: int | None = None
     expansion: int | None = None

@@ -44,6 +44,8 @@ class Tables:
         if isinstance(module, DisentangledAttention):
             assert self.distances is not None
             return module.bias(self.distances)
+        if module.distance_bias is not None:
+            return module.distance_bias()  # type: ignore[no-any-return]
         position = module.part.position
         if position is None:
             return None if self.shared_bias is None else self.shared_bias()

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
+from engine.model.embedding import count_placed
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, build_head
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossAttention, CrossPages, Linear, OpenedFeedForward
 from engine.model.missing import unsupported
 from engine.model.place import Place
-from engine.model.positions import Learned
 from engine.model.program import Adapters, Inputs
 from engine.model.quantisation import Quantization
 from engine.model.stack import TransformerStack
@@ -141,13 +141,6 @@ class Transformer(nn.Module):
         return self.spec.vocab_size
 
     @property
-    def unplaced(self) -> int | None:
-        """The id of tokens without a position, None if all have one."""
-        embedding = self.spec.trunk.embedding
-        positions = embedding.positions if isinstance(embedding, spec.Tokens) else None
-        return positions.unplaced if isinstance(positions, Learned) else None
-
-    @property
     def dtype(self) -> torch.dtype:
         """Format of weights and activations; the cache may have another."""
         return self.tokens.dtype
@@ -191,7 +184,7 @@ class Transformer(nn.Module):
         assert self.encoder is not None
         inputs = Inputs(
             token_ids=token_ids,
-            positions=positions,
+            positions=self._placed(token_ids, positions),
             metadata=metadata,
             tokens=len(slots),
             min_rows=min_rows,
@@ -222,7 +215,7 @@ class Transformer(nn.Module):
         assert self.encoder is not None
         inputs = Inputs(
             token_ids=token_ids,
-            positions=positions,
+            positions=self._placed(token_ids, positions),
             metadata=metadata,
             tokens=tokens,
             min_rows=min_rows,
@@ -230,6 +223,12 @@ class Transformer(nn.Module):
             rotary_positions=rotary_positions,
         )
         return self.encoder(inputs)  # type: ignore[no-any-return]
+
+    def _placed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Positions of whole inputs, some of whose tokens may have none."""
+        assert self.encoder is not None
+        unplaced = self.encoder.embedding.unplaced
+        return positions if unplaced is None else count_placed(token_ids, positions, unplaced)
 
     def forward(
         self,

@@ -1,28 +1,35 @@
-"""Languages that a tokenizer knows by tokens of their own: mBART, mBART-50, NLLB."""
+"""Languages that a tokenizer knows: by tokens of their own (mBART, M2M-100, NLLB, SMaLL-100, PLBART), or as the pair
+that its model was trained for (Marian)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.errors import InvalidRequestError
 
-_CODE = re.compile(r"[a-z]{2,3}_([A-Z]{2}|[A-Z][a-z]{3})")  # en_XX, zh_CN, eng_Latn
+# en_XX, zh_CN, eng_Latn; __en__, __java__, __en_XX__
+_CODE = re.compile(r"(?P<bare>[a-z]{2,3}_(?:[A-Z]{2}|[A-Z][a-z]{3}))|__(?P<framed>[A-Za-z]{2,10}(?:_[A-Z]{2})?)__")
 _SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Languages:
-    """The tokens that stand for languages, and where an input holds its own.
+    """The tokens that stand for languages, and where an input holds one.
 
     Attributes:
         ids: token id by the language's code; empty where the tokenizer knows none.
-        place: of the source language's token in an input: 0, or -1 for its end.
+        place: of the language's token in an input: 0, or -1 for its end.
+        marked_side: which language that token names: the text's own, or the one that it is to be translated to.
+        pair: source and target of a model that translates nothing else, and needs no tokens for them.
     """
 
     ids: Mapping[str, int] = field(default_factory=dict)
     place: int = 0
+    marked_side: Literal["source", "target"] = "source"
+    pair: tuple[str, str] | None = None
 
     @classmethod
     def among(cls, special: Mapping[str, int], frame: Sequence[int]) -> Languages:
@@ -33,7 +40,9 @@ class Languages:
             frame: what the tokenizer makes of an empty text. A language's token begins or ends it, or the tokenizer
                 has no place for languages.
         """
-        ids = {text: token for text, token in sorted(special.items()) if _CODE.fullmatch(text)}
+        found = ((_CODE.fullmatch(text), token) for text, token in special.items())
+        ids = {code["bare"] or code["framed"]: token for code, token in found if code is not None}
+        ids = dict(sorted(ids.items()))
         known = set(ids.values())
         for place in (0, -1):
             if frame and frame[place] in known:
@@ -65,7 +74,7 @@ class Languages:
             )
         return self.ids[language]
 
-    def marked(self, ids: list[int], source: int) -> list[int]:
-        """An input's tokens, special ones included, with another source language."""
-        ids[self.place] = source
+    def marked(self, ids: list[int], language: int) -> list[int]:
+        """An input's tokens, special ones included, with another language's."""
+        ids[self.place] = language
         return ids

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import Logprob, TokenLogprobs
@@ -25,12 +26,23 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF = _byte_characters()
 
 
+def _pair(hf: Any) -> tuple[str, str] | None:
+    """Source and target language, where a tokenizer's config names them and its texts need not."""
+    named = getattr(hf, "init_kwargs", {})
+    source, target = named.get("source_lang"), named.get("target_lang")
+    if not (isinstance(source, str) and isinstance(target, str) and source and target):
+        return None
+    several = getattr(hf, "supported_language_codes", ())  # texts begin with one of these
+    return None if several else (source, target)
+
+
 class Tokenizer:
     """A `transformers` tokenizer, reduced to what serving needs; safe to use from several threads.
 
     Args:
         hf: the tokenizer object, fast (Rust) or slow (Python).
         lower_case: texts are lower-cased before all else.
+        marked_side: which language the token names that an input holds, where it holds one (`Languages`).
 
     Attributes:
         eos_token_id: the tokenizer's own end-of-sequence id, or None.
@@ -42,12 +54,14 @@ class Tokenizer:
         truncation_side: where tokens are left out of what is too long.
         subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
         vocab_size: number of ids, added tokens included.
-        languages: those that it knows by tokens of their own.
+        languages: those that it knows.
         encode_long: texts of more than so many characters are encoded by that function, given the text and whether
             special tokens are added; None: all are encoded here. It is for tokenizers that can be saved.
     """
 
-    def __init__(self, hf: Any, *, lower_case: bool = False) -> None:
+    def __init__(
+        self, hf: Any, *, lower_case: bool = False, marked_side: Literal["source", "target"] = "source"
+    ) -> None:
         self._hf = hf
         self.encode_long: tuple[int, Callable[[str, bool], list[int]]] | None = None
         self._lower_case = lower_case
@@ -65,7 +79,8 @@ class Tokenizer:
             added = self._fast.get_added_tokens_decoder()
             self._special = frozenset(token for token, what in added.items() if what.special)
         else:
-            self._special = frozenset(hf.all_special_ids)
+            # A folder need not list the tokens that stand for languages.
+            self._special = frozenset(hf.all_special_ids) | frozenset(getattr(hf, "lang_token_to_id", {}).values())
         self.eos_token_id: int | None = hf.eos_token_id
         self.bos_token_id: int | None = hf.bos_token_id
         self.unk_token_id: int | None = getattr(hf, "unk_token_id", None)
@@ -84,7 +99,8 @@ class Tokenizer:
         # Marian's two sides may have a vocabulary each.
         self.vocab_size: int = max(len(hf), len(getattr(hf, "target_encoder", ())))
         special = {text: hf.convert_tokens_to_ids(text) for text in hf.all_special_tokens}
-        self.languages = Languages.among(special, self.encode(""))
+        special |= getattr(hf, "lang_token_to_id", {})
+        self.languages = replace(Languages.among(special, self.encode("")), marked_side=marked_side, pair=_pair(hf))
         self._answers: Any = None  # what encodes the beginning of an answer, where that is another tokenizer
         self._known: dict[int, bool] = {}
         self._texts: dict[int, str] = {}
@@ -213,6 +229,8 @@ class Tokenizer:
         if self._answers is None:
             # A copy stays in that mode: the switch would reach other threads.
             answers = copy.copy(self._hf)
+            if getattr(answers, "tgt_lang", "") is None:  # some want one, for the special tokens that are not added
+                answers.tgt_lang = answers.src_lang
             answers._switch_to_target_mode()
             self._answers = answers
         return list(self._answers.encode(text, add_special_tokens=False, verbose=False))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import ModelLoadError
 from engine.text.tokenizer import Tokenizer
@@ -26,6 +27,9 @@ TOKENIZER_FILES = (
     "sentencepiece*.model",
     "tekken.json",
 )
+# Classes that transformers lacks, with those that read the same files. An input of theirs begins with the token of the
+# language that it is to be translated to (arXiv:2210.11621).
+TARGET_MARKED = {"SMALL100Tokenizer": "M2M100Tokenizer"}
 # Files that say which tokenizer class to use and complete it.
 COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
 
@@ -53,7 +57,8 @@ def load_tokenizer(
     if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
         return None
     try:
-        return Tokenizer(_load(folder), lower_case=lower_case)
+        marked: Literal["source", "target"] = "target" if _class_name(folder) in TARGET_MARKED else "source"
+        return Tokenizer(_load(folder), lower_case=lower_case, marked_side=marked)
     except Exception as error:  # tokenizers fail with bare exceptions of many kinds
         raise ModelLoadError(
             f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "
@@ -63,10 +68,22 @@ def load_tokenizer(
         ) from error
 
 
+def _class_name(folder: Path) -> str:
+    """The class that a tokenizer_config.json names, "" if there is none."""
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return ""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return str(found.get("tokenizer_class", "")) if isinstance(found, dict) else ""
+
+
 def _load(folder: Path) -> Any:
+    import transformers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if (name := TARGET_MARKED.get(_class_name(folder))) is not None:
+        return getattr(transformers, name).from_pretrained(str(folder), **settings)
     try:
         return AutoTokenizer.from_pretrained(str(folder), **settings)
     except Exception:

@@ -60,6 +60,15 @@ def _fill_mask(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     return None if tokenizer is not None else _NO_TOKENIZER
 
 
+def _translate(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if info.max_encoder_len is None:
+        return f"{_kind(info)}, and it knows no languages by their codes"
+    if tokenizer is None:
+        return _NO_TOKENIZER
+    known = tokenizer.languages.ids or tokenizer.languages.pair
+    return None if known else "its tokenizer names no languages"
+
+
 ENDPOINTS: dict[str, _Reason] = {
     "/v1/completions": _completions,
     "/v1/chat/completions": _chat,
@@ -70,6 +79,7 @@ ENDPOINTS: dict[str, _Reason] = {
     "/v1/rerank": _score,
     "/v1/classify": _classify,
     "/v1/fill-mask": _fill_mask,
+    "/translate": _translate,
 }
 
 

@@ -30,13 +30,13 @@ class Decoder:
         prompt: the beginning, as text or token ids; None: the model begins itself.
         first: the token that the request forces; where nothing is forced, None.
         start: what the decoder begins with, where the request says so.
-        src_lang: the encoder's language, where the request names one.
+        marked: the language by whose token the encoder's input is marked, where the request names one.
     """
 
     prompt: str | list[int] | None = None
     first: int | None = None
     start: int | None = None
-    src_lang: str | None = None
+    marked: str | None = None
 
     def force(self, params: SamplingParams) -> SamplingParams:
         """The parameters, with the tokens that the request wants at the beginning."""
@@ -86,13 +86,20 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
     elif prompt is not None:
         check_length(len(prompt), Room(info.max_model_len, "decoder_prompt"))
         check_token_ids(prompt, info.vocab_size, "decoder_prompt")
+    marked, target_marked = source, False
     if source is not None:
-        _check_source(source, fields, prompts, service)
+        languages = _tokenizer(service, "src_lang").languages
+        if languages.marked_side == "target":
+            _fail("src_lang", "src_lang: this model finds out by itself what language its input is in; leave it out.")
+        _check_marked("src_lang", source, fields, prompts, service)
+    if "tgt_lang" in given and _tokenizer(service, "tgt_lang").languages.marked_side == "target":
+        marked, target_marked = given["tgt_lang"], True
+        _check_marked("tgt_lang", marked, fields, prompts, service)
     names = [name for name in ("forced_bos_token", "forced_bos_token_id", "tgt_lang") if fields.get(name) is not None]
     if len(names) > 1:
         _fail(names[1], f"{names[0]} and {names[1]} both say what the answer's first token is; send one of them.")
     first, start = None, fields.get("decoder_start_token_id")
-    if "tgt_lang" in given:
+    if "tgt_lang" in given and not target_marked:
         languages = _tokenizer(service, "tgt_lang").languages
         first = languages.id(given["tgt_lang"], "tgt_lang")
         if info.decoder_start_token_id in languages.ids.values():  # this model's decoder begins with a language
@@ -103,16 +110,19 @@ def read_decoder(fields: Mapping[str, Any], prompts: Sequence[str | list[int]], 
         first = _token(given["forced_bos_token"], service)
     if isinstance(prompt, list) and first is not None:
         _check_begins(prompt, first, names[0], info.decoder_start_token_id if start is None else start)
-    return Decoder(prompt, first, start, source)
+    return Decoder(prompt, first, start, marked)
 
 
-def _check_source(source: str, fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service) -> None:
-    _tokenizer(service, "src_lang").languages.id(source, "src_lang")
+def _check_marked(
+    name: str, language: str, fields: Mapping[str, Any], prompts: Sequence[str | list[int]], service: Service
+) -> None:
+    """Refuse a language by whose token the encoder's input cannot be marked."""
+    _tokenizer(service, name).languages.id(language, name)
     if not all(isinstance(prompt, str) for prompt in prompts):
-        message = "src_lang says how a text is tokenised, but the prompt is token ids."
-        _fail("src_lang", f"{message} Put its language's token among them, and leave it out.")
+        message = f"{name} says how a text is tokenised, but the prompt is token ids."
+        _fail(name, f"{message} Put its language's token among them, and leave it out.")
     if fields.get("add_special_tokens") is False:
-        _fail("src_lang", "src_lang is one of the special tokens; it cannot go with add_special_tokens false.")
+        _fail(name, f"{name} is one of the special tokens; it cannot go with add_special_tokens false.")
 
 
 def _check_begins(prompt: Sequence[int], first: int, name: str, start: int | None) -> None:

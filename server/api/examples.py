@@ -138,6 +138,13 @@ FILL_MASK: dict[str, Any] = {
     "simple": {"summary": "One mask", "value": {"input": "Paris is the [MASK] of France.", "top_k": 3}},
     "several": {"summary": "Several masks", "value": {"input": ["The [MASK] sat on the [MASK].", "It is [MASK]."]}},
 }
+TRANSLATE: dict[str, Any] = {
+    "simple": {"summary": "A text", "value": {"q": "The ship is in the harbour.", "source": "en", "target": "de"}},
+    "several": {
+        "summary": "Several texts, with another translation of each",
+        "value": {"q": ["Good morning.", "It rains."], "source": "en", "target": "de", "alternatives": 1},
+    },
+}
 TOKENIZE: dict[str, Any] = {
     "prompt": {"summary": "A text", "value": {"prompt": "Once upon a time"}},
     "messages": {"summary": "A conversation", "value": {"messages": _HELLO}},

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
+from pydantic import BaseModel
 
 from server.answering.answer import Run, encode_prompts, estimate_size
 from server.answering.completion import CompletionPieces, join
@@ -55,11 +56,13 @@ async def create_completion(
     decoder = read_decoder(body.model_dump(exclude_none=True, include=_DECODER), body.prompt, service)
     if decoder is not None:
         shape = replace(shape, params=decoder.force(shape.params))
-    return await _CompletionRun(service, body, shape, arrival, decoder=decoder).respond(request)
+    return await CompletionRun(service, body, shape, arrival, decoder=decoder).respond(request)
 
 
 @dataclass(slots=True)
-class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
+class CompletionRun(Run[CompletionChoice, CompletionChoice]):
+    """Prompts as they came, and their answers."""
+
     id_prefix = "cmpl-"
     bytes_per_logprob = BYTES_PER_LOGPROB
     body: CompletionRequest
@@ -75,10 +78,12 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     async def prompts(self) -> list[Prompt]:
         special = self.body.add_special_tokens is not False
         decoder = self.decoder
-        source = None if decoder is None else decoder.src_lang
+        source = None if decoder is None else decoder.marked
+        param = self.public_name("prompt") or "prompt"
         prompts = await encode_prompts(
             self.service,
             self.body.prompt,
+            param,
             add_special_tokens=special,
             src_lang=source,
             truncation=self.truncation,
@@ -94,7 +99,7 @@ class _CompletionRun(Run[CompletionChoice, CompletionChoice]):
     def join(self, pieces: list[CompletionChoice]) -> list[CompletionChoice]:
         return join(pieces)
 
-    def whole(self, choices: list[CompletionChoice], usage: Usage) -> CompletionResponse:
+    def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
         return self._chunk(choices, {"usage": usage})
 
     def events(self, maker: PieceMaker[CompletionChoice]) -> Chunks[CompletionChoice]:

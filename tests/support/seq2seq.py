@@ -159,7 +159,7 @@ def build_reference(shape: Seq2SeqShape) -> Any:
     vocabularies = {"vocab_size": shape.encoder_vocab}
     if shape.own_vocab is not None:
         vocabularies["decoder_vocab_size"] = shape.vocab
-    config = model_class.config_class(**vocabularies, **special, **shape.settings)
+    config = model_class.config_class(**(vocabularies | special | dict(shape.settings)))
     config.architectures = [shape.architecture]
     torch.manual_seed(shape.seed)
     model = model_class(config)

@@ -26,6 +26,7 @@ BART: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "max_position_embeddings": MAX_LEN,
 }
+SWITCH: dict[str, Any] = T5 | {"num_experts": 3, "num_sparse_encoder_layers": 1}
 GATED = {"feed_forward_proj": "gated-gelu"}
 
 SHAPES = {
@@ -47,6 +48,24 @@ SHAPES = {
         "T5ForConditionalGeneration", T5 | {"num_heads": 3}, own_head=True, eos_gain=2.4, seeds=(0, 1, 0, 0, 0)
     ),
     "mt5": Seq2SeqShape("MT5ForConditionalGeneration", T5 | GATED, own_head=True, seeds=(0, 0, 0, 0, 0)),
+    "umt5": Seq2SeqShape("UMT5ForConditionalGeneration", T5 | GATED, seeds=(0, 1, 0, 0, 0)),
+    "umt5-plain-own-head": Seq2SeqShape(
+        "UMT5ForConditionalGeneration",
+        T5 | {"feed_forward_proj": "relu", "num_heads": 3},
+        own_head=True,
+        eos=(7, 40),
+        seeds=(2, 0, 0, 0, 0),
+    ),
+    "switch-experts": Seq2SeqShape(
+        "SwitchTransformersForConditionalGeneration", SWITCH | {"num_sparse_decoder_layers": 1}, seeds=(2, 0, 0, 0, 0)
+    ),
+    "switch-experts-few-places-apart": Seq2SeqShape(
+        "SwitchTransformersForConditionalGeneration",
+        SWITCH
+        | {"expert_capacity": 5, "num_sparse_encoder_layers": 3, "num_sparse_decoder_layers": 3, "router_bias": True}
+        | {"tie_word_embeddings": False, "dense_act_fn": "gelu_new"},
+        seeds=(0, 0, 0, 0, 0),
+    ),
     "bart": Seq2SeqShape("BartForConditionalGeneration", BART, seeds=(0, 0, 1, 0, 0)),
     "bart-scaled-other-heads": Seq2SeqShape(
         "BartForConditionalGeneration",
@@ -98,6 +117,69 @@ SHAPES = {
         BART | {"scale_embedding": True, "activation_function": "relu"},
         seed=2,
         seeds=(0, 0, 0, 0, 0),
+    ),
+    "m2m100": Seq2SeqShape(
+        "M2M100ForConditionalGeneration",
+        BART | {"scale_embedding": True, "activation_function": "relu", "pad_token_id": 1},
+        seed=2,
+        seeds=(0, 0, 0, 0, 0),
+    ),
+    "m2m100-unscaled-other-sizes": Seq2SeqShape(
+        "M2M100ForConditionalGeneration",
+        BART | {"d_model": 36, "encoder_layers": 3, "scale_embedding": False, "activation_function": "gelu"},
+        eos=(7, 40),
+        eos_gain=2.4,
+        seeds=(0, 0, 0, 0, 0),
+    ),
+    "m2m100-apart": Seq2SeqShape(
+        "M2M100ForConditionalGeneration",
+        BART | {"tie_word_embeddings": False, "decoder_attention_heads": 8},
+        seed=1,
+        eos_gain=2.4,
+        seeds=(0, 0, 0, 0, 0),
+    ),
+    "blenderbot": Seq2SeqShape(
+        "BlenderbotForConditionalGeneration",
+        BART | {"scale_embedding": True, "encoder_layers": 2},
+        eos_gain=4.2,
+        seeds=(0, 0, 0, 0, 0),
+    ),
+    "blenderbot-apart": Seq2SeqShape(
+        "BlenderbotForConditionalGeneration",
+        BART | {"encoder_layers": 3, "tie_word_embeddings": False, "activation_function": "relu"},
+        eos=(7, 40),
+        eos_gain=2.4,
+        seeds=(0, 0, 0, 0, 14),
+    ),
+    "blenderbot-small": Seq2SeqShape(
+        "BlenderbotSmallForConditionalGeneration",
+        BART | {"scale_embedding": True},
+        seed=2,
+        eos_gain=4.2,
+        seeds=(0, 4, 0, 0, 0),
+    ),
+    "blenderbot-small-apart": Seq2SeqShape(
+        "BlenderbotSmallForConditionalGeneration",
+        BART | {"encoder_layers": 3, "tie_word_embeddings": False},
+        eos=(7, 40),
+        seed=1,
+        seeds=(0, 0, 4, 1, 0),
+    ),
+    "plbart": Seq2SeqShape("PLBartForConditionalGeneration", BART, seeds=(0, 7, 1, 0, 0)),
+    "plbart-unscaled-apart": Seq2SeqShape(
+        "PLBartForConditionalGeneration",
+        BART | {"scale_embedding": False, "encoder_layers": 3, "tie_word_embeddings": False},
+        seed=1,
+        seeds=(0, 0, 2, 0, 0),
+    ),
+    "mvp": Seq2SeqShape("MvpForConditionalGeneration", BART, seeds=(0, 0, 1, 0, 0)),
+    "mvp-scaled-apart": Seq2SeqShape(
+        "MvpForConditionalGeneration",
+        BART | {"scale_embedding": True, "encoder_layers": 3, "tie_word_embeddings": False},
+        eos=(7, 40),
+        seed=1,
+        eos_gain=2.4,
+        seeds=(0, 0, 5, 0, 0),
     ),
     "pegasus-apart": Seq2SeqShape(
         "PegasusForConditionalGeneration",

@@ -139,6 +139,44 @@ def marian_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def m2m100_tokenizer(folder: Path, name: str = "M2M100Tokenizer") -> None:
+    """A SentencePiece model and a vocabulary, whose files list the tokens of 100 languages as special ones."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+    from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES as M2M100_CODES
+
+    folder.mkdir(parents=True, exist_ok=True)
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(WORDS[start:] + WORDS[:start]) for start in range(20)]),
+        model_prefix=str(folder / "sentencepiece.bpe"), vocab_size=120, hard_vocab_limit=False, num_threads=1,
+        minloglevel=2,
+    )  # fmt: skip
+    (folder / "sentencepiece.bpe.vocab").unlink()
+    pieces = SentencePieceProcessor(model_file=str(folder / "sentencepiece.bpe.model"))
+    vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    for number in range(3, pieces.get_piece_size()):
+        vocab.setdefault(pieces.id_to_piece(number), len(vocab))
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    config = {
+        "additional_special_tokens": [f"__{code}__" for code in M2M100_CODES["m2m100"]],
+        "src_lang": "en",
+        "tokenizer_class": name,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def small100_tokenizer(folder: Path) -> None:
+    """The same files, with a class that transformers does not know."""
+    m2m100_tokenizer(folder, "SMALL100Tokenizer")
+
+
+def nllb_tokenizer(folder: Path) -> None:
+    codes = ["deu_Latn", "eng_Latn", "fra_Latn", "zho_Hans"]
+    vocab = {piece: number for number, (piece, _) in enumerate(unigram(("<s>", "<pad>", "</s>", "<unk>")))}
+    vocab |= {code: len(vocab) + number for number, code in enumerate(codes)}
+    hf = transformers.NllbTokenizer(vocab=vocab, merges=[], extra_special_tokens=codes, src_lang="eng_Latn")
+    hf.save_pretrained(folder)
+
+
 def _t5(vocab: int, _: Any) -> Any:
     config = transformers.T5Config(
         vocab_size=vocab, d_model=32, d_kv=8, d_ff=40, num_layers=3, num_decoder_layers=2, num_heads=4,
@@ -158,6 +196,8 @@ def _bart_like(name: str, **more: Any) -> Callable[[int, Any], Any]:
         }  # fmt: skip
         if name == "Marian":
             settings["decoder_start_token_id"] = tokenizer.pad_token_id
+        if name == "M2M100":
+            del settings["forced_eos_token_id"]
         model: Any = getattr(transformers, f"{name}Config")
         found = {"Marian": "MarianMTModel"}.get(name, f"{name}ForConditionalGeneration")
         return getattr(transformers, found)(model(**settings))
@@ -170,6 +210,9 @@ KINDS: dict[str, tuple[Callable[[Path], None], Callable[[int, Any], Any]]] = {
     "bart": (bart_tokenizer, _bart_like("Bart", forced_bos_token_id=0)),
     "mbart50": (mbart50_tokenizer, _bart_like("MBart")),
     "marian": (marian_tokenizer, _bart_like("Marian", scale_embedding=True)),
+    "m2m100": (m2m100_tokenizer, _bart_like("M2M100", scale_embedding=True)),
+    "small100": (small100_tokenizer, _bart_like("M2M100", scale_embedding=True)),
+    "nllb": (nllb_tokenizer, _bart_like("M2M100", scale_embedding=True)),
     "pegasus": (pegasus_tokenizer, _bart_like("Pegasus", decoder_start_token_id=0)),
 }
 
@@ -179,7 +222,9 @@ def make_text_checkpoint(kind: str, folder: Path, seed: int = 0) -> TextCheckpoi
     write, build = KINDS[kind]
     folder.mkdir(parents=True, exist_ok=True)
     write(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # SMaLL-100's class comes with its checkpoint; transformers has M2M-100's, which reads the same files.
+    kinds: dict[str, Any] = {"small100": transformers.M2M100Tokenizer}
+    tokenizer = kinds.get(kind, transformers.AutoTokenizer).from_pretrained(folder, local_files_only=True)
     torch.manual_seed(seed)
     model = build(len(tokenizer), tokenizer)
     _randomise(model, tokenizer, seed)
@@ -204,7 +249,7 @@ def _randomise(model: Any, tokenizer: Any, seed: int) -> None:
         else:
             gain = 3.0 if "encoder_attn" in name or "EncDecAttention" in name else 1.5
             parameter.copy_(gain * noise * parameter.shape[1] ** -0.5)
-    if isinstance(model, transformers.T5ForConditionalGeneration):
+    if not hasattr(model, "final_logits_bias"):
         model.lm_head.weight[tokenizer.eos_token_id] *= 2.0
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.normal_(std=0.3, generator=generator)

@@ -158,5 +158,7 @@ class Seq2SeqTask:
                 "eos_token": EOS,
                 "clean_up_tokenization_spaces": False,
                 "model_max_length": self.settings.context,
+                "source_lang": "qfo",  # ISO 639 leaves qaa to qtz to local use
+                "target_lang": "en",
             },
         )

@@ -97,6 +97,8 @@ def unsupported(operation: Operation, dtype: torch.dtype) -> str | None:
             return None if known else f"{operation.backend.name} attention has no kernel"
         case MixExperts() if not isinstance(operation.module.part.routing, spec.Likeliest):
             return f"{type(operation.module.part.routing).__name__} routing has no kernel"
+        case MixExperts() if operation.module.part.capacity is not None:
+            return "experts of limited capacity have no kernel"
         case MixExperts() if operation.module.up.bias is not None:
             return "experts with biases have no kernel"
         case MixExperts():

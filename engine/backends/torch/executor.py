@@ -17,7 +17,8 @@ from engine.backends.native.program import Rows
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
-from engine.model.positions import AttentionPosition, Disentangled, Rotary
+from engine.model.layers import CrossAttention, SelfAttention
+from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
 from engine.model.program import (
     Activate,
     Add,
@@ -57,7 +58,7 @@ class Values(Protocol):
     def __setitem__(self, rows: Rows, value: Tensor) -> None: ...
 
 
-Biases = dict[AttentionPosition | None, Bias | None]
+Biases = dict[AttentionPosition | SelfAttention | CrossAttention | None, Bias | None]
 
 
 class Pass:
@@ -66,7 +67,8 @@ class Pass:
     Attributes:
         inputs: what it is given, slots worked out.
         values: the rows by their names.
-        biases: what is added to scores, by the part of positions; those that are not there are made.
+        biases: what is added to scores, by the part of positions that layers share, or by the layer; those that are
+            not there are made.
     """
 
     def __init__(self, inputs: Inputs, tables: Tables, values: Values, biases: Biases | None = None):
@@ -87,13 +89,14 @@ class Pass:
 
     @staticmethod
     def fill_bias(biases: Biases, operation: Attend, tables: Tables) -> Bias | None:
-        """The bias of an attention, which is put with the others where layers share it."""
+        """The bias of an attention, which is put with the others where it is the same in every pass."""
         position = operation.part.position
         if operation.is_cross or isinstance(position, Disentangled):
             return tables.bias(operation.module)
-        if position not in biases:
-            biases[position] = tables.bias(operation.module)
-        return biases[position]
+        owner = operation.module if isinstance(position, RelativeBuckets) else position
+        if owner not in biases:
+            biases[owner] = tables.bias(operation.module)
+        return biases[owner]
 
     def pages(self, layer: int | None) -> Paged:
         """A layer's pages."""
@@ -252,7 +255,8 @@ def _open(operation: Open, state: Pass) -> None:
 
 def _mix_experts(operation: MixExperts, state: Pass) -> None:
     inputs = state.inputs
-    state.values[operation.out] = operation.module(state.values[operation.x], inputs.tokens, inputs.min_rows)
+    x, starts = state.values[operation.x], inputs.metadata.query_start
+    state.values[operation.out] = operation.module(x, inputs.tokens, inputs.min_rows, starts)
 
 
 def _gather_neighbours(operation: GatherNeighbours, state: Pass) -> None:

@@ -1,22 +1,35 @@
-"""BART: post-norm encoder and decoder, learned positions (arXiv:1910.13461)."""
+"""BART: post-norm encoder and decoder, learned positions (arXiv:1910.13461); PLBART for code (arXiv:2103.06333) and
+MVP for many tasks (arXiv:2206.12131) are the same model."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from engine.errors import UnsupportedModelError
 from engine.model.families import encoder_decoder
 from engine.model.spec import ModelSpec
 from engine.model.table import Family
 
 
 def spec(config: Any) -> ModelSpec:
+    if getattr(config, "use_prompt", False):
+        raise UnsupportedModelError(
+            "use_prompt must be false: no part puts learned keys and values before those of each layer."
+        )
     return encoder_decoder.spec(config, encoder_decoder.learned(config), pre=False, embedding_norm=True)
 
 
 FAMILY = Family(
-    name="BART",
-    architectures=("BartForConditionalGeneration", "BartModel"),
-    headless=("BartModel",),
+    name="BART, PLBART, MVP",
+    architectures=(
+        "BartForConditionalGeneration",
+        "BartModel",
+        "PLBartForConditionalGeneration",
+        "PLBartModel",
+        "MvpForConditionalGeneration",
+        "MvpModel",
+    ),
+    headless=("BartModel", "PLBartModel", "MvpModel"),
     brings="encoder and decoder, norms after the residual, learned positions",
     spec=spec,
     weights=encoder_decoder.weights,

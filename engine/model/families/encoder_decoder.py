@@ -7,8 +7,8 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
 from engine.model.normalisation import Norm
-from engine.model.positions import Learned, Positions, Sinusoidal
-from engine.model.sinusoidal import fill_sinusoids
+from engine.model.positions import Learned, Positions
+from engine.model.sinusoidal import fixed_vectors
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Post, Pre, Stack, Tokens
 from engine.model.table import Entry, Row, WeightTable
 
@@ -17,7 +17,13 @@ COPIES = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weigh
 
 
 def spec(
-    config: Any, positions: Positions, *, pre: bool, embedding_norm: bool, decoder_vocab: int | None = None
+    config: Any,
+    positions: Positions,
+    *,
+    pre: bool,
+    embedding_norm: bool,
+    head_bias: bool = True,
+    decoder_vocab: int | None = None,
 ) -> ModelSpec:
     """The parts of an encoder-decoder config.
 
@@ -25,6 +31,7 @@ def spec(
         positions: added to the embeddings of both stacks.
         pre: norms stand before the sublayers, and one after the last layer; else after each residual.
         embedding_norm: the embeddings are normalised.
+        head_bias: the logits have a bias.
         decoder_vocab: size of the decoder's own vocabulary, None where both stacks have one table.
 
     Raises:
@@ -59,7 +66,7 @@ def spec(
     return ModelSpec(
         encoder=stack("encoder", config.vocab_size),
         decoder=stack("decoder", decoder_vocab or config.vocab_size),
-        head=Lm(tied=config.tie_word_embeddings, bias=True),
+        head=Lm(tied=config.tie_word_embeddings, bias=head_bias),
         shared_tokens=decoder_vocab is None,
     )
 
@@ -68,7 +75,7 @@ def _check(config: Any, positions: Positions, *, pre: bool, embedding_norm: bool
     """Refuse what the architecture has no place for; settings of old configs that all relatives once shared must not
     contradict it."""
     fixed = {"normalize_before": pre, "add_final_layer_norm": pre, "normalize_embedding": embedding_norm}
-    if isinstance(positions, Sinusoidal):
+    if not isinstance(positions, Learned):
         fixed["static_position_embeddings"] = True
     for name, expected in fixed.items():
         value = getattr(config, name, None)
@@ -104,35 +111,42 @@ def weights(model: ModelSpec) -> WeightTable:
     """Names of all tensors, as every relative has them."""
     assert model.decoder is not None
     assert model.encoder is not None
-    entries = [
-        *token_tables(model, "model.shared.weight", *COPIES),
-        output_table(model, "lm_head"),
+    assert isinstance(model.head, Lm)
+    entries = [*token_tables(model, "model.shared.weight", *COPIES), output_table(model, "lm_head")]
+    if model.head.bias:
         # Models that were never resized may leave their bias of zeros out.
-        Entry("head.bias", ("final_logits_bias",), Row(), shard_axis=0, default=0.0),
-    ]
-    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
-        source = f"model.{name}"
-        assert isinstance(stack.embedding, Tokens)
-        if stack.embedding.positions is not None:
-            fixed = fill_sinusoids if isinstance(stack.embedding.positions, Sinusoidal) else None
-            entries.append(Entry(f"{name}.embedding.positions", (f"{source}.embed_positions.weight",), default=fixed))
-        if stack.embedding.norm is not None:
-            entries += norm(f"{name}.embedding.norm", f"{source}.layernorm_embedding", bias=True)
-        if stack.final_norm is not None:
-            entries += norm(f"{name}.final_norm", f"{source}.layer_norm", bias=True)
-        for i, block in enumerate(stack.blocks):
-            entries += _block(f"{name}.blocks.{i}", f"{source}.layers.{i}", block)
+        entries.append(Entry("head.bias", ("final_logits_bias",), Row(), shard_axis=0, default=0.0))
+    entries += stack_weights("encoder", model.encoder) + stack_weights("decoder", model.decoder)
     return WeightTable(
         tuple(entries),
         prefix="model.",
-        # What fairseq noted, and a shared table that neither stack uses.
+        # What fairseq noted, fixed positions under an old name, and a shared table that neither stack uses.
         ignored=(
             r"model\.(encoder|decoder)\.version",
+            r"model\.(encoder|decoder)\.embed_positions\.weights",
             *(() if model.shared_tokens else (r"model\.shared\.weight",)),
         ),
         head="lm_head.weight",
         copies=COPIES,
     )
+
+
+def stack_weights(name: str, stack: Stack) -> list[Entry]:
+    """Names of what a stack has besides its token table."""
+    entries: list[Entry] = []
+    source = f"model.{name}"
+    assert isinstance(stack.embedding, Tokens)
+    if stack.embedding.positions is not None:
+        fixed = fixed_vectors(stack.embedding.positions)
+        entries.append(Entry(f"{name}.embedding.positions", (f"{source}.embed_positions.weight",), default=fixed))
+    for ours, part in (("norm", stack.embedding.norm), ("token_norm", stack.embedding.token_norm)):
+        if part is not None:
+            entries += norm(f"{name}.embedding.{ours}", f"{source}.layernorm_embedding", bias=True)
+    if stack.final_norm is not None:
+        entries += norm(f"{name}.final_norm", f"{source}.layer_norm", bias=True)
+    for i, block in enumerate(stack.blocks):
+        entries += _block(f"{name}.blocks.{i}", f"{source}.layers.{i}", block)
+    return entries
 
 
 def _block(target: str, source: str, block: Block) -> list[Entry]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
 from engine.model.normalisation import Norm
 from engine.model.positions import RelativeBuckets
-from engine.model.spec import Attention, Block, Dense, Gated, Lm, ModelSpec, Pre, Stack, Tokens
+from engine.model.spec import Attention, Block, Dense, FeedForward, Gated, Lm, ModelSpec, Pre, Stack, Tokens
 from engine.model.table import Entry, Family, Joined, WeightTable
 
 TRAINED_LENGTH = 512
@@ -18,27 +20,36 @@ def spec(config: Any) -> ModelSpec:
     # transformers has it from tie_word_embeddings of the stored config, and ties whatever that says; mT5 never scales.
     scaled = getattr(config, "scale_decoder_outputs", False)
     return ModelSpec(
-        encoder=_stack(config, config.num_layers, decoder=False),
-        decoder=_stack(config, config.num_decoder_layers, decoder=True),
+        encoder=stack(config, [feed_forward(config)] * config.num_layers, decoder=False),
+        decoder=stack(config, [feed_forward(config)] * config.num_decoder_layers, decoder=True),
         head=Lm(tied=config.tie_word_embeddings, input_scale=config.d_model**-0.5 if scaled else 1.0),
         # Distances have no end; this is what the models were trained with.
         context_length=getattr(config, "n_positions", None) or TRAINED_LENGTH,
     )
 
 
-def _stack(config: Any, layers: int, *, decoder: bool) -> Stack:
-    norm = Norm("rms", config.layer_norm_epsilon)
+def feed_forward(config: Any) -> Dense | Gated:
+    """The feed-forward network of every layer."""
     kind = Gated if config.is_gated_act else Dense
-    block = Block(
-        placement=Pre(attention=norm, ffn=norm, cross=norm if decoder else None),
-        attention=_attention(config, causal=decoder),
-        cross=_attention(config, causal=False) if decoder else None,
-        ffn=kind(config.d_ff, activation(config.dense_act_fn)),
+    return kind(config.d_ff, activation(config.dense_act_fn))
+
+
+def stack(config: Any, networks: list[FeedForward], *, decoder: bool) -> Stack:
+    """A stack of one layer for each feed-forward network; all of them add one bias of buckets."""
+    norm = Norm("rms", config.layer_norm_epsilon)
+    blocks = tuple(
+        Block(
+            placement=Pre(attention=norm, ffn=norm, cross=norm if decoder else None),
+            attention=_attention(config, causal=decoder),
+            cross=_attention(config, causal=False) if decoder else None,
+            ffn=ffn,
+        )
+        for ffn in networks
     )
     return Stack(
         hidden_size=config.d_model,
         embedding=Tokens(vocab_size=config.vocab_size, width=config.d_model),
-        blocks=(block,) * layers,
+        blocks=blocks,
         final_norm=norm,
         # Stored with the first layer, added in every self-attention of the stack.
         shared_bias=RelativeBuckets(
@@ -49,23 +60,48 @@ def _stack(config: Any, layers: int, *, decoder: bool) -> Stack:
     )
 
 
+def own_biases(shared: Stack) -> Stack:
+    """The same stack with a bias of buckets for each layer."""
+    blocks = (
+        replace(block, attention=replace(block.attention, position=shared.shared_bias)) for block in shared.blocks
+    )
+    return replace(shared, blocks=tuple(blocks), shared_bias=None)
+
+
 def _attention(config: Any, *, causal: bool) -> Attention:
     return Attention(heads=config.num_heads, kv_heads=config.num_heads, head_dim=config.d_kv, scale=1.0, causal=causal)
 
 
-def weights(model: ModelSpec) -> WeightTable:
+def dense_or_gated(target: str, source: str, part: FeedForward) -> list[Entry]:
+    """A layer's feed-forward network."""
+    source = f"{source}.DenseReluDense"
+    down = linear(f"{target}.down", f"{source}.wo", False, 1)
+    if isinstance(part, Gated):
+        names = (f"{source}.wi_0.weight", f"{source}.wi_1.weight")
+        return [Entry(f"{target}.gate_up.weight", names, Joined((part.width, part.width)), shard_axis=0), *down]
+    return [*linear(f"{target}.up", f"{source}.wi", False, 0), *down]
+
+
+def weights(model: ModelSpec, network: Callable[[str, str, FeedForward], list[Entry]] = dense_or_gated) -> WeightTable:
+    """Names of all tensors.
+
+    Args:
+        network: the entries of a feed-forward network, given its name here and what its layer's begin with.
+    """
     assert model.decoder is not None
     assert model.encoder is not None
     assert isinstance(model.head, Lm)
     entries = [*token_tables(model, "shared.weight", *COPIES), output_table(model, "lm_head")]
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
-        bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        entries += [
-            Entry(f"{name}.shared_bias.weight", (bias,), shard_axis=1),
-            *norm(f"{name}.final_norm", f"{name}.final_layer_norm", bias=False),
-        ]
+        entries += norm(f"{name}.final_norm", f"{name}.final_layer_norm", bias=False)
+        if stack.shared_bias is not None:
+            entries.append(_bias(f"{name}.shared_bias", f"{name}.block.0.layer.0"))
         for i, block in enumerate(stack.blocks):
-            entries += _block(f"{name}.blocks.{i}", f"{name}.block.{i}.layer", block)
+            target, source = f"{name}.blocks.{i}", f"{name}.block.{i}.layer"
+            last = f"{source}.{1 if block.cross is None else 2}"
+            entries += _attentions(target, source, block)
+            entries += norm(f"{target}.ffn.before", f"{last}.layer_norm", bias=False)
+            entries += network(f"{target}.ffn.inner", last, block.ffn)
     return WeightTable(
         tuple(entries),
         # A bias that old checkpoints store and nothing reads, and a shared table that neither stack uses.
@@ -79,27 +115,24 @@ def weights(model: ModelSpec) -> WeightTable:
     )
 
 
-def _block(target: str, source: str, block: Block) -> list[Entry]:
-    own, last = f"{source}.0.SelfAttention", 1 if block.cross is None else 2
+def _attentions(target: str, source: str, block: Block) -> list[Entry]:
+    own = f"{source}.0.SelfAttention"
     entries = [
         *norm(f"{target}.attention.before", f"{source}.0.layer_norm", bias=False),
         *qkv(f"{target}.attention.inner.qkv", (f"{own}.q", f"{own}.k", f"{own}.v"), block.attention),
         *linear(f"{target}.attention.inner.out", f"{own}.o", False, 1),
-        *norm(f"{target}.ffn.before", f"{source}.{last}.layer_norm", bias=False),
-        *linear(f"{target}.ffn.inner.down", f"{source}.{last}.DenseReluDense.wo", False, 1),
     ]
+    if block.attention.position is not None:
+        entries.append(_bias(f"{target}.attention.inner.distance_bias", f"{source}.0"))
     if block.cross is not None:
         other = f"{source}.1.EncDecAttention"
         entries += norm(f"{target}.cross.before", f"{source}.1.layer_norm", bias=False)
         entries += cross(f"{target}.cross.inner", (f"{other}.q", f"{other}.k", f"{other}.v", f"{other}.o"), block.cross)
-    up = f"{source}.{last}.DenseReluDense.wi"
-    if isinstance(block.ffn, Gated):
-        lengths = (block.ffn.width, block.ffn.width)
-        names = (f"{up}_0.weight", f"{up}_1.weight")
-        entries.append(Entry(f"{target}.ffn.inner.gate_up.weight", names, Joined(lengths), shard_axis=0))
-    else:
-        entries += linear(f"{target}.ffn.inner.up", up, False, 0)
     return entries
+
+
+def _bias(target: str, source: str) -> Entry:
+    return Entry(f"{target}.weight", (f"{source}.SelfAttention.relative_attention_bias.weight",), shard_axis=1)
 
 
 FAMILY = Family(

@@ -1,0 +1,141 @@
+"""POST /translate and GET /languages, in LibreTranslate's shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+from pydantic import BaseModel
+
+from engine.text.languages import Languages
+from server.answering.endpoints import require
+from server.answering.seq2seq import Decoder, read_decoder
+from server.api import examples
+from server.api.parameters import shape_of
+from server.api.reading import StrictJsonRoute
+from server.api.schemas import CompletionChoice, CompletionRequest, Usage
+from server.api.translate_schemas import Language, TranslateRequest, TranslateResponse
+from server.context import Service, ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError, shown
+from server.routes.completions import CompletionRun
+
+ENDPOINT = "/translate"
+_NAMES = {"prompt": "q", "src_lang": "source", "tgt_lang": "target", "n": "alternatives", "num_beams": "alternatives"}
+
+router = APIRouter(route_class=StrictJsonRoute)
+listing = APIRouter()
+
+
+@listing.get("/languages", responses=ERROR_RESPONSES, summary="List the languages of a model that translates")
+async def list_languages(service: ServiceDep) -> list[Language]:
+    """The languages that the served model reads, each with those that it translates it to."""
+    require(service, ENDPOINT)
+    languages = _languages(service)
+    if languages.pair is not None and not languages.ids:
+        source, target = languages.pair
+        return [Language(code=source, name=source, targets=[target])]
+    codes = list(languages.ids)
+    return [Language(code=one, name=one, targets=[code for code in codes if code != one]) for one in codes]
+
+
+@router.post(ENDPOINT, response_model=TranslateResponse, responses=ERROR_RESPONSES, summary="Translate texts")
+async def translate(
+    body: Annotated[TranslateRequest, Body(openapi_examples=examples.TRANSLATE)], request: Request, service: ServiceDep
+) -> Response:
+    """Translate a text or several, all in one batch, by as many beams as the model's generation_config.json says."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    require(service, ENDPOINT)
+    body.refuse_unsupported()
+    if body.format not in (None, "text"):
+        message = "format must be text: markup would be translated as if it were text. Send the texts alone."
+        raise ApiError(400, message, param="format", code="unsupported_parameter")
+    texts = [body.q] if isinstance(body.q, str) else body.q
+    decoder = _decoder(body, texts, service)
+    asked = _completion(body, texts, service)
+    shape = shape_of(asked, service)
+    if decoder is not None:
+        shape = replace(shape, params=decoder.force(shape.params))
+    return await _TranslationRun(service, asked, shape, arrival, decoder=decoder, given=body).respond(request)
+
+
+def _languages(service: Service) -> Languages:
+    assert service.tokenizer is not None  # `require` asks for one
+    return service.tokenizer.languages
+
+
+def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> Decoder | None:
+    """What the languages ask of encoder and decoder.
+
+    Raises:
+        ApiError, InvalidRequestError: the model does not translate between these.
+    """
+    languages = _languages(service)
+    if languages.pair is not None and not languages.ids:
+        for name, given, only in zip(("source", "target"), (body.source, body.target), languages.pair, strict=True):
+            if given != only and (name, given) != ("source", "auto"):
+                pair = " to ".join(languages.pair)
+                message = f"{name}: {service.model_id} translates {pair} only, got {shown(given)}."
+                raise ApiError(400, message, param=name, code="invalid_value")
+        return read_decoder({}, texts, service)
+    fields = {"tgt_lang": body.target}
+    languages.id(body.target, "target")
+    if languages.marked_side == "target":
+        if body.source != "auto":
+            languages.id(body.source, "source")  # checked; the model finds out by itself
+    elif body.source == "auto":
+        message = "source: languages are not detected, and this model must be told. Send a code of GET /languages."
+        raise ApiError(400, message, param="source", code="unsupported_parameter")
+    else:
+        languages.id(body.source, "source")
+        fields["src_lang"] = body.source
+    return read_decoder(fields, texts, service)
+
+
+def _completion(body: TranslateRequest, texts: list[str], service: Service) -> CompletionRequest:
+    """The same as a request for completions: the most probable ones, as long as the model makes them."""
+    info, count = service.client.info, 1 + (body.alternatives or 0)
+    most = min(service.settings.max_n, info.max_num_beams)
+    if count > most:
+        message = (
+            f"alternatives is {body.alternatives}, but at most {most - 1} are allowed (max_n and max_num_beams, less "
+            "one). Ask for fewer, or raise --max-n and --max-num-beams."
+        )
+        raise ApiError(400, message, param="alternatives", code="invalid_value")
+    how: dict[str, Any] = {}
+    if info.default_max_new_tokens is None and info.default_max_length is None:
+        how["max_tokens"] = info.max_model_len - 1  # the decoder's start token takes one
+    if count > 1:
+        how |= {"n": count, "num_beams": max(count, info.default_num_beams)}
+    elif info.default_num_beams == 1:
+        how["temperature"] = 0.0
+    return CompletionRequest(
+        prompt=texts,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+        request_timeout=body.request_timeout,
+        **how,
+    )
+
+
+@dataclass(slots=True)
+class _TranslationRun(CompletionRun):
+    id_prefix = "trans-"
+    given: TranslateRequest = field(kw_only=True)
+
+    def ignored_fields(self) -> list[str]:
+        return self.given.ignored_fields()
+
+    def public_name(self, param: str | None) -> str | None:
+        return None if param is None else _NAMES.get(param, param)
+
+    def whole(self, choices: list[CompletionChoice], usage: Usage) -> BaseModel:
+        texts = [choice.text.strip() for choice in choices]
+        size = self.shape.n
+        best, others = texts[::size], [texts[start + 1 : start + size] for start in range(0, len(texts), size)]
+        one = isinstance(self.given.q, str)
+        extra: dict[str, Any] = {"alternatives": others[0] if one else others} if self.shape.n > 1 else {}
+        return TranslateResponse(translatedText=best[0] if one else best, **extra)

@@ -1,0 +1,149 @@
+"""POST /translate and GET /languages, in LibreTranslate's shape: translations are the reference's, a list one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.text_seq2seq import TEXTS, TextCheckpoint
+from test_http_seq2seq import Api, serving
+
+MOST = 95  # tokens of a translation of these models: the context of 96, less the decoder's start
+
+
+@pytest.fixture(scope="module")
+def m2m100(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """Few pages, so that a list is preempted."""
+    folder = tmp_path_factory.mktemp("m2m100")
+    with serving("m2m100", folder, "--num-gpu-blocks-override", "120") as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def small100(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with serving("small100", tmp_path_factory.mktemp("small100")) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with serving("marian", tmp_path_factory.mktemp("marian")) as api:
+        yield api
+
+
+def translate(api: Api, **body: Any) -> dict[str, Any]:
+    answer = api.post("/translate", **body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def expected(one: TextCheckpoint, text: str, mark: str, first: str | None, **how: Any) -> list[str]:
+    """The reference's translations of a text whose input is marked by one language, and whose answer another begins."""
+    one.tokenizer.src_lang = mark
+    code = None if first is None else one.tokenizer.get_lang_id(first)
+    settings = {"num_beams": 1, "max_new_tokens": MOST, "forced_bos_token_id": code} | how
+    return [one.text(answer).strip() for answer in one.generate(one.encode(text), **settings)]
+
+
+def test_a_list_is_one_batch(m2m100: Api) -> None:
+    one = m2m100.checkpoint
+    names = ("encoder_runs", "steps", "num_preemptions")
+    before = {name: m2m100.service.metric(f"octavo_{name}_total") for name in names}
+    body = translate(m2m100, q=TEXTS, source="en", target="de")
+    wanted = [expected(one, text, "en", "de")[0] for text in TEXTS]
+    assert body == {"translatedText": wanted}
+    grown = {name: m2m100.service.metric(f"octavo_{name}_total") - count for name, count in before.items()}
+    assert grown["encoder_runs"] >= len(TEXTS)
+    assert grown["num_preemptions"] > 0
+    assert grown["steps"] < 2 * MOST, "the texts did not share steps"
+    assert len(set(wanted)) > 3
+    assert translate(m2m100, q=TEXTS[0], source="en", target="de") == {"translatedText": wanted[0]}
+    other = translate(m2m100, q=TEXTS[0], source="ro", target="zu")
+    assert other == {"translatedText": expected(one, TEXTS[0], "ro", "zu")[0]}
+    assert other["translatedText"] != wanted[0]
+
+
+def test_alternatives_are_further_beams(m2m100: Api) -> None:
+    one, how = m2m100.checkpoint, {"num_beams": 3, "num_return_sequences": 3}
+    wanted = [expected(one, text, "en", "fr", **how) for text in TEXTS[:3]]
+    asked = {"source": "en", "target": "fr", "alternatives": 2, "format": "text"}
+    body = translate(m2m100, q=TEXTS[:3], **asked)
+    assert body["translatedText"] == [texts[0] for texts in wanted]
+    assert body["alternatives"] == [texts[1:] for texts in wanted]
+    alone = translate(m2m100, q=TEXTS[1], **asked)
+    assert alone == {"translatedText": wanted[1][0], "alternatives": wanted[1][1:]}
+    assert "alternatives" not in translate(m2m100, q=TEXTS[1], source="en", target="fr", alternatives=0)
+
+
+def test_completions_name_the_same_languages(m2m100: Api) -> None:
+    asked = {"prompt": TEXTS[0], "temperature": 0, "max_tokens": MOST, "src_lang": "ro", "tgt_lang": "zu"}
+    (text,) = m2m100.texts(**asked)
+    assert text.strip() == expected(m2m100.checkpoint, TEXTS[0], "ro", "zu")[0]
+    assert m2m100.refused(**(asked | {"src_lang": "__ro__"}))["param"] == "src_lang"
+
+
+def test_a_model_whose_input_names_the_target(small100: Api) -> None:
+    """SMaLL-100: the source language changes nothing, and may be left to the model."""
+    one = small100.checkpoint
+    for target in ("de", "zu"):
+        wanted = expected(one, TEXTS[0], target, None)[0]
+        for source in ("auto", "en", "fr"):
+            assert translate(small100, q=TEXTS[0], source=source, target=target) == {"translatedText": wanted}
+        (text,) = small100.texts(prompt=TEXTS[0], temperature=0, max_tokens=MOST, tgt_lang=target)
+        assert text.strip() == wanted
+    asked = {"prompt": TEXTS[0], "tgt_lang": "de"}
+    assert "leave it out" in small100.refused(**asked, src_lang="en")["message"]
+    assert small100.refused(**(asked | {"prompt": [5, 6]}))["param"] == "tgt_lang"
+    assert small100.refused("/translate", q="sea", source="xx", target="de")["param"] == "source"
+
+
+def test_a_model_of_one_pair(marian: Api) -> None:
+    """Languages are those that the tokenizer's config names."""
+    assert marian.http.get("/languages").json() == [{"code": "en", "name": "en", "targets": ["de"]}]
+    one = marian.checkpoint
+    (answer,) = one.generate(one.encode(TEXTS[0]), num_beams=1, max_new_tokens=MOST)
+    for source in ("en", "auto"):
+        assert translate(marian, q=TEXTS[0], source=source, target="de")["translatedText"] == one.text(answer).strip()
+    error = marian.refused("/translate", q="sea", source="de", target="en")
+    assert (error["param"], error["code"]) == ("source", "invalid_value")
+    assert "translates en to de only" in error["message"]
+
+
+def test_languages(m2m100: Api) -> None:
+    found = m2m100.http.get("/languages").json()
+    codes = [one["code"] for one in found]
+    assert len(codes) == 100
+    assert {"en", "de", "zu", "ast"} <= set(codes)
+    assert found[0]["targets"] == codes[1:]
+    (card,) = m2m100.http.get("/v1/models").json()["data"]
+    assert card["endpoints"] == ["/v1/completions", "/translate"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"source": "auto"}, "source", "must be told"),
+        ({"source": "eng_Latn"}, "source", "does not know the language 'eng_Latn'; it knows"),
+        ({"target": "auto"}, "target", "does not know"),
+        ({"format": "html"}, "format", "format must be text"),
+        ({"q": []}, "q", ""),
+        ({"q": ["a", 1]}, None, ""),
+        ({"q": "night " * 5000}, "q", "encoder is 96 tokens"),
+        ({"alternatives": -1}, "alternatives", ""),
+        ({"alternatives": 10_000}, "alternatives", "at most"),
+        ({"tgt_lang": "de"}, "tgt_lang", "not supported"),
+        ({"source": None}, "source", ""),
+    ],
+)
+def test_what_is_refused(m2m100: Api, fields: dict[str, Any], param: str | None, words: str) -> None:
+    error = m2m100.refused("/translate", **({"q": "the sea", "source": "en", "target": "de"} | fields))
+    assert param is None or error["param"] == param
+    assert words in error["message"]
+
+
+def test_what_is_not_read_is_said(m2m100: Api) -> None:
+    answer = m2m100.post("/translate", q="sea", source="en", target="de", api_key="none", colour="red")
+    assert answer.status_code == 200
+    assert answer.headers["X-Octavo-Ignored-Fields"] == "colour"
