@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import BaseModel
 
-from engine.text.languages import Languages
+from engine.text.processor import Tokenizer
 from server.answering.endpoints import require
 from server.answering.seq2seq import Decoder, read_decoder
 from server.api import examples
@@ -33,7 +33,7 @@ listing = APIRouter()
 async def list_languages(service: ServiceDep) -> list[Language]:
     """The languages that the served model reads, each with those that it translates it to."""
     require(service, ENDPOINT)
-    languages = _languages(service)
+    languages = _tokenizer(service).languages
     if languages.pair is not None and not languages.ids:
         source, target = languages.pair
         return [Language(code=source, name=source, targets=[target])]
@@ -62,9 +62,9 @@ async def translate(
     return await _TranslationRun(service, asked, shape, arrival, decoder=decoder, given=body).respond(request)
 
 
-def _languages(service: Service) -> Languages:
+def _tokenizer(service: Service) -> Tokenizer:
     assert service.tokenizer is not None  # `require` asks for one
-    return service.tokenizer.languages
+    return service.tokenizer
 
 
 def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> Decoder | None:
@@ -73,7 +73,7 @@ def _decoder(body: TranslateRequest, texts: Sequence[str], service: Service) -> 
     Raises:
         ApiError, InvalidRequestError: the model does not translate between these.
     """
-    languages = _languages(service)
+    languages = _tokenizer(service).languages
     if languages.pair is not None and not languages.ids:
         for name, given, only in zip(("source", "target"), (body.source, body.target), languages.pair, strict=True):
             if given != only and (name, given) != ("source", "auto"):
