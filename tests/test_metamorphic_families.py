@@ -1,4 +1,4 @@
-"""What holds for the plain decoder holds for a windowed, an ALiBi and an experts model, and for one with sinks, too.
+"""What holds for the plain decoder holds for a windowed, an ALiBi and an experts model, and for ones with sinks or latents, too.
 
 Batches, chunks, preemptions, prefix hits and beams change no answer; each test sees to it that they did happen.
 """
@@ -35,6 +35,7 @@ SHAPES = {
     "shared experts": replace(FAMILY_SHAPES["qwen2-moe"], vocab=VOCAB),
     "corrected experts": replace(FAMILY_SHAPES["glm4-moe"], vocab=VOCAB),
     "sinks": replace(FAMILY_SHAPES["gpt-oss"], vocab=VOCAB),
+    "latents": replace(FAMILY_SHAPES["deepseek-v3"], vocab=VOCAB),
     # Half of the jobs reach further than the original length.
     "factors by request": replace(
         FAMILY_SHAPES["phi3-factors-by-request"],

@@ -10,6 +10,7 @@ from engine.model import spec
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, DenseFeedForward, GatedFeedForward, SelfAttention
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
@@ -94,8 +95,10 @@ class ConvolvedBlock(nn.Module):
         self.norm = build_norm(part.norm, hidden_size, place)
 
 
-def build_attention(part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place) -> SelfAttention:
+def build_attention(part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place) -> nn.Module:
     """The module of a block's attention to its own tokens."""
+    if part.latent is not None:
+        return LatentAttention(part, part.latent, hidden_size, backend, place)
     kind = DisentangledAttention if isinstance(part.position, Disentangled) else SelfAttention
     return kind(part, hidden_size, backend, place)
 

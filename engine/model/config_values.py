@@ -40,7 +40,8 @@ COUNTS: dict[str, tuple[int, int]] = {
         ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
          "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim",
          "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "expansion_ratio",
-         "pooler_hidden_size", "relative_attention_num_buckets"), _FEATURES,
+         "pooler_hidden_size", "relative_attention_num_buckets", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
+         "qk_nope_head_dim", "v_head_dim"), _FEATURES,
     ),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
     **dict.fromkeys(
@@ -83,6 +84,7 @@ _NEEDED = frozenset(
     | {"hidden_size", "n_embd", "d_model", "dim", "vocab_size", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
     | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}
     | {"moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"}
+    | {"kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"}
     | {"moe_num_experts", "moe_k", "moe_layer_start_index", "moe_layer_end_index", "num_experts_per_tok"}
     | {"routed_scaling_factor", "router_jitter_noise", "moe_norm_min", "swiglu_alpha", "swiglu_limit"}
     | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
@@ -191,6 +193,12 @@ def _parameters(stack: Stack) -> int:
 
 
 def _of_attention(part: Attention, features: int) -> int:
+    if part.latent is not None:
+        width, query = part.latent.width, part.latent.query_width
+        queries = part.heads * (part.latent.content + part.latent.rotary)
+        made = features * queries if query is None else query * (features + queries)
+        expanded = part.heads * width * (part.latent.content + part.latent.values)
+        return made + features * part.head_dim + expanded + part.heads * part.latent.values * features
     return features * part.head_dim * 2 * (part.heads + part.kv_heads)
 
 

@@ -22,7 +22,7 @@ from engine.model.quantisation import Quantization
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix per expert, weight [count, out, in], and a bias [count, out] if they have any."""
+    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have any."""
 
     def __init__(self, count: int, inputs: int, outputs: int, bias: bool, place: Place):
         super().__init__()
@@ -139,23 +139,26 @@ class ExpertsFeedForward(nn.Module):
                 return weights, chosen
             case spec.Corrected() as routing:
                 return self._corrected(x, routing)
+            case spec.GroupLimited() as routing:
+                scores = self._logits(x).softmax(dim=-1)
+                weights, chosen = _best(_open(scores, routing.groups, routing.open_groups, 1), self.part.active)
+                if self.part.normalize:
+                    weights = weights / weights.sum(dim=-1, keepdim=True)
+                return weights * routing.scale, chosen
             case spec.SparseMixer(tolerance):
                 return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
 
+    def _logits(self, x: Tensor) -> Tensor:
+        """The router's numbers, computed in float32."""
+        if self.router.packed is not None:
+            return self.router.in_float32(x)
+        bias = self.router.bias
+        return F.linear(x.float(), self.router.weight.float(), None if bias is None else bias.float())
+
     def _corrected(self, x: Tensor, routing: spec.Corrected) -> tuple[Tensor, Tensor]:
-        if self.router.packed is None:
-            bias = self.router.bias
-            logits = F.linear(x.float(), self.router.weight.float(), None if bias is None else bias.float())
-        else:
-            logits = self.router.in_float32(x)
+        logits = self._logits(x)
         scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(dim=-1)
-        favoured = scores + self.correction
-        if routing.open_groups < routing.groups:
-            grouped = favoured.view(len(favoured), routing.groups, -1)
-            pairs = _best(grouped.flatten(0, 1), 2)[0].view(*grouped.shape[:-1], 2).sum(dim=-1)
-            closed = torch.ones_like(pairs, dtype=torch.bool)
-            closed.scatter_(-1, _best(pairs, routing.open_groups)[1], False)
-            favoured = grouped.masked_fill(closed[..., None], -math.inf).view_as(favoured)
+        favoured = _open(scores + self.correction, routing.groups, routing.open_groups, 2)
         chosen = _best(favoured, self.part.active)[1]
         weights = scores.gather(-1, chosen)
         if self.part.normalize:
@@ -214,6 +217,17 @@ def _best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row [T, n], with their places; of equal ones the first."""
     values, places = x.sort(dim=-1, descending=True, stable=True)
     return values[:, :count], places[:, :count]
+
+
+def _open(scores: Tensor, groups: int, count: int, leaders: int) -> Tensor:
+    """Scores [T, experts] of the `count` groups whose best `leaders` experts have the largest sums; -inf in others."""
+    if count == groups:
+        return scores
+    grouped = scores.view(len(scores), groups, -1)
+    sums = _best(grouped.flatten(0, 1), leaders)[0].view(*grouped.shape[:-1], leaders).sum(dim=-1)
+    closed = torch.ones_like(sums, dtype=torch.bool)
+    closed.scatter_(-1, _best(sums, count)[1], False)
+    return grouped.masked_fill(closed[..., None], -math.inf).view_as(scores)
 
 
 def _mixed_sparsely(logits: Tensor, active: int, tolerance: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.model import spec
 from engine.model.activations import ACTIVATIONS
-from engine.model.positions import Disentangled, RelativeBuckets
+from engine.model.positions import Disentangled, RelativeBuckets, Rotary
 
 
 def unsupported(model: spec.ModelSpec) -> list[str]:
@@ -22,6 +22,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
             missing.extend(_unsupported_embedding(stack.embedding))
             for block in stack.blocks:
                 missing.extend(_unsupported_block(block))
+                if block.attention.latent is not None:
+                    missing.extend(_unsupported_latent(block.attention, paged=stack is model.decoder))
                 if isinstance(block.attention.position, Disentangled) and stack.distances is None:
                     missing.append("Disentangled attention without vectors of distances")
                 if stack.shared_bias is not None and block.attention.position is not None:
@@ -67,6 +69,18 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "with sinks": cross.sinks is not None,
     }
     return [f"cross-attention {name}" for name, present in found.items() if present]
+
+
+def _unsupported_latent(part: spec.Attention, *, paged: bool) -> list[str]:
+    found = {
+        "outside a decoder": not paged,
+        f"with positions other than {Rotary.__name__}": part.position is not None
+        and not isinstance(part.position, Rotary),
+        "with norms of queries and keys": part.qk_norm is not None,
+        "with limits of its projections": part.clip is not None,
+        "with sinks": part.sinks is not None,
+    }
+    return [f"latent attention {name}" for name, present in found.items() if present]
 
 
 def _unsupported_block(block: spec.Block) -> list[str]:

@@ -24,6 +24,7 @@ from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, 
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
 from engine.model.kernels import LIBRARY, RowForm
+from engine.model.latent import LatentAttention
 from engine.model.layers import (
     CrossAttention,
     CrossPages,
@@ -210,6 +211,37 @@ class PrepareHeads(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PrepareLatent(HasRows):
+    """out = queries as they meet what pages hold: rotated, and multiplied with what would make keys of latents. The
+    latents, normed, and the shared keys, rotated, are written to a layer's pages.
+
+    Attributes:
+        queries: of each head its content, then what is rotated.
+        latent: the latent, then the shared key.
+        layer: whose pages.
+    """
+
+    READS = ("queries", "latent")
+    WRITES = ("out",)
+    module: LatentAttention
+    queries: Rows
+    latent: Rows
+    out: Rows
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpandLatent(HasRows):
+    """out = what each head's matrix makes of the latents that it attended to, which begin each head of x."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    module: LatentAttention
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StoreEncoded(HasRows):
     """Write keys and values of an encoder's hidden states to a decoder layer's pages."""
 
@@ -232,7 +264,7 @@ class Attend(HasRows):
 
     READS = ("queries", "kv")
     WRITES = ("out",)
-    module: SelfAttention | CrossAttention
+    module: SelfAttention | CrossAttention | LatentAttention
     queries: Rows
     kv: tuple[Rows, Rows] | None
     out: Rows
@@ -245,7 +277,7 @@ class Attend(HasRows):
     @property
     def sinks(self) -> Tensor | None:
         """Scores beside those of the keys, [heads] float32."""
-        return None if isinstance(self.module, CrossAttention) else self.module.sinks
+        return self.module.sinks if isinstance(self.module, SelfAttention) else None
 
     @property
     def backend(self) -> AttentionBackend:
@@ -330,6 +362,8 @@ Operation = (
     | AddAdapters
     | AllReduce
     | PrepareHeads
+    | PrepareLatent
+    | ExpandLatent
     | StoreEncoded
     | Attend
     | Activate
@@ -515,6 +549,8 @@ class Builder:
         match module:
             case SelfAttention():
                 return self._self_attention(module, x, name, layer)
+            case LatentAttention():
+                return self._latent_attention(module, x, name, layer)
             case CrossAttention():
                 queries = self.product(module.queries, x, "queries")
                 attended = self.rows("attended", queries.width)
@@ -548,6 +584,22 @@ class Builder:
         attended = self.rows("attended", prepared.queries.width)
         self.add(Attend(module, prepared.queries, kv, attended, own))
         return self._reduced(module.out, attended, name)
+
+    def _latent_attention(self, module: LatentAttention, x: Rows, name: str, layer: int) -> Rows:
+        part, source = module.part, x
+        if module.query_latent is not None and module.query_norm is not None:
+            low = self.product(module.query_latent, x, "latent of queries")
+            source = self.rows("normed latent of queries", low.width)
+            self.add(Normalize(module.query_norm, low, source))
+        queries = self.product(module.queries, source, "queries")
+        latent = self.product(module.latent, x, "latent")
+        prepared = self.rows("heads", part.heads * part.head_dim)
+        self.add(PrepareLatent(module, queries, latent, prepared, layer))
+        attended = self.rows("attended", prepared.width)
+        self.add(Attend(module, prepared, None, attended, layer))
+        expanded = self.rows("expanded", module.out.inputs)
+        self.add(ExpandLatent(module, attended, expanded))
+        return self._reduced(module.out, expanded, name)
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:
         gated = isinstance(module, GatedFeedForward)

@@ -38,6 +38,31 @@ class Sinks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Keys and values of all heads are made of one short vector for each token, its latent; one rotated key beside it
+    is shared by the heads, too (multi-head latent attention, arXiv:2405.04434, 2.1).
+
+    Pages hold the latent and the shared key, as the one key of a single KV head; its value is the latent in it. What
+    makes a head's keys and values of latents is multiplied with queries and with results instead.
+
+    Attributes:
+        width: features of the latent.
+        rotary: of the shared key, and of the part of a query that meets it; all of them are rotated.
+        content: of the rest of a query, which meets keys made of latents.
+        values: of a head's result.
+        norm: of the latent, and of that which queries are made of.
+        query_width: features of the latent that queries are made of; None: of the hidden state.
+    """
+
+    width: int
+    rotary: int
+    content: int
+    values: int
+    norm: Norm
+    query_width: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
 
@@ -48,10 +73,12 @@ class Attention:
         causal: a query sees no later key.
         window: sliding window, None for all keys.
         qk_norm: normalisation of queries and keys after their projection.
-        qkv_bias, out_bias: the projections have biases.
+        qkv_bias, out_bias: the projections have biases; where there are latents, those that make them.
         clip: projected queries, keys and values are limited to [-clip, clip].
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: scores beside those of the keys.
+        latent: what queries, keys and values are made of; None: of the hidden state, each by a projection of its own.
+            With latents there is one KV head, and head_dim is the width of what pages hold of a token.
     """
 
     heads: int
@@ -67,6 +94,12 @@ class Attention:
     clip: float | None = None
     softcap: float | None = None
     sinks: Sinks | None = None
+    latent: Latent | None = None
+
+    @property
+    def turned(self) -> int:
+        """Features of a head among which rotation happens."""
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
     def content_bias(self) -> bool:
@@ -128,6 +161,21 @@ class Corrected:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupLimited:
+    """The experts of the largest probabilities (softmax) in those groups that hold the largest ones; a probability
+    times a constant is the weight (arXiv:2405.04434, 2.1.2). All is computed in float32.
+
+    Attributes:
+        groups, open_groups: experts lie in so many groups, of which a token sees those with the best experts.
+        scale: multiplies the weights.
+    """
+
+    groups: int = 1
+    open_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class SparseMixer:
     """One expert after the other: the best of those left, weighted by its probability among those near it
     (arXiv:2409.12136).
@@ -139,7 +187,7 @@ class SparseMixer:
     tolerance: float
 
 
-Routing = Likeliest | Corrected | SparseMixer
+Routing = Likeliest | Corrected | GroupLimited | SparseMixer
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class TransformerStack(nn.Module):
         self.projection = None
         if stack.projection is not None:
             self.projection = Linear(stack.hidden_size, stack.projection, False, place)
-        heads = {b.attention.position: b.attention.head_dim for b in stack.blocks}
+        heads = {b.attention.position: b.attention.turned for b in stack.blocks}
         rotary = {
             part: RotaryTable(part, dim, length, place.device, limits)
             for part, dim in heads.items()

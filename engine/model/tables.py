@@ -12,6 +12,7 @@ from engine.backends.attention.base import Bias
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.disentangled import DisentangledAttention
 from engine.model.distances import DistanceTable
+from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, SelfAttention
 from engine.model.positions import AttentionPosition, Rotary
 from engine.model.rotary import RotaryTable
@@ -37,7 +38,7 @@ class Tables:
         """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) in these rows [T], for heads of a format."""
         return self.rotary[part](rows, dtype)  # type: ignore[no-any-return]
 
-    def bias(self, module: SelfAttention | CrossAttention) -> Bias | None:
+    def bias(self, module: SelfAttention | CrossAttention | LatentAttention) -> Bias | None:
         """What an attention adds to its scores."""
         if isinstance(module, CrossAttention):
             return None

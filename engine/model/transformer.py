@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.backends.attention.formats import PageShape
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
@@ -161,11 +162,12 @@ class Transformer(nn.Module):
         """Most tokens of an encoder's input that a decoder goes on from; None for other models."""
         return None if self.encoder is None or self.decoder is None else self.max_model_len
 
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """(kv_heads, head_dim) of each decoder layer's cache; empty for a model without a decoder."""
+    def kv_shapes(self) -> list[PageShape]:
+        """What each decoder layer keeps of a token; empty for a model without a decoder."""
         if self.spec.decoder is None:
             return []
-        return [(block.attention.kv_heads, block.attention.head_dim) for block in self.spec.decoder.blocks]
+        parts = [block.attention for block in self.spec.decoder.blocks]
+        return [PageShape(part.kv_heads, part.head_dim, 2 if part.latent is None else 1) for part in parts]
 
     def encode(
         self,

@@ -24,6 +24,7 @@ from engine.model.program import (
     AllReduce,
     Attend,
     Embed,
+    ExpandLatent,
     GatherNeighbours,
     HasRows,
     Inputs,
@@ -33,6 +34,7 @@ from engine.model.program import (
     Open,
     Operation,
     PrepareHeads,
+    PrepareLatent,
     Program,
     StoreEncoded,
     Take,
@@ -194,6 +196,21 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     state.values[operation.keys], state.values[operation.values] = keys, values
 
 
+def _prepare_latent(operation: PrepareLatent, state: Pass) -> None:
+    inputs, cache = state.inputs, state.pages(operation.layer)
+    position = operation.module.part.position
+    queries = state.values[operation.queries]
+    angles = state.rotation(position, queries) if isinstance(position, Rotary) else None
+    queries, keys = operation.module.prepare(queries, state.values[operation.latent], angles)
+    assert inputs.slots is not None
+    cache.write(inputs.slots, keys[: inputs.tokens], keys[: inputs.tokens])
+    state.values[operation.out] = queries.flatten(1)
+
+
+def _expand_latent(operation: ExpandLatent, state: Pass) -> None:
+    state.values[operation.out] = operation.module.expand(state.values[operation.x])
+
+
 def _store_encoded(operation: StoreEncoded, state: Pass) -> None:
     part, slots = operation.part, state.inputs.slots
     assert slots is not None
@@ -265,6 +282,8 @@ HANDLERS: dict[type, Handler] = {
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
     PrepareHeads: _prepare_heads,
+    PrepareLatent: _prepare_latent,
+    ExpandLatent: _expand_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
     Activate: _activate,
