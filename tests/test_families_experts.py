@@ -42,6 +42,7 @@ DEEPSEEK = SMALL | {
 }
 DEEPSEEK_V2 = DEEPSEEK | {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
 DEEPSEEK_V3 = DEEPSEEK | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+LLAMA4 = SMALL | {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 LONG = {
     "rope_type": "longrope",
@@ -124,6 +125,16 @@ def test_mixtral_altered(tmp_path: Path) -> None:
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq .* must be 1 .* got 2"),
         (DEEPSEEK_V3, {"n_shared_experts": 0}, "n_routed_experts and n_shared_experts .* got 8 and 0"),
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale_all_dim": "1"}}, "mscale_all_dim .* must be a number"),
+        (
+            LLAMA4,
+            {"layer_types": ["sliding_attention"] * 4},
+            "'sliding_attention'; implemented: full_attention, chunked",
+        ),
+        (LLAMA4, {"layer_types": ["full_attention"] * 3}, "layer_types .* num_hidden_layers 4, but has 3"),
+        (LLAMA4, {"no_rope_layers": [1, 0]}, "no_rope_layers .* num_hidden_layers 4, but has 2"),
+        (LLAMA4, {"attention_chunk_size": None}, "attention_chunk_size is null"),
+        (LLAMA4, {"num_experts_per_tok": 17}, "num_experts_per_tok .* 16; got 17"),
+        (LLAMA4, {"rope_scaling": YARN | {"mscale": 2.0}}, "use_qk_norm .* must be false where rope_parameters scale"),
         (ERNIE, {"moe_layer_interval": 0}, "moe_layer_interval .* at least 1, got 0"),
         (ERNIE, {"moe_k": 7}, r"num_experts_per_tok .* 6; got 7"),
         (PHIMOE, {"num_experts_per_tok": 3}, "num_experts_per_tok .* must be 2 .* got 3"),

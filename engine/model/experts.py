@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,10 +88,16 @@ class ExpertsFeedForward(nn.Module):
         # Groups are gathered one by one: rows of tensors of their own begin where kernels like them to begin,
         # whatever the groups before them hold.
         answers = x.new_empty(rows.shape[0], x.shape[1])
-        parts = zip(torch.split(rows, sizes), torch.split(answers, sizes), strict=True)
-        for expert, (own, answer) in enumerate(parts):
+        factors: Sequence[Tensor | None] = [None] * len(sizes)
+        if isinstance(self.part.routing, spec.ScaledInput):
+            opened = x.new_ones(len(rows), 1)
+            opened[slots.flatten()] = weights.view(-1, 1).to(x.dtype)
+            factors, weights = torch.split(opened, sizes), torch.ones_like(weights)
+        parts = zip(torch.split(rows, sizes), torch.split(answers, sizes), factors, strict=True)
+        for expert, (own, answer, factor) in enumerate(parts):
             if sizes[expert]:
-                answer.copy_(self.compute(x.index_select(0, own), expert))
+                read = x.index_select(0, own)
+                answer.copy_(self.compute(read if factor is None else read * factor, expert))
         for slot, weight in zip(slots.unbind(1), weights.unsqueeze(2).unbind(1), strict=True):
             out[:tokens] += (answers.index_select(0, slot) * weight).to(x.dtype)
         return out
@@ -111,7 +117,15 @@ class ExpertsFeedForward(nn.Module):
             return experts.mix(x, self.router(x), *matrices, active=part.active, normalize=part.normalize, **how)
         weights, chosen = (found[:tokens] for found in self.route(x))
         chosen, places = chosen.sort(dim=-1)
-        return experts.spread(x, weights.gather(-1, places), chosen.int(), *matrices, **how)
+        weights, chosen = weights.gather(-1, places), chosen.int()
+        if not isinstance(part.routing, spec.ScaledInput):
+            return experts.spread(x, weights, chosen, *matrices, **how)
+        # One expert of each token at a time: each reads what is multiplied for it.
+        out = torch.zeros_like(x)
+        for weight, expert in zip(weights.split(1, dim=-1), chosen.split(1, dim=-1), strict=True):
+            read = torch.cat((x[:tokens] * weight.to(x.dtype), x[tokens:]))
+            out += experts.spread(read, torch.ones_like(weight), expert, *matrices, **how)
+        return out
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -145,6 +159,9 @@ class ExpertsFeedForward(nn.Module):
                 if self.part.normalize:
                     weights = weights / weights.sum(dim=-1, keepdim=True)
                 return weights * routing.scale, chosen
+            case spec.ScaledInput():
+                numbers, chosen = _best(self.router(x), self.part.active)
+                return numbers.float().sigmoid(), chosen
             case spec.SparseMixer(tolerance):
                 return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
 

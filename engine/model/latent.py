@@ -55,8 +55,8 @@ class LatentAttention(nn.Module):
             angles: cosines and sines of the tokens; None: nothing rotates.
         """
         shape, heads = self.shape, self.part.heads
-        content, turning = queries.view(len(queries), heads, -1).split((shape.content, shape.rotary), dim=-1)
-        latent, shared = latents.split((shape.width, shape.rotary), dim=-1)
+        content, turning = queries.view(len(queries), heads, -1).tensor_split((shape.content,), dim=-1)
+        latent, shared = latents.tensor_split((shape.width,), dim=-1)
         turning = torch.cat((turning, shared.unsqueeze(1)), dim=1)
         if angles is not None and isinstance(self.part.position, Rotary):
             turning = rotate(turning, self.part.position, *angles)

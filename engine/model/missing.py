@@ -66,6 +66,7 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "with a window": cross.window is not None,
         "with norms of queries and keys": cross.qk_norm is not None,
         "with limits of its projections": cross.clip is not None,
+        "with a temperature": cross.temperature is not None,
         "with sinks": cross.sinks is not None,
     }
     return [f"cross-attention {name}" for name, present in found.items() if present]
@@ -77,6 +78,7 @@ def _unsupported_latent(part: spec.Attention, *, paged: bool) -> list[str]:
         f"with positions other than {Rotary.__name__}": part.position is not None
         and not isinstance(part.position, Rotary),
         "with norms of queries and keys": part.qk_norm is not None,
+        "with a temperature": part.temperature is not None,
         "with limits of its projections": part.clip is not None,
         "with sinks": part.sinks is not None,
     }

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged, Window
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged, Sight
 from engine.backends.native.program import Rows
 from engine.model import spec
 from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
@@ -35,6 +35,7 @@ from engine.model.layers import (
     QkNorm,
     SelfAttention,
 )
+from engine.model.positions import Temperature
 
 
 class Adapters(Protocol):
@@ -211,6 +212,16 @@ class PrepareHeads(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Temper(HasRows):
+    """queries = queries times a number of their position."""
+
+    READS = ("queries",)
+    WRITES = ("queries",)
+    temperature: Temperature
+    queries: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PrepareLatent(HasRows):
     """out = queries as they meet what pages hold: rotated, and multiplied with what would make keys of latents. The
     latents, normed, and the shared keys, rotated, are written to a layer's pages.
@@ -294,7 +305,7 @@ class Attend(HasRows):
         return self.part.causal and not self.is_cross
 
     @property
-    def window(self) -> Window | None:
+    def window(self) -> Sight | None:
         """What a query sees at most."""
         return None if self.is_cross else self.part.window
 
@@ -362,6 +373,7 @@ Operation = (
     | AddAdapters
     | AllReduce
     | PrepareHeads
+    | Temper
     | PrepareLatent
     | ExpandLatent
     | StoreEncoded
@@ -580,6 +592,8 @@ class Builder:
         own = layer if self._paged else None
         prepared = PrepareHeads(module.part, module.qk_norm, heads, own)
         self.add(prepared)
+        if module.part.temperature is not None:
+            self.add(Temper(module.part.temperature, prepared.queries))
         kv = None if self._paged else (prepared.keys, prepared.values)
         attended = self.rows("attended", prepared.queries.width)
         self.add(Attend(module, prepared.queries, kv, attended, own))

@@ -10,9 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.backends.attention.base import Window
+from engine.backends.attention.base import Chunks, Sight
 from engine.model.normalisation import Norm
-from engine.model.positions import AttentionPosition, Disentangled, DistanceVectors, Positions, RelativeBuckets, Rotary
+from engine.model.positions import (
+    AttentionPosition,
+    Disentangled,
+    DistanceVectors,
+    Positions,
+    RelativeBuckets,
+    Rotary,
+    Temperature,
+)
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
 
@@ -70,8 +78,9 @@ class Attention:
         heads, kv_heads, head_dim: heads is a multiple of kv_heads.
         scale: multiplies the scores of queries and keys.
         position: how positions enter the scores, beyond what the embedding adds.
+        temperature: what queries are multiplied by, where that grows with their position.
         causal: a query sees no later key.
-        window: sliding window, None for all keys.
+        window: which keys a query sees at most, a sliding window or a chunk; None for all.
         qk_norm: normalisation of queries and keys after their projection.
         qkv_bias, out_bias: the projections have biases; where there are latents, those that make them.
         clip: projected queries, keys and values are limited to [-clip, clip].
@@ -86,8 +95,9 @@ class Attention:
     head_dim: int
     scale: float
     position: AttentionPosition | None = None
+    temperature: Temperature | None = None
     causal: bool = True
-    window: Window | None = None
+    window: Sight | None = None
     qk_norm: PerHead | WholeProjection | None = None
     qkv_bias: bool = False
     out_bias: bool = False
@@ -187,7 +197,13 @@ class SparseMixer:
     tolerance: float
 
 
-Routing = Likeliest | Corrected | GroupLimited | SparseMixer
+@dataclass(frozen=True, slots=True)
+class ScaledInput:
+    """The experts of the largest numbers. What an expert reads is multiplied by the sigmoid of its number; what it
+    answers counts as it is (Llama 4)."""
+
+
+Routing = Likeliest | Corrected | GroupLimited | SparseMixer | ScaledInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,7 +499,8 @@ class ModelSpec:
         """Most keys that a query sees in any of the decoder's layers, its own included; None if one sees all."""
         parts = [block.attention for block in self.decoder.blocks] if self.decoder else []
         windows = [part.window for part in parts if part.causal and part.window is not None]
-        return max((w.left + 1 for w in windows), default=None) if len(windows) == len(parts) else None
+        reaches = [window.size if isinstance(window, Chunks) else window.left + 1 for window in windows]
+        return max(reaches, default=None) if len(windows) == len(parts) else None
 
     @property
     def encoder_vocab_size(self) -> int:

@@ -27,6 +27,16 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """A query at position p sees keys from the last multiple of `size` on that is not after p."""
+
+    size: int
+
+
+Sight = Window | Chunks
+
+
+@dataclass(frozen=True, slots=True)
 class DistanceBias:
     """A bias per head that depends only on key position - query position (ALiBi, T5's buckets).
 
@@ -200,7 +210,7 @@ class AttentionPart(Protocol):
     @property
     def causal(self) -> bool: ...
     @property
-    def window(self) -> Window | None: ...
+    def window(self) -> Sight | None: ...
     @property
     def softcap(self) -> float | None: ...
     @property
@@ -243,7 +253,7 @@ class AttentionBackend(ABC):
         metadata: AttentionMetadata,
         *,
         causal: bool = True,
-        window: Window | None = None,
+        window: Sight | None = None,
         scale: float,
         bias: Bias | None = None,
         softcap: float | None = None,

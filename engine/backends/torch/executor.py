@@ -38,6 +38,7 @@ from engine.model.program import (
     Program,
     StoreEncoded,
     Take,
+    Temper,
     last_uses,
 )
 from engine.model.rotary import rotate
@@ -196,6 +197,13 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     state.values[operation.keys], state.values[operation.values] = keys, values
 
 
+def _temper(operation: Temper, state: Pass) -> None:
+    part, queries = operation.temperature, state.values[operation.queries]
+    steps = ((state.inputs.positions.float() + 1.0) / part.every).floor()
+    factors = steps.log1p() * part.growth + 1.0
+    state.values[operation.queries] = (queries * factors.view(-1, *[1] * (queries.dim() - 1))).to(queries.dtype)
+
+
 def _prepare_latent(operation: PrepareLatent, state: Pass) -> None:
     inputs, cache = state.inputs, state.pages(operation.layer)
     position = operation.module.part.position
@@ -282,6 +290,7 @@ HANDLERS: dict[type, Handler] = {
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
     PrepareHeads: _prepare_heads,
+    Temper: _temper,
     PrepareLatent: _prepare_latent,
     ExpandLatent: _expand_latent,
     StoreEncoded: _store_encoded,

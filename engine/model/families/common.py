@@ -244,7 +244,8 @@ def groups_of(config: Any, count: int, *, leaders: int) -> tuple[int, int]:
     if kept < groups and (each < leaders or config.num_experts_per_tok > kept * each):
         raise UnsupportedModelError(
             f"n_group {groups} of the config must leave at least {leaders} of the {count} experts in a group, and "
-            f"topk_group {kept} at least num_experts_per_tok {config.num_experts_per_tok} experts in those that are chosen."
+            f"topk_group {kept} at least num_experts_per_tok {config.num_experts_per_tok} experts in those that are "
+            "chosen."
         )
     return groups, kept
 
@@ -368,9 +369,9 @@ def projected_attention(target: str, source: str, part: Attention) -> list[Entry
         *linear(f"{target}.out", f"{source}.o_proj", part.out_bias, shard_axis=1),
     ]
     if part.qk_norm is not None:
-        bias = part.qk_norm.norm.bias
-        entries += norm(f"{target}.qk_norm.queries", f"{source}.q_norm", bias=bias)
-        entries += norm(f"{target}.qk_norm.keys", f"{source}.k_norm", bias=bias)
+        kinds = {"bias": part.qk_norm.norm.bias, "weight": part.qk_norm.norm.weight}
+        entries += norm(f"{target}.qk_norm.queries", f"{source}.q_norm", **kinds)
+        entries += norm(f"{target}.qk_norm.keys", f"{source}.k_norm", **kinds)
     return entries
 
 

@@ -77,11 +77,11 @@ def _refuse_others(config: Any, second: bool) -> None:
 
 def _stretched(config: Any) -> float:
     """What queries and keys are multiplied by each, by `mscale_all_dim` of a scaling of rotary frequencies."""
-    settings = config.rope_parameters or {}
-    weight = settings.get("mscale_all_dim")
+    settings: dict[str, Any] = config.rope_parameters or {}
+    weight: Any = settings.get("mscale_all_dim")
     if settings.get("rope_type", "default") == "default" or not weight:
         return 1.0
-    factor = settings.get("factor")
+    factor: Any = settings.get("factor")
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in (weight, factor)):
         raise UnsupportedModelError(
             "mscale_all_dim in the config's rope_parameters must be a number, and factor one beside it; got "
