@@ -122,9 +122,10 @@ class ExpertsFeedForward(nn.Module):
             return experts.spread(x, weights, chosen, *matrices, **how)
         # One expert of each token at a time: each reads what is multiplied for it.
         out = torch.zeros_like(x)
-        for weight, expert in zip(weights.split(1, dim=-1), chosen.split(1, dim=-1), strict=True):
-            read = torch.cat((x[:tokens] * weight.to(x.dtype), x[tokens:]))
-            out += experts.spread(read, torch.ones_like(weight), expert, *matrices, **how)
+        ones = weights.new_ones(tokens, 1)
+        for slot in range(part.active):
+            read = torch.cat((x[:tokens] * weights[:, slot, None].to(x.dtype), x[tokens:]))
+            out += experts.spread(read, ones, chosen[:, slot, None].contiguous(), *matrices, **how)
         return out
 
     @property
