@@ -27,7 +27,7 @@ import torch
 from offline import ROOT, SHAPE, machine, make_checkpoint
 
 from engine import LLM, Engine, EngineConfig, SamplingParams
-from engine.backends.attention.formats import format_named
+from engine.backends.attention.formats import PageShape, format_named
 from engine.config import parse_bytes
 from engine.execution.kv_cache import page_bytes
 
@@ -51,7 +51,7 @@ def count_tokens(memory: int) -> list[dict[str, Any]]:
     """Tokens by shape and format."""
     rows = []
     for name, (layers, heads, dim) in SHAPES.items():
-        sizes = {kind: page_bytes([(heads, dim)] * layers, BLOCK, format_named(kind)) for kind in FORMATS}
+        sizes = {kind: page_bytes([PageShape(heads, dim)] * layers, BLOCK, format_named(kind)) for kind in FORMATS}
         rows.append(
             {
                 "shape": name,

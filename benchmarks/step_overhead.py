@@ -26,6 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from engine.backends.attention.formats import PageShape  # noqa: E402
 from engine.execution import runner as running  # noqa: E402
 from engine.execution.kv_cache import KVCache  # noqa: E402
 from engine.interface.request import Decoding, Request  # noqa: E402
@@ -109,7 +110,7 @@ class Case:
         self._rng = np.random.default_rng(0)
         config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192, block_size=16)
         self.scheduler = Scheduler(config, BlockPool(8192))
-        cache = KVCache([(1, 8)] * layers, 8192, 16, torch.float32, torch.device("cpu"))
+        cache = KVCache([PageShape(1, 8)] * layers, 8192, 16, torch.float32, torch.device("cpu"))
         model: Any = Stand(bool(encoder_len))
         self.runner = running.ModelRunner(model, cache, max_num_batched_tokens=8192)
         self.budget = StepBudget(0.25, Costs(0.001, 1.0, 16))

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.backends.attention.base import AttentionMetadata, DistanceBias, Paged, PositionBias, Ragged, Window
+from engine.backends.attention.base import (
+    AttentionMetadata,
+    Chunks,
+    DistanceBias,
+    Paged,
+    PositionBias,
+    Ragged,
+    Sight,
+    Window,
+)
 from engine.backends.attention.selection import select
 from engine.backends.torch.attention import TorchReference
 from engine.backends.torch.attention_tiles import SIZES, Group, Shape, plan
@@ -79,7 +88,7 @@ def dense(
     queries: int,
     *,
     causal: bool = True,
-    window: Window | None = None,
+    window: Sight | None = None,
     scale: float | None = None,
     bias: DistanceBias | PositionBias | None = None,
     softcap: float | None = None,
@@ -94,7 +103,10 @@ def dense(
     seen = torch.ones(queries, context, dtype=torch.bool)
     if causal:
         seen &= distance <= 0
-    if window is not None:
+    if isinstance(window, Chunks):
+        chunk = torch.arange(context) // window.size
+        seen &= chunk >= chunk[first : first + queries, None]
+    if isinstance(window, Window):
         seen &= (distance >= -window.left) & (distance <= window.right)
     scores = torch.einsum("qhd,khd->hqk", q[first : first + queries], k) * (scale or q.shape[-1] ** -0.5)
     if softcap is not None:
@@ -148,6 +160,9 @@ def test_mixed_batch_equals_dense(kv_heads: int, group: int, head_dim: int) -> N
     [
         {"window": Window(0)},
         {"window": Window(40)},
+        {"window": Chunks(1)},
+        {"window": Chunks(50)},
+        {"window": Chunks(128), "softcap": 5.0, "sinks": torch.linspace(-3, 9, 6)},
         {"window": Window(127)},
         {"softcap": 2.0},
         {"sinks": torch.linspace(-3, 9, 6), "window": Window(20)},
@@ -261,7 +276,7 @@ def test_half_precision_loses_no_more_than_its_own_rounding(dtype: torch.dtype) 
 def test_alone_equals_in_a_crowd_to_the_bit(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     rows, query_lens = mixed(heads, kv_heads, head_dim, dtype)
     biases = [{"bias": bias} for bias in (table(heads, 65, 60), by_position(heads, 280))]
-    for how in ({}, {"window": Window(50)}, *biases, {"softcap": 3.0}):
+    for how in ({}, {"window": Window(50)}, {"window": Chunks(50)}, *biases, {"softcap": 3.0}):
         together = run(rows, query_lens, **how)
         for row, n, crowd in zip(rows, query_lens, together, strict=True):
             (alone,) = run([row], [n], paged([row], seed=5), **how)

@@ -226,18 +226,25 @@ def refusal(architecture: str) -> str:
 def test_a_refusal_names_the_nearest_and_lists_what_is_supported() -> None:
     message = refusal("Llama9ForConditionalGeneration")
     assert message.startswith("The architecture 'Llama9ForConditionalGeneration' is not supported. ")
-    assert ". The nearest supported one: LlamaForCausalLM. Supported: " in message
+    assert ". The nearest supported one: Llama4ForCausalLM. Supported: " in message
     listed = message.partition(" Supported: ")[2].partition("; classifiers over decoders, such as ")[0].split(", ")
     headless = {name for family in families.FAMILIES for name in family.headless}
     assert listed == [name for name in families.supported() if name not in headless]
     assert set(listed) | headless == set(families.supported())
 
 
+@pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "Gemma4ForCausalLM"])
+def test_a_refusal_says_what_no_part_expresses(name: str) -> None:
+    message = refusal(name)
+    assert f"The architecture {name!r} is not supported: " in message
+    assert "layers read vectors of their own for each token" in message
+    assert message.partition(". ")[2].startswith("The nearest supported one: Gemma3ForCausalLM. Supported: ")
+
+
 @pytest.mark.parametrize(
     ("model_type", "architecture", "expected"),
     [
         ("codegen", "CodeGenForCausalLM", "GPTJForCausalLM"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
         ("jamba", "JambaForCausalLM", "OlmoeForCausalLM"),
         ("persimmon", "PersimmonForCausalLM", "StableLmForCausalLM"),
     ],

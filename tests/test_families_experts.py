@@ -33,6 +33,17 @@ ERNIE = SMALL | {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "er
 PHIMOE = SMALL | {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"}
 QWEN2 = SMALL | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 6}
 GPT_OSS = SMALL | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4}
+DEEPSEEK = SMALL | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+}
+DEEPSEEK_V2 = DEEPSEEK | {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
+DEEPSEEK_V3 = DEEPSEEK | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+LLAMA4 = SMALL | {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 LONG = {
     "rope_type": "longrope",
     "short_factor": [1.0] * 4,
@@ -99,6 +110,31 @@ def test_mixtral_altered(tmp_path: Path) -> None:
         ({**GLM, "n_group": 8}, {"topk_group": 4}, "n_group 8 .* at least 2 of the 8 experts"),
         ({**GLM, "n_group": 4}, {"num_experts_per_tok": 3}, "topk_group 1 at least num_experts_per_tok 3"),
         (GLM, {"n_shared_experts": 0}, "n_routed_experts and n_shared_experts .* got 8 and 0"),
+        (
+            DEEPSEEK_V2,
+            {"topk_method": "noaux_tc"},
+            "topk_method .* 'greedy' or 'group_limited_greedy' .* got 'noaux_tc'",
+        ),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob .* must be False .* got True"),
+        (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func .* must be 'softmax' .* got 'sigmoid'"),
+        (DEEPSEEK_V2, {"topk_method": "group_limited_greedy", "n_group": 3}, "n_group .* must divide .* 8; got 3"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func .* must be 'sigmoid' .* got 'softmax'"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method .* must be 'noaux_tc' .* got 'greedy'"),
+        (DEEPSEEK_V3, {"num_key_value_heads": 2}, "num_key_value_heads .* must be 4 .* got 2"),
+        (DEEPSEEK_V3, {"head_dim": 32}, "head_dim .* must be 64 .* got 32"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq .* must be 1 .* got 2"),
+        (DEEPSEEK_V3, {"n_shared_experts": 0}, "n_routed_experts and n_shared_experts .* got 8 and 0"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale_all_dim": "1"}}, "mscale_all_dim .* must be a number"),
+        (
+            LLAMA4,
+            {"layer_types": ["sliding_attention"] * 4},
+            "'sliding_attention'; implemented: full_attention, chunked",
+        ),
+        (LLAMA4, {"layer_types": ["full_attention"] * 3}, "layer_types .* num_hidden_layers 4, but has 3"),
+        (LLAMA4, {"no_rope_layers": [1, 0]}, "no_rope_layers .* num_hidden_layers 4, but has 2"),
+        (LLAMA4, {"attention_chunk_size": None}, "attention_chunk_size is null"),
+        (LLAMA4, {"num_experts_per_tok": 17}, "num_experts_per_tok .* 16; got 17"),
+        (LLAMA4, {"rope_scaling": YARN | {"mscale": 2.0}}, "use_qk_norm .* must be false where rope_parameters scale"),
         (ERNIE, {"moe_layer_interval": 0}, "moe_layer_interval .* at least 1, got 0"),
         (ERNIE, {"moe_k": 7}, r"num_experts_per_tok .* 6; got 7"),
         (PHIMOE, {"num_experts_per_tok": 3}, "num_experts_per_tok .* must be 2 .* got 3"),

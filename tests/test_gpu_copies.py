@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 
 from support.gpu import check_compiled, compile_variants, kernels
 
-from engine.backends.attention.formats import FORMATS, movable
+from engine.backends.attention.formats import FORMATS, PageShape, movable
 from engine.backends.triton import copies
 from engine.execution.kv_cache import KVCache
 
 # (KV heads, features) of layers; pages of (3, 64) are larger than what a program copies.
-SHAPES = [[(2, 8)], [(1, 7)], [(3, 64), (1, 7), (2, 40)]]
+SHAPES = [[PageShape(2, 8)], [PageShape(1, 7, 1)], [PageShape(3, 64), PageShape(1, 7), PageShape(2, 40)]]
 
 
 def filled(cache: KVCache) -> list[torch.Tensor]:

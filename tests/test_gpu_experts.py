@@ -18,7 +18,18 @@ from torch import Tensor
 from engine.model import experts as experts_of_models
 from engine.model.experts import ExpertsFeedForward
 from engine.model.place import Place
-from engine.model.spec import Activation, Clamped, Corrected, Dense, Experts, Gated, Routing, SparseMixer
+from engine.model.spec import (
+    Activation,
+    Clamped,
+    Corrected,
+    Dense,
+    Experts,
+    Gated,
+    GroupLimited,
+    Routing,
+    ScaledInput,
+    SparseMixer,
+)
 
 pytest.importorskip("triton")
 
@@ -123,10 +134,20 @@ def test_equals_the_module(
         check(module, inputs(tokens + padding, hidden, dtype, device), tokens)
 
 
-@pytest.mark.parametrize("routing", [Corrected(), Corrected("softmax", 3, 2, 1e-3, 1.7), SparseMixer(0.4)])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Corrected(),
+        Corrected("softmax", 3, 2, 1e-3, 1.7),
+        GroupLimited(),
+        GroupLimited(3, 2, 1.7),
+        SparseMixer(0.4),
+        ScaledInput(),
+    ],
+)
 def test_experts_that_torch_chooses(routing: Routing) -> None:
     with kernels() as device:
-        part = Experts(Gated(24, "silu"), 9, 2, not isinstance(routing, SparseMixer), routing)
+        part = Experts(Gated(24, "silu"), 9, 2, not isinstance(routing, SparseMixer | ScaledInput), routing)
         module = make(part, 40, torch.float32, device)
         x = inputs(13, 40, torch.float32, device)
         with torch.inference_mode(), poisoned():

@@ -14,6 +14,7 @@ from paged_simulator import make_request
 from torch import Tensor, nn
 
 from engine.backends import native
+from engine.backends.attention.formats import PageShape
 from engine.execution import invariance
 from engine.execution.invariance import MOST_ROWS, min_invariant_rows
 from engine.execution.kv_cache import KVCache
@@ -198,7 +199,7 @@ def test_the_runner_pads_every_product_and_no_result(least: int, length: int) ->
     stand_in = RecordingModel()
     runner = ModelRunner(
         stand_in,  # type: ignore[arg-type]
-        KVCache([(1, 2)], 16, 4, torch.float32, torch.device("cpu")),
+        KVCache([PageShape(1, 2)], 16, 4, torch.float32, torch.device("cpu")),
         max_num_batched_tokens=4,
         min_rows=least,
     )

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from engine.backends import native
+from engine.backends.attention.formats import PageShape
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution import kv_cache
 from engine.execution.kv_cache import KVCache, available_memory, count_blocks, page_bytes
 
 CPU = torch.device("cpu")
-SHAPES = [(2, 4), (1, 8)]
+SHAPES = [PageShape(2, 4), PageShape(1, 8)]
 
 
 def filled_cache(num_blocks: int = 4) -> KVCache:
@@ -70,7 +71,7 @@ class TestPages:
     def test_kernels_and_torch_copy_alike(self) -> None:
         rng = np.random.default_rng(0)
         for dtype in (torch.float32, torch.bfloat16, torch.int8):
-            made = [KVCache([(3, 64), (1, 7)], 200, 16, dtype, CPU) for _ in range(2)]
+            made = [KVCache([PageShape(3, 64), PageShape(1, 7)], 200, 16, dtype, CPU) for _ in range(2)]
             for one, other in zip(*(cache.layers for cache in made), strict=True):
                 for mine, theirs in zip(one, other, strict=True):
                     mine.copy_(torch.from_numpy(rng.integers(0, 99, mine.shape)))

@@ -24,7 +24,17 @@ from torch import Tensor
 from engine import LLM, Engine, EngineConfig, SamplingParams
 from engine.backends.attention import formats
 from engine.backends.attention.base import AttentionMetadata, AttentionPart, Window
-from engine.backends.attention.formats import FP8, LARGEST, SCALE, convert, dequantise, format_named, movable, quantise
+from engine.backends.attention.formats import (
+    FP8,
+    LARGEST,
+    SCALE,
+    PageShape,
+    convert,
+    dequantise,
+    format_named,
+    movable,
+    quantise,
+)
 from engine.backends.attention.selection import select
 from engine.backends.torch.attention import TorchReference
 from engine.errors import ConfigError
@@ -131,17 +141,19 @@ def test_bytes_of_a_vector(head_dim: int, dtype: str, size: int) -> None:
 # ------------------------------------------------------------------ pages
 
 
+SHAPES = [PageShape(2, 16), PageShape(1, 8)]
+
+
 def new_cache(dtype: torch.dtype, centred: bool = False) -> KVCache:
-    shapes = [(2, 16), (1, 8)]
     generator = torch.Generator().manual_seed(1)
-    centres = [torch.randn(*shape, generator=generator) * 3 for shape in shapes] if centred else None
-    return KVCache(shapes, 40, 5, dtype, CPU, centres)
+    centres = [torch.randn(*shape[:2], generator=generator) * 3 for shape in SHAPES] if centred else None
+    return KVCache(SHAPES, 40, 5, dtype, CPU, centres)
 
 
 @pytest.mark.parametrize("kind", LARGEST)
 def test_copies_and_clearing_take_the_scales_along(kind: torch.dtype) -> None:
     cache = new_cache(kind)
-    assert page_bytes([(2, 16), (1, 8)], 5, kind) == sum(t[0].nbytes for layer in cache.layers for t in layer)
+    assert page_bytes(SHAPES, 5, kind) == sum(t[0].nbytes for layer in cache.layers for t in layer)
     for layer in cache.layers:
         assert [t.dtype for t in layer] == [kind, kind, SCALE, SCALE]
         for tensor in layer:
@@ -157,6 +169,28 @@ def test_copies_and_clearing_take_the_scales_along(kind: torch.dtype) -> None:
     movable(cache.layers[1][1])[0] = 9
     cache.clear_scratch()
     assert not any(movable(tensor)[0].any() for layer in cache.layers for tensor in layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LARGEST])
+def test_one_vector_can_be_key_and_value(dtype: torch.dtype) -> None:
+    """It is stored once, read back as both, and has no centre that a value would lack."""
+    shapes = [PageShape(1, 6, 1), PageShape(2, 4)]
+    cache = KVCache(shapes, 7, 5, dtype, CPU, [None, torch.ones(2, 4)] if dtype in LARGEST else None)
+    scaled = dtype in LARGEST
+    assert [len(layer) for layer in cache.layers] == ([2, 4] if scaled else [1, 2])
+    assert page_bytes(shapes, 5, dtype) == sum(t[0].nbytes for layer in cache.layers for t in layer)
+    single, pair = cache.paged(torch.tensor([[3]], dtype=torch.int32))
+    assert single.values is single.keys
+    assert single.value_scales is single.key_scales
+    assert pair.values is not pair.keys
+    vectors = torch.randn(4, 1, 6, generator=torch.Generator().manual_seed(2))
+    single.write(torch.arange(15, 19), vectors, vectors)
+    stored = (
+        single.keys[3, :4] if single.key_scales is None else dequantise(single.keys[3, :4], single.key_scales[3, :4])
+    )
+    assert torch.equal(stored, read_back(vectors, dtype) if scaled else vectors)
+    cache.copy_pages(np.array([(3, 5)], dtype=np.int32))
+    assert torch.equal(movable(single.keys)[5], movable(single.keys)[3])
 
 
 Row = tuple[Tensor, Tensor, Tensor]
@@ -228,7 +262,7 @@ def test_a_centre_of_what_keys_share_makes_the_error_smaller(kind: torch.dtype) 
     shared[:, 3] = 9.0
     errors = []
     for centres in (None, [shared, torch.zeros(1, 8)]):
-        got = attend(rows, QUERIES, KVCache([(2, 16), (1, 8)], 40, 5, kind, CPU, centres))
+        got = attend(rows, QUERIES, KVCache(SHAPES, 40, 5, kind, CPU, centres))
         errors.append(torch.cat([a - b for a, b in zip(got, exact, strict=True)]).square().mean().sqrt())
     assert errors[1] < (0.5 if kind == torch.int8 else 1.0) * errors[0]
 

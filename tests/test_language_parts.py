@@ -57,6 +57,13 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "InternVLForConditionalGeneration": (
         {"model_type": "qwen2"}, VISION | {"image_size": [28, 28], "patch_size": [14, 14]}, {}
     ),
+    "Llama4ForConditionalGeneration": (
+        {"intermediate_size_mlp": 40, "head_dim": 10, "num_local_experts": 3, "interleave_moe_layer_step": 2,
+         "no_rope_layers": [1, 0], "attention_chunk_size": 9, "floor_scale": 4},
+        VISION | {"intermediate_size": 64, "vision_output_dim": 16, "projector_input_dim": 16,
+                  "projector_output_dim": 16},
+        {},
+    ),
     "LlavaForConditionalGeneration": ({"model_type": "llama"}, CLIP, {}),
     "LlavaNextForConditionalGeneration": ({"model_type": "mistral", "head_dim": 10}, CLIP, {}),
     "LlavaOnevisionForConditionalGeneration": ({"model_type": "qwen2"}, SIGLIP, {"tie_word_embeddings": True}),

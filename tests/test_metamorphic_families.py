@@ -1,4 +1,4 @@
-"""What holds for the plain decoder holds for a windowed, an ALiBi and an experts model, and for one with sinks, too.
+"""What holds for the plain decoder holds for models with windows, chunks, ALiBi, experts, sinks or latents, too.
 
 Batches, chunks, preemptions, prefix hits and beams change no answer; each test sees to it that they did happen.
 """
@@ -28,6 +28,8 @@ SHAPES = {
         vocab=VOCAB,
         settings={**FAMILY_SHAPES["mistral"].settings, "sliding_window": WINDOW},
     ),
+    # Chunks of 16 tokens, and layers without positions that see all.
+    "chunks": replace(FAMILY_SHAPES["llama4"], vocab=VOCAB),
     "alibi": replace(FAMILY_SHAPES["bloom-odd-heads-untied"], vocab=VOCAB),
     "experts": replace(
         FAMILY_SHAPES["qwen3-moe"], vocab=VOCAB, settings={**FAMILY_SHAPES["qwen3-moe"].settings, "num_experts": 7}
@@ -35,6 +37,7 @@ SHAPES = {
     "shared experts": replace(FAMILY_SHAPES["qwen2-moe"], vocab=VOCAB),
     "corrected experts": replace(FAMILY_SHAPES["glm4-moe"], vocab=VOCAB),
     "sinks": replace(FAMILY_SHAPES["gpt-oss"], vocab=VOCAB),
+    "latents": replace(FAMILY_SHAPES["deepseek-v3"], vocab=VOCAB),
     # Half of the jobs reach further than the original length.
     "factors by request": replace(
         FAMILY_SHAPES["phi3-factors-by-request"],

@@ -264,7 +264,7 @@ def test_parameters_ask_for_no_gradients_and_shapes_are_told(tmp_path: Path) -> 
     randomised(llama()).save_pretrained(tmp_path)
     model = load(tmp_path)
     assert not any(p.requires_grad for p in model.parameters())
-    assert model.kv_shapes() == [(2, 4)] * 3
+    assert model.kv_shapes() == [(2, 4, 2)] * 3
     assert (model.vocab_size, model.device, model.training) == (VOCAB, CPU, False)
 
 

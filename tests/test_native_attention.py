@@ -18,7 +18,7 @@ from test_attention_reference import CPU, Part, Row, by_position, dense, make_ro
 from torch import Tensor
 
 from engine.backends import native
-from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
+from engine.backends.attention.base import AttentionMetadata, Chunks, ContentBias, Paged, Ragged, Window
 from engine.backends.attention.formats import convert, quantise
 from engine.backends.attention.selection import select
 from engine.backends.native.attention import NativeAttention
@@ -97,7 +97,11 @@ def problems(draw: st.DrawFn) -> tuple[list[Row], list[int], Paged | Ragged, boo
     right = 0 if causal else draw(st.integers(0, 150))
     how = {
         "causal": causal,
-        "window": draw(st.one_of(st.none(), st.integers(0, 200).map(lambda left: Window(left, right)))),
+        "window": draw(
+            st.one_of(
+                st.none(), st.integers(0, 200).map(lambda left: Window(left, right)), st.integers(1, 200).map(Chunks)
+            )
+        ),
         "scale": head_dim**-0.5,
         "softcap": draw(st.one_of(st.none(), st.floats(1, 50))),
         "bias": draw(st.sampled_from([None, table(heads, 50, 40), table(heads, 700, 350), by_position(heads, 120)])),
@@ -242,6 +246,7 @@ each_format = pytest.mark.parametrize(("dtype", "pages"), PAIRS, ids=lambda kind
         [
             {},
             {"window": Window(70)},
+            {"window": Chunks(70)},
             {"softcap": 4.0},
             {"sinks": "each"},
             {"bias": "distance"},
@@ -300,6 +305,7 @@ def test_chunks_crowds_and_threads_change_no_bit(
         [
             {},
             {"window": Window(70)},
+            {"window": Chunks(70)},
             {"softcap": 4.0},
             {"sinks": "each"},
             {"bias": "distance"},

@@ -52,6 +52,7 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "experts": lambda folder: make_family_checkpoint(FAMILY_SHAPES["qwen3-moe"], folder),
     "shared experts": lambda folder: make_family_checkpoint(FAMILY_SHAPES["qwen2-moe"], folder),
     "clamped experts": lambda folder: make_family_checkpoint(FAMILY_SHAPES["gpt-oss"], folder),
+    "latents": lambda folder: make_family_checkpoint(FAMILY_SHAPES["deepseek-v3"], folder),
 }
 POOLED = {"bert": PoolingParams(pooling="mean", normalize=False), "classifier": PoolingParams(task="classify")}
 PROMPT = random_prompt(29, 1, 23)
@@ -152,7 +153,13 @@ def test_products_err_by_what_was_rounded(name: str, kind: Quantization, folder:
         assert (error > float32).any(), f"{path} is not quantised"
         relative.append(float(error.square().mean().sqrt() / wanted.square().mean().sqrt()))
     layers = len(plain.runner.model.spec.trunk.blocks)
-    of_layers = {"experts": layers, "shared experts": 2 * layers, "clamped experts": layers, "one expert each": 2}
+    of_layers = {
+        "experts": layers,
+        "shared experts": 2 * layers,
+        "clamped experts": layers,
+        "one expert each": 2,
+        "latents": layers - 1,
+    }
     assert kept == ({"classifier": 2} | of_layers).get(name, 0)
     assert max(relative) < {"int8": 0.03, "int4": 0.3}[kind]
     last = [path for path in modules if id(modules[path]) in exact][-1]

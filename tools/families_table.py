@@ -67,6 +67,7 @@ MAPPINGS: tuple[Any, ...] = (
 )
 # What the defaults of transformers lack to be a model.
 COMPLETED: dict[str, dict[str, int]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1},
     "glm4_moe": {"head_dim": 128},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.backends.attention.base import Paged
-from engine.backends.attention.formats import LARGEST, format_named, movable
+from engine.backends.attention.formats import LARGEST, PageShape, format_named, movable
 from engine.backends.triton import activations, norms
 from engine.backends.triton.rotary import Angles, HeadNorms, rotate_and_store
 from engine.execution.kv_cache import KVCache
@@ -136,7 +136,7 @@ def _rotary(pages: str | None, normed: bool) -> Callable[[Setting], Iterator[Out
 
 def _copies(setting: Setting) -> Iterator[Outcome]:
     heads, size, layers, count = (8, 128, 4, 64) if setting.full else (2, 16, 2, 3)
-    cache = KVCache([(heads, size)] * layers, 2 * count, 16, setting.dtype, setting.device)
+    cache = KVCache([PageShape(heads, size)] * layers, 2 * count, 16, setting.dtype, setting.device)
     tensors = [tensor for layer in cache.layers for tensor in layer]
     for number, tensor in enumerate(tensors):
         tensor.copy_(setting.normal(*tensor.shape, seed=number))

@@ -26,8 +26,9 @@ _LENGTH = 2048  # of contexts, where a model does not say what it was made for
 
 
 @torch.inference_mode()
-def mean_keys(model: Transformer, context_length: int | None = None) -> list[Tensor]:
-    """[kv_heads, head_dim] float32 of each layer: the mean key over short rows of random tokens.
+def mean_keys(model: Transformer, context_length: int | None = None) -> list[Tensor | None]:
+    """[kv_heads, head_dim] float32 of each layer: the mean key over short rows of random tokens; None where keys are
+    values, too.
 
     The rows begin anywhere in the context, so that features which rotate have no mean: one that holds for a part
     of the positions only would be harmful at the others. Tokens and positions depend on nothing but the checkpoint:
@@ -60,9 +61,11 @@ def mean_keys(model: Transformer, context_length: int | None = None) -> list[Ten
             rotary_positions=torch.arange(_ROWS * count, device=device),
         )
     )
-    means = [keys[1:].float().mean((0, 1)) for keys, *_ in cache.layers]
     # Where random tokens lead to numbers that are not finite, keys are quantised as they are.
-    return [mean.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for mean in means]
+    return [
+        None if shape.vectors == 1 else keys[1:].float().mean((0, 1)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        for shape, (keys, *_) in zip(model.kv_shapes(), cache.layers, strict=True)
+    ]
 
 
 def _rows(table: RotaryTable, length: int, positions: Tensor) -> RotaryTable:

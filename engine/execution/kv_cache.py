@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from engine.backends import native
 from engine.backends.attention.base import Paged
-from engine.backends.attention.formats import LARGEST, SCALE, format_named, movable, vector_bytes
+from engine.backends.attention.formats import LARGEST, SCALE, PageShape, format_named, movable, vector_bytes
 from engine.backends.native import memory
 from engine.backends.native.copies import PageCopier
 from engine.backends.triton import serves, upload
@@ -31,24 +32,25 @@ _ALIGNED = 256
 
 
 class KVCache:
-    """K and V of every layer, [num_blocks + 1, block_size, kv_heads, head_dim] each; of int8 and fp8 also their
-    scales, [num_blocks + 1, block_size, kv_heads].
+    """K and V of every layer, [num_blocks + 1, block_size, kv_heads, head_dim] each, or one tensor that is both; of
+    int8 and fp8 also their scales, [num_blocks + 1, block_size, kv_heads].
 
     Block 0 belongs to no sequence: tables are padded with it, and what it holds stays zero.
     """
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int]],
+        shapes: Sequence[PageShape],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        key_centres: Sequence[Tensor] | None = None,
+        key_centres: Sequence[Tensor | None] | None = None,
     ):
         """Allocate num_blocks pages and block 0 in a format of `engine.backends.attention.formats`.
 
-        `key_centres`, for int8 and fp8 only: what is subtracted from each layer's keys (`Paged.key_centre`).
+        `key_centres`, for int8 and fp8 only: what is subtracted from each layer's keys (`Paged.key_centre`), None
+        where nothing is.
 
         Raises:
             ConfigError: the memory for them is not there.
@@ -57,6 +59,7 @@ class KVCache:
         self._paged: list[Paged] = []
         self._copier: PageCopier | None = None
         self._gpu_copier: gpu_copies.PageCopier | None = None
+        self._vectors = [shape.vectors for shape in shapes]
         self.key_centres = [None] * len(shapes) if key_centres is None else list(key_centres)
         try:
             self.layers = self._allocate(shapes, (num_blocks + 1, block_size), dtype, device)
@@ -68,11 +71,16 @@ class KVCache:
             ) from error
 
     def _allocate(
-        self, shapes: Sequence[tuple[int, int]], pages: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self, shapes: Sequence[PageShape], pages: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> list[tuple[Tensor, ...]]:
-        """(keys, values) of each layer; (keys, values, key_scales, value_scales) where they have scales."""
-        kinds = [dtype, dtype, *([SCALE, SCALE] if dtype in LARGEST else [])]
-        wanted = [(kind, (*pages, heads, dim)[: 4 if kind is dtype else 3]) for heads, dim in shapes for kind in kinds]
+        """(keys, values) of each layer, or what is both; then their scales, where they have any."""
+        kinds = [dtype, *([SCALE] if dtype in LARGEST else [])]
+        wanted = [
+            (kind, (*pages, shape.kv_heads, shape.head_dim)[: 4 if kind is dtype else 3])
+            for shape in shapes
+            for kind in kinds
+            for _ in range(shape.vectors)
+        ]
         if serves(device) and shapes:
             tensors = self._allocate_together(wanted, device)
         elif device.type == "cpu":
@@ -80,7 +88,8 @@ class KVCache:
             tensors = [memory.zeros(*shape, dtype=kind) for kind, shape in wanted]
         else:
             tensors = [torch.zeros(shape, dtype=kind, device=device) for kind, shape in wanted]
-        return [tuple(tensors[i : i + len(kinds)]) for i in range(0, len(tensors), len(kinds))]
+        made = iter(tensors)
+        return [tuple(islice(made, len(kinds) * shape.vectors)) for shape in shapes]
 
     def _allocate_together(
         self, wanted: Sequence[tuple[torch.dtype, tuple[int, ...]]], device: torch.device
@@ -139,7 +148,9 @@ class KVCache:
     def views(self, block_tables: Tensor) -> list[Paged]:
         """Each layer's pages under one set of block tables."""
         views = []
-        for (keys, values, *scales), centre in zip(self.layers, self.key_centres, strict=True):
+        for layer, vectors, centre in zip(self.layers, self._vectors, self.key_centres, strict=True):
+            twice = layer if vectors == 2 else tuple(tensor for tensor in layer for _ in range(2))
+            keys, values, *scales = twice
             key_scales, value_scales = scales or (None, None)
             views.append(Paged(keys, values, block_tables, key_scales, value_scales, centre))
         return views
@@ -150,14 +161,14 @@ def choose_cache_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if setting == "auto" else format_named(setting)
 
 
-def page_bytes(shapes: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:
+def page_bytes(shapes: Sequence[PageShape], block_size: int, dtype: torch.dtype) -> int:
     """Bytes one page takes over all layers, K and V together, scales included."""
-    return 2 * block_size * sum(heads * vector_bytes(dim, dtype) for heads, dim in shapes)
+    return block_size * sum(each.vectors * each.kv_heads * vector_bytes(each.head_dim, dtype) for each in shapes)
 
 
 def count_blocks(
     config: EngineConfig,
-    shapes: Sequence[tuple[int, int]],
+    shapes: Sequence[PageShape],
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,

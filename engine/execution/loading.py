@@ -74,7 +74,7 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
     """
     parts = [part for stack in (spec.encoder, spec.decoder) if stack for part in stack.attentions]
     # Cosines, sines and angles of all features, in float32, or a bias for each head.
-    widest = max((3 * part.head_dim if isinstance(part.position, Rotary) else part.heads for part in parts), default=0)
+    widest = max((3 * part.turned if isinstance(part.position, Rotary) else part.heads for part in parts), default=0)
     size, free = max_model_len * widest * 4, available_memory()
     if size > free:
         raise ModelLoadError(

@@ -85,8 +85,7 @@ def allocate_pages(
         available = needs.left(config.gpu_memory_utilization)
         _check_room(config, needs, page_bytes(shapes, config.block_size, dtype), model.max_model_len, max_rows)
     count = count_blocks(config, shapes, longest, dtype, device, max_encoder_len=encoder, available=available)
-    centres = [centre for centre in few.key_centres if centre is not None]
-    runner.cache = KVCache(shapes, count, config.block_size, dtype, device, centres or None)
+    runner.cache = KVCache(shapes, count, config.block_size, dtype, device, few.key_centres)
     if needs is not None:
         logger.info(
             "GPU memory: of %s, %s are used by weights (%s), libraries and other processes; the largest step takes %s, "

@@ -10,6 +10,7 @@ from engine.model import spec
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.latent import LatentAttention
 from engine.model.layers import (
     CrossAttention,
     DenseFeedForward,
@@ -124,13 +125,13 @@ class ConvolvedBlock(nn.Module):
         self.norm = build_norm(part.norm, hidden_size, place)
 
 
-def build_attention(
-    block: spec.Block, hidden_size: int, backend: AttentionBackend, place: Place
-) -> SelfAttention | FourierMixing:
+def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBackend, place: Place) -> nn.Module:
     """The module of a block's attention to its own tokens, or of what mixes them instead."""
     if block.mixing is not None:
         return FourierMixing()
     part = block.attention
+    if part.latent is not None:
+        return LatentAttention(part, part.latent, hidden_size, backend, place)
     kind = DisentangledAttention if isinstance(part.position, Disentangled) else SelfAttention
     return kind(part, hidden_size, backend, place)
 

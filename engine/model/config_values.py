@@ -56,12 +56,14 @@ COUNTS: dict[str, tuple[int, int]] = {
          "input_embedding_size", "output_embedding_size", "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim",
          "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "emb_dim",
          "intra_bottleneck_size", "shared_expert_intermediate_size", "expansion_ratio",
-         "pooler_hidden_size", "relative_attention_num_buckets"), _FEATURES,
+         "pooler_hidden_size", "relative_attention_num_buckets", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
+         "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp"), _FEATURES,
     ),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "original_max_position_embeddings",
-         "global_attn_every_n_layers", "_sliding_window_pattern", "no_rope_layer_interval"), _TOKENS,
+         "global_attn_every_n_layers", "_sliding_window_pattern", "no_rope_layer_interval", "interleave_moe_layer_step",
+         "attention_chunk_size"), _TOKENS,
     ),
     "relative_attention_max_distance": (1, 1 << 16),
     **dict.fromkeys(("position_buckets", "max_relative_positions", "moe_layer_end_index"), (-1, 1 << 16)),
@@ -78,11 +80,11 @@ NUMBERS: dict[str, str] = {
         ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "attn_logit_softcapping",
          "final_logit_softcapping", "query_pre_attn_scalar", "rope_theta", "rotary_emb_base", "global_rope_theta",
          "local_rope_theta", "rope_local_base_freq", "embedding_multiplier", "attention_multiplier",
-         "residual_multiplier", "logits_scaling", "logit_scale"), "above 0",
+         "residual_multiplier", "logits_scaling", "logit_scale", "floor_scale"), "above 0",
     ),
     **dict.fromkeys(
         ("clip_qkv", "rotary_pct", "partial_rotary_factor", "router_jitter_noise", "moe_norm_min", "swiglu_alpha",
-         "swiglu_limit", "routed_scaling_factor"), "of at least 0",
+         "swiglu_limit", "routed_scaling_factor", "attn_scale"), "of at least 0",
     ),
 }  # fmt: skip
 """Numbers that need not be whole, and from where on they may be."""
@@ -99,6 +101,7 @@ _NEEDED = frozenset(
     | {"hidden_size", "n_embd", "d_model", "dim", "vocab_size", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
     | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}
     | {"moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"}
+    | {"kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"}
     | {"moe_num_experts", "moe_k", "moe_layer_start_index", "moe_layer_end_index", "num_experts_per_tok"}
     | {"routed_scaling_factor", "router_jitter_noise", "moe_norm_min", "swiglu_alpha", "swiglu_limit"}
     | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
@@ -211,6 +214,12 @@ def _of_block(block: Block, features: int) -> int:
 
 def _of_attention(part: Attention, features: int) -> int:
     taps = 0 if part.spans is None else features * part.spans.kernel
+    if part.latent is not None:
+        width, query = part.latent.width, part.latent.query_width
+        queries = part.heads * (part.latent.content + part.latent.rotary)
+        made = features * queries if query is None else query * (features + queries)
+        expanded = part.heads * width * (part.latent.content + part.latent.values)
+        return made + features * part.head_dim + expanded + part.heads * part.latent.values * features
     return taps + features * part.head_dim * 2 * (part.heads + part.kv_heads)
 
 

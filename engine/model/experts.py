@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from engine.model.quantisation import Quantization
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix per expert, weight [count, out, in], and a bias [count, out] if they have any."""
+    """One matrix for each expert (or each head), weight [count, out, in], and a bias [count, out] if they have any."""
 
     def __init__(self, count: int, inputs: int, outputs: int, bias: bool, place: Place):
         super().__init__()
@@ -92,10 +92,16 @@ class ExpertsFeedForward(nn.Module):
         # Groups are gathered one by one: rows of tensors of their own begin where kernels like them to begin,
         # whatever the groups before them hold.
         answers = x.new_empty(rows.shape[0], x.shape[1])
-        parts = zip(torch.split(rows, sizes), torch.split(answers, sizes), strict=True)
-        for expert, (own, answer) in enumerate(parts):
+        factors: Sequence[Tensor | None] = [None] * len(sizes)
+        if isinstance(self.part.routing, spec.ScaledInput):
+            opened = x.new_ones(len(rows), 1)
+            opened[slots.flatten()] = weights.view(-1, 1).to(x.dtype)
+            factors, weights = torch.split(opened, sizes), torch.ones_like(weights)
+        parts = zip(torch.split(rows, sizes), torch.split(answers, sizes), factors, strict=True)
+        for expert, (own, answer, factor) in enumerate(parts):
             if sizes[expert]:
-                answer.copy_(self.compute(x.index_select(0, own), expert))
+                read = x.index_select(0, own)
+                answer.copy_(self.compute(read if factor is None else read * factor, expert))
         for slot, weight in zip(slots.unbind(1), weights.unsqueeze(2).unbind(1), strict=True):
             out[:tokens] += (answers.index_select(0, slot) * weight).to(x.dtype)
         return out
@@ -115,7 +121,16 @@ class ExpertsFeedForward(nn.Module):
             return experts.mix(x, self.router(x), *matrices, active=part.active, normalize=part.normalize, **how)
         weights, chosen = self._admitted(x, tokens, starts)
         chosen, places = chosen.sort(dim=-1)
-        return experts.spread(x, weights.gather(-1, places), chosen.int(), *matrices, **how)
+        weights, chosen = weights.gather(-1, places), chosen.int()
+        if not isinstance(part.routing, spec.ScaledInput):
+            return experts.spread(x, weights, chosen, *matrices, **how)
+        # One expert of each token at a time: each reads what is multiplied for it.
+        out = torch.zeros_like(x)
+        ones = weights.new_ones(tokens, 1)
+        for slot in range(part.active):
+            read = torch.cat((x[:tokens] * weights[:, slot, None].to(x.dtype), x[tokens:]))
+            out += experts.spread(read, ones, chosen[:, slot, None].contiguous(), *matrices, **how)
+        return out
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -143,6 +158,15 @@ class ExpertsFeedForward(nn.Module):
                 return weights, chosen
             case spec.Corrected() as routing:
                 return self._corrected(x, routing)
+            case spec.GroupLimited() as routing:
+                scores = self._logits(x).softmax(dim=-1)
+                weights, chosen = _best(_open(scores, routing.groups, routing.open_groups, 1), self.part.active)
+                if self.part.normalize:
+                    weights = weights / weights.sum(dim=-1, keepdim=True)
+                return weights * routing.scale, chosen
+            case spec.ScaledInput():
+                numbers, chosen = _best(self.router(x), self.part.active)
+                return numbers.float().sigmoid(), chosen
             case spec.SparseMixer(tolerance):
                 return _mixed_sparsely(self.router(x).float(), self.part.active, tolerance)
 
@@ -159,20 +183,17 @@ class ExpertsFeedForward(nn.Module):
             came = came - before[own]
         return weights * (came.gather(-1, chosen) <= self.part.capacity), chosen
 
+    def _logits(self, x: Tensor) -> Tensor:
+        """The router's numbers, computed in float32."""
+        if self.router.packed is not None:
+            return self.router.in_float32(x)
+        bias = self.router.bias
+        return F.linear(x.float(), self.router.weight.float(), None if bias is None else bias.float())
+
     def _corrected(self, x: Tensor, routing: spec.Corrected) -> tuple[Tensor, Tensor]:
-        if self.router.packed is None:
-            bias = self.router.bias
-            logits = F.linear(x.float(), self.router.weight.float(), None if bias is None else bias.float())
-        else:
-            logits = self.router.in_float32(x)
+        logits = self._logits(x)
         scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(dim=-1)
-        favoured = scores + self.correction
-        if routing.open_groups < routing.groups:
-            grouped = favoured.view(len(favoured), routing.groups, -1)
-            pairs = _best(grouped.flatten(0, 1), 2)[0].view(*grouped.shape[:-1], 2).sum(dim=-1)
-            closed = torch.ones_like(pairs, dtype=torch.bool)
-            closed.scatter_(-1, _best(pairs, routing.open_groups)[1], False)
-            favoured = grouped.masked_fill(closed[..., None], -math.inf).view_as(favoured)
+        favoured = _open(scores + self.correction, routing.groups, routing.open_groups, 2)
         chosen = _best(favoured, self.part.active)[1]
         weights = scores.gather(-1, chosen)
         if self.part.normalize:
@@ -231,6 +252,17 @@ def _best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row [T, n], with their places; of equal ones the first."""
     values, places = x.sort(dim=-1, descending=True, stable=True)
     return values[:, :count], places[:, :count]
+
+
+def _open(scores: Tensor, groups: int, count: int, leaders: int) -> Tensor:
+    """Scores [T, experts] of the `count` groups whose best `leaders` experts have the largest sums; -inf in others."""
+    if count == groups:
+        return scores
+    grouped = scores.view(len(scores), groups, -1)
+    sums = _best(grouped.flatten(0, 1), leaders)[0].view(*grouped.shape[:-1], leaders).sum(dim=-1)
+    closed = torch.ones_like(sums, dtype=torch.bool)
+    closed.scatter_(-1, _best(sums, count)[1], False)
+    return grouped.masked_fill(closed[..., None], -math.inf).view_as(scores)
 
 
 def _mixed_sparsely(logits: Tensor, active: int, tolerance: float) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
             for block in stack.blocks:
                 missing.extend(_unsupported_block(block))
             for attention in stack.attentions:
+                if attention.latent is not None:
+                    missing.extend(_unsupported_latent(attention, paged=stack is model.decoder))
                 if isinstance(attention.position, Disentangled) and stack.distances is None:
                     missing.append("Disentangled attention without vectors of distances")
                 if stack.shared_bias is not None and attention.position is not None:
@@ -74,9 +76,23 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "with a window": cross.window is not None,
         "with norms of queries and keys": cross.qk_norm is not None,
         "with limits of its projections": cross.clip is not None,
+        "with a temperature": cross.temperature is not None,
         "with sinks": cross.sinks is not None,
     }
     return [f"cross-attention {name}" for name, present in found.items() if present]
+
+
+def _unsupported_latent(part: spec.Attention, *, paged: bool) -> list[str]:
+    found = {
+        "outside a decoder": not paged,
+        f"with positions other than {Rotary.__name__}": part.position is not None
+        and not isinstance(part.position, Rotary),
+        "with norms of queries and keys": part.qk_norm is not None,
+        "with a temperature": part.temperature is not None,
+        "with limits of its projections": part.clip is not None,
+        "with sinks": part.sinks is not None,
+    }
+    return [f"latent attention {name}" for name, present in found.items() if present]
 
 
 def _unsupported_block(block: spec.Block) -> list[str]:

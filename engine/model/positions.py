@@ -225,4 +225,13 @@ class DistanceVectors:
         return self.buckets or self.max_distance
 
 
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries at position p are multiplied by 1 + growth * log(1 + floor((p + 1) / every)): softmax gets no flatter
+    where there are more keys (arXiv:2501.19399)."""
+
+    growth: float
+    every: float
+
+
 AttentionPosition = Rotary | RelativeBuckets | Slopes | TwoSidedSlopes | RoundedSlopes | Disentangled

@@ -17,13 +17,14 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged, Window
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged, Sight
 from engine.backends.native.program import Rows
 from engine.model import spec
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
 from engine.model.kernels import LIBRARY, RowForm
+from engine.model.latent import LatentAttention
 from engine.model.layers import (
     CrossAttention,
     CrossPages,
@@ -36,6 +37,7 @@ from engine.model.layers import (
     SelfAttention,
     SpanConvolution,
 )
+from engine.model.positions import Temperature
 
 
 class Adapters(Protocol):
@@ -212,6 +214,47 @@ class PrepareHeads(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Temper(HasRows):
+    """queries = queries times a number of their position."""
+
+    READS = ("queries",)
+    WRITES = ("queries",)
+    temperature: Temperature
+    queries: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrepareLatent(HasRows):
+    """out = queries as they meet what pages hold: rotated, and multiplied with what would make keys of latents. The
+    latents, normed, and the shared keys, rotated, are written to a layer's pages.
+
+    Attributes:
+        queries: of each head its content, then what is rotated.
+        latent: the latent, then the shared key.
+        layer: whose pages.
+    """
+
+    READS = ("queries", "latent")
+    WRITES = ("out",)
+    module: LatentAttention
+    queries: Rows
+    latent: Rows
+    out: Rows
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpandLatent(HasRows):
+    """out = what each head's matrix makes of the latents that it attended to, which begin each head of x."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    module: LatentAttention
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StoreEncoded(HasRows):
     """Write keys and values of an encoder's hidden states to a decoder layer's pages."""
 
@@ -234,7 +277,7 @@ class Attend(HasRows):
 
     READS = ("queries", "kv")
     WRITES = ("out",)
-    module: SelfAttention | CrossAttention
+    module: SelfAttention | CrossAttention | LatentAttention
     queries: Rows
     kv: tuple[Rows, Rows] | None
     out: Rows
@@ -247,7 +290,7 @@ class Attend(HasRows):
     @property
     def sinks(self) -> Tensor | None:
         """Scores beside those of the keys, [heads] float32."""
-        return None if isinstance(self.module, CrossAttention) else self.module.sinks
+        return self.module.sinks if isinstance(self.module, SelfAttention) else None
 
     @property
     def backend(self) -> AttentionBackend:
@@ -264,7 +307,7 @@ class Attend(HasRows):
         return self.part.causal and not self.is_cross
 
     @property
-    def window(self) -> Window | None:
+    def window(self) -> Sight | None:
         """What a query sees at most."""
         return None if self.is_cross else self.part.window
 
@@ -387,6 +430,9 @@ Operation = (
     | AddAdapters
     | AllReduce
     | PrepareHeads
+    | Temper
+    | PrepareLatent
+    | ExpandLatent
     | StoreEncoded
     | Attend
     | Activate
@@ -607,6 +653,8 @@ class Builder:
                 out = self.rows(name, x.width)
                 self.add(TransformFourier(x, out))
                 return out
+            case LatentAttention():
+                return self._latent_attention(module, x, name, layer)
             case CrossAttention():
                 queries = self.product(module.queries, x, "queries")
                 attended = self.rows("attended", queries.width)
@@ -645,6 +693,8 @@ class Builder:
         own = layer if self._paged else None
         prepared = PrepareHeads(module.part, module.qk_norm, heads, own)
         self.add(prepared)
+        if module.part.temperature is not None:
+            self.add(Temper(module.part.temperature, prepared.queries))
         kv = None if self._paged else (prepared.keys, prepared.values)
         attended = self.rows("attended", prepared.queries.width)
         self.add(Attend(module, prepared.queries, kv, attended, own))
@@ -670,6 +720,22 @@ class Builder:
         out = self.rows("convolved", values.width)
         self.add(MixTaps(module, scores, windows, out))
         return out
+
+    def _latent_attention(self, module: LatentAttention, x: Rows, name: str, layer: int) -> Rows:
+        part, source = module.part, x
+        if module.query_latent is not None and module.query_norm is not None:
+            low = self.product(module.query_latent, x, "latent of queries")
+            source = self.rows("normed latent of queries", low.width)
+            self.add(Normalize(module.query_norm, low, source))
+        queries = self.product(module.queries, source, "queries")
+        latent = self.product(module.latent, x, "latent")
+        prepared = self.rows("heads", part.heads * part.head_dim)
+        self.add(PrepareLatent(module, queries, latent, prepared, layer))
+        attended = self.rows("attended", prepared.width)
+        self.add(Attend(module, prepared, None, attended, layer))
+        expanded = self.rows("expanded", module.out.inputs)
+        self.add(ExpandLatent(module, attended, expanded))
+        return self._reduced(module.out, expanded, name)
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:
         gated = isinstance(module, GatedFeedForward)

@@ -29,7 +29,7 @@ class MatrixLoading:
     fails, the load goes on without.
 
     Args:
-        destinations: where each stored tensor goes; those that need not be read are taken out.
+        destinations: where each stored tensor goes; what need not be read is taken out.
         folder: of the cache; None for none.
     """
 
@@ -38,12 +38,13 @@ class MatrixLoading:
         model: Transformer,
         quantization: Quantization,
         checkpoint: Checkpoint,
-        destinations: dict[str, Destination],
+        destinations: dict[str, list[Destination]],
         folder: Path | None,
     ):
-        sources = defaultdict(list)
-        for name, destination in destinations.items():
-            sources[destination.parameter.data_ptr()].append(name)
+        sources: dict[int, list[tuple[str, Destination]]] = defaultdict(list)
+        for name, found in destinations.items():
+            for destination in found:
+                sources[destination.parameter.data_ptr()].append((name, destination))
         self._kind = quantization
         self._names = {module: name for name, module in model.named_modules()}
         self._modules = dict(model.matrices(quantization))
@@ -57,7 +58,8 @@ class MatrixLoading:
                     outputs=module.outputs,
                     inputs=module.inputs,
                     sources=tuple(
-                        _described(name, checkpoint, destinations[name]) for name in sources[module.weight.data_ptr()]
+                        _described(name, checkpoint, destination)
+                        for name, destination in sources[module.weight.data_ptr()]
                     ),
                 )
         self._stack = ExitStack()
@@ -70,9 +72,11 @@ class MatrixLoading:
         if self._entry is not None:
             for module in self._matrices:
                 if not (isinstance(module, Linear) and module.shared):
-                    for name in sources[module.weight.data_ptr()]:
-                        del destinations[name]
-        self._missing = Counter(destination.parameter.data_ptr() for destination in destinations.values())
+                    for name, destination in sources[module.weight.data_ptr()]:
+                        destinations[name].remove(destination)
+                        if not destinations[name]:
+                            del destinations[name]
+        self._missing = Counter(each.parameter.data_ptr() for found in destinations.values() for each in found)
         self._waiting = defaultdict(list)
         for module in self._modules:
             for parameter in module.parameters(recurse=False):

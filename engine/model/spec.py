@@ -10,9 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.backends.attention.base import Window
+from engine.backends.attention.base import Chunks, Sight
 from engine.model.normalisation import Norm
-from engine.model.positions import AttentionPosition, Disentangled, DistanceVectors, Positions, RelativeBuckets, Rotary
+from engine.model.positions import (
+    AttentionPosition,
+    Disentangled,
+    DistanceVectors,
+    Positions,
+    RelativeBuckets,
+    Rotary,
+    Temperature,
+)
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
 
@@ -50,6 +58,31 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Keys and values of all heads are made of one short vector for each token, its latent; one rotated key beside it
+    is shared by the heads, too (multi-head latent attention, arXiv:2405.04434, 2.1).
+
+    Pages hold the latent and the shared key, as the one key of a single KV head; its value is the latent in it. What
+    makes a head's keys and values of latents is multiplied with queries and with results instead.
+
+    Attributes:
+        width: features of the latent.
+        rotary: of the shared key, and of the part of a query that meets it; all of them are rotated.
+        content: of the rest of a query, which meets keys made of latents.
+        values: of a head's result.
+        norm: of the latent, and of that which queries are made of.
+        query_width: features of the latent that queries are made of; None: of the hidden state.
+    """
+
+    width: int
+    rotary: int
+    content: int
+    values: int
+    norm: Norm
+    query_width: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
 
@@ -57,14 +90,17 @@ class Attention:
         heads, kv_heads, head_dim: heads is a multiple of kv_heads.
         scale: multiplies the scores of queries and keys.
         position: how positions enter the scores, beyond what the embedding adds.
+        temperature: what queries are multiplied by, where that grows with their position.
         causal: a query sees no later key.
-        window: sliding window, None for all keys.
+        window: which keys a query sees at most, a sliding window or a chunk; None for all.
         qk_norm: normalisation of queries and keys after their projection.
-        qkv_bias, out_bias: the projections have biases.
+        qkv_bias, out_bias: the projections have biases; where there are latents, those that make them.
         clip: projected queries, keys and values are limited to [-clip, clip].
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: scores beside those of the keys.
         spans: heads beside these.
+        latent: what queries, keys and values are made of; None: of the hidden state, each by a projection of its own.
+            With latents there is one KV head, and head_dim is the width of what pages hold of a token.
     """
 
     heads: int
@@ -72,8 +108,9 @@ class Attention:
     head_dim: int
     scale: float
     position: AttentionPosition | None = None
+    temperature: Temperature | None = None
     causal: bool = True
-    window: Window | None = None
+    window: Sight | None = None
     qk_norm: PerHead | WholeProjection | None = None
     qkv_bias: bool = False
     out_bias: bool = False
@@ -81,6 +118,12 @@ class Attention:
     softcap: float | None = None
     sinks: Sinks | None = None
     spans: Spans | None = None
+    latent: Latent | None = None
+
+    @property
+    def turned(self) -> int:
+        """Features of a head among which rotation happens."""
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
     def content_bias(self) -> bool:
@@ -156,6 +199,21 @@ class Corrected:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupLimited:
+    """The experts of the largest probabilities (softmax) in those groups that hold the largest ones; a probability
+    times a constant is the weight (arXiv:2405.04434, 2.1.2). All is computed in float32.
+
+    Attributes:
+        groups, open_groups: experts lie in so many groups, of which a token sees those with the best experts.
+        scale: multiplies the weights.
+    """
+
+    groups: int = 1
+    open_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class SparseMixer:
     """One expert after the other: the best of those left, weighted by its probability among those near it
     (arXiv:2409.12136).
@@ -167,7 +225,13 @@ class SparseMixer:
     tolerance: float
 
 
-Routing = Likeliest | Corrected | SparseMixer
+@dataclass(frozen=True, slots=True)
+class ScaledInput:
+    """The experts of the largest numbers. What an expert reads is multiplied by the sigmoid of its number; what it
+    answers counts as it is (Llama 4)."""
+
+
+Routing = Likeliest | Corrected | GroupLimited | SparseMixer | ScaledInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,7 +607,8 @@ class ModelSpec:
         """Most keys that a query sees in any of the decoder's layers, its own included; None if one sees all."""
         parts = self.decoder.attentions if self.decoder else ()
         windows = [part.window for part in parts if part.causal and part.window is not None]
-        return max((w.left + 1 for w in windows), default=None) if len(windows) == len(parts) else None
+        reaches = [window.size if isinstance(window, Chunks) else window.left + 1 for window in windows]
+        return max(reaches, default=None) if len(windows) == len(parts) else None
 
     @property
     def encoder_vocab_size(self) -> int:

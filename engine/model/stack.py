@@ -58,7 +58,7 @@ class TransformerStack(nn.Module):
         self.projection = None
         if stack.projection is not None:
             self.projection = Linear(stack.hidden_size, stack.projection, False, place)
-        heads = {attention.position: attention.head_dim for attention in stack.attentions}
+        heads = {attention.position: attention.turned for attention in stack.attentions}
         rotary = {
             part: RotaryTable(part, dim, length, place.device, limits)
             for part, dim in heads.items()

@@ -194,6 +194,23 @@ class Interleaved:
 
 
 @dataclass(frozen=True, slots=True)
+class OfHeads:
+    """A matrix [n, in] for each head, where a head's `rows` rows are stored one head after the other, and these n begin
+    at row `begin` of each; of the parameter they are the axis `axis`, 1 or, if each matrix is turned, 2."""
+
+    rows: int
+    begin: int
+    axis: int = 1
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size((target[0] * self.rows, target[3 - self.axis]))]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        own = source.view(len(target), self.rows, -1)[:, self.begin : self.begin + target.shape[self.axis]]
+        target.copy_(own if self.axis == 1 else own.transpose(1, 2))
+
+
+@dataclass(frozen=True, slots=True)
 class Stacked:
     """`count` parameters of one shape in one, each of which `inner` fills; the first one's sources come first."""
 

@@ -12,6 +12,7 @@ from engine.backends.attention.base import Bias
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.disentangled import DisentangledAttention
 from engine.model.distances import DistanceTable
+from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, SelfAttention
 from engine.model.positions import AttentionPosition, Rotary
 from engine.model.rotary import RotaryTable
@@ -37,14 +38,14 @@ class Tables:
         """(cos [T, 1, head_dim], sin [T, 1, dim / 2]) in these rows [T], for heads of a format."""
         return self.rotary[part](rows, dtype)  # type: ignore[no-any-return]
 
-    def bias(self, module: SelfAttention | CrossAttention) -> Bias | None:
+    def bias(self, module: SelfAttention | CrossAttention | LatentAttention) -> Bias | None:
         """What an attention adds to its scores."""
         if isinstance(module, CrossAttention):
             return None
         if isinstance(module, DisentangledAttention):
             assert self.distances is not None
             return module.bias(self.distances)
-        if module.distance_bias is not None:
+        if isinstance(module, SelfAttention) and module.distance_bias is not None:
             return module.distance_bias()  # type: ignore[no-any-return]
         position = module.part.position
         if position is None:

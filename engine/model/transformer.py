@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged
+from engine.backends.attention.formats import PageShape
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
 from engine.model.embedding import count_placed
@@ -154,11 +155,12 @@ class Transformer(nn.Module):
         """Most tokens of an encoder's input that a decoder goes on from; None for other models."""
         return None if self.encoder is None or self.decoder is None else self.max_model_len
 
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """(kv_heads, head_dim) of each decoder layer's cache; empty for a model without a decoder."""
+    def kv_shapes(self) -> list[PageShape]:
+        """What each decoder layer keeps of a token; empty for a model without a decoder."""
         if self.spec.decoder is None:
             return []
-        return [(attention.kv_heads, attention.head_dim) for attention in self.spec.decoder.attentions]
+        parts = self.spec.decoder.attentions
+        return [PageShape(part.kv_heads, part.head_dim, 2 if part.latent is None else 1) for part in parts]
 
     def encode(
         self,

@@ -150,14 +150,14 @@ def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
     return True
 
 
-def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, Destination]:
-    """Where each stored tensor goes, by its name.
+def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, list[Destination]]:
+    """Where each stored tensor goes, by its name; parts of one may go to several parameters.
 
     Raises:
         ModelLoadError: names or shapes do not match.
     """
     parameters = dict(model.named_parameters())
-    destinations: dict[str, Destination] = {}
+    destinations: dict[str, list[Destination]] = {}
     for entry in table.chosen(checkpoint.names):
         parameter = parameters.pop(entry.target).data
         if entry.default is not None and not any(name in checkpoint.names for name in entry.sources):
@@ -165,7 +165,7 @@ def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dic
             continue
         shapes = entry.transform.shapes(parameter.shape)
         for place, (name, shape) in enumerate(zip(entry.sources, shapes, strict=True)):
-            destinations[name] = Destination(parameter, entry.transform, place, shape)
+            destinations.setdefault(name, []).append(Destination(parameter, entry.transform, place, shape))
     if parameters:
         raise ModelLoadError(f"The table of weight names fills no {_some(list(parameters))}.")
     if missing := [name for name in destinations if name not in checkpoint.names]:
@@ -173,10 +173,10 @@ def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dic
     unexpected = [name for name in checkpoint.names if name not in destinations and not table.ignores(name)]
     if unexpected:
         raise ModelLoadError(f"{checkpoint.path} holds tensors that its config has no place for: {_some(unexpected)}.")
-    for name, destination in destinations.items():
-        if checkpoint.shape(name) != destination.shape:
+    for name, found in destinations.items():
+        if wrong := [each.shape for each in found if each.shape != checkpoint.shape(name)]:
             raise ModelLoadError(
-                f"{checkpoint.path}: the tensor {name} should have shape {list(destination.shape)} by the config, "
+                f"{checkpoint.path}: the tensor {name} should have shape {list(wrong[0])} by the config, "
                 f"but is stored as {list(checkpoint.shape(name))}."
             )
         if checkpoint.format(name) not in FORMATS:
@@ -194,28 +194,31 @@ def _some(names: list[str]) -> str:
 
 def _fill(
     checkpoint: Checkpoint,
-    destinations: dict[str, Destination],
+    destinations: dict[str, list[Destination]],
     show_progress: bool,
     filled: Callable[[int], None] | None = None,
 ) -> None:
     """Read all tensors; `filled` is told the address of the parameter that each has gone to."""
-    total = sum(d.shape.numel() * d.parameter.element_size() for d in destinations.values())
+    total = sum(d.shape.numel() * d.parameter.element_size() for found in destinations.values() for d in found[:1])
     # File order, so that a file is read from front to back.
     order = [name for name in checkpoint.names if name in destinations]
     with tqdm(
         total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", disable=not show_progress
     ) as bar:
         for name in order:
-            destination = destinations.pop(name)  # which would keep what packing gives up
-            source = checkpoint.read(name).to(destination.parameter.dtype)
-            if source.dtype == torch.float16 and not bool(source.isfinite().all()):
-                raise ModelLoadError(
-                    f"{checkpoint.path}: values of the tensor {name} exceed the range of float16. "
-                    "Use --dtype bfloat16 or float32."
-                )
-            destination.transform.fill(destination.parameter, destination.place, source)
-            bar.update(source.numel() * source.element_size())
-            if filled is not None:
-                pointer = destination.parameter.data_ptr()
-                del destination
-                filled(pointer)
+            left = destinations.pop(name)  # which would keep what packing gives up
+            stored = checkpoint.read(name)
+            bar.update(stored.numel() * left[0].parameter.element_size())
+            while left:
+                destination = left.pop()
+                source = stored.to(destination.parameter.dtype)
+                if source.dtype == torch.float16 and not bool(source.isfinite().all()):
+                    raise ModelLoadError(
+                        f"{checkpoint.path}: values of the tensor {name} exceed the range of float16. "
+                        "Use --dtype bfloat16 or float32."
+                    )
+                destination.transform.fill(destination.parameter, destination.place, source)
+                if filled is not None:
+                    pointer = destination.parameter.data_ptr()
+                    del destination
+                    filled(pointer)

@@ -72,7 +72,8 @@ class FamilyCheckpoint:
     @property
     def window(self) -> int:
         """Tokens that a layer sees at most, the token itself included; 0 if every layer sees all."""
-        return getattr(self.model.config, "sliding_window", None) or 0
+        config = self.model.config
+        return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
 
     def prompts(self) -> list[list[int]]:
         """The shape's prompts."""
@@ -104,7 +105,9 @@ class FamilyCheckpoint:
     def hidden(self, prompt: Sequence[int]) -> tuple[torch.Tensor, float]:
         """What the head gets, [tokens, features], and how clear the choice of experts was."""
         with watching_routers(self.model) as margins:
-            output = run(self.model.base_model, prompt)
+            # Llama 4 calls its text model otherwise than the prefix of the whole.
+            inner = self.model.base_model
+            output = run(self.model.model if inner is self.model else inner, prompt)
         return output.last_hidden_state[0], min(margins, default=math.inf)
 
     def _clear(self, answer: Callable[[], Reference]) -> Reference:

@@ -65,7 +65,7 @@ class Pages:
         count = int(self.tables.max()) + 1 + more
         empty = [
             torch.full((count, BLOCK, h, d), torch.nan, dtype=model.dtype, device=self.device)
-            for h, d in model.kv_shapes()
+            for h, d, _ in model.kv_shapes()
         ]
         self.caches = [Paged(tensor, tensor.clone(), self.tables) for tensor in empty]
         self.lengths = [0] * len(tables)

@@ -27,6 +27,16 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """A query at position p sees keys from the last multiple of `size` on that is not after p."""
+
+    size: int
+
+
+Sight = Window | Chunks
+
+
+@dataclass(frozen=True, slots=True)
 class DistanceBias:
     """A bias per head that depends only on key position - query position (ALiBi, T5's buckets).
 
@@ -80,7 +90,8 @@ class Paged:
 
     Attributes:
         keys, values: [num_blocks, block_size, kv_heads, head_dim], in a format of `engine.backends.attention.formats`,
-            which need not be that of the queries. Block 0 belongs to no sequence.
+            which need not be that of the queries. Block 0 belongs to no sequence. Both may be one tensor, whose
+            vectors are keys and values at once.
         block_tables: [R, max blocks] int32. Pages that no query of a row sees may be 0: they must not be read.
         key_scales, value_scales: [num_blocks, block_size, kv_heads] of int8 and fp8 pages; None for all others.
         key_centre: [kv_heads, head_dim] float32 that was subtracted from keys before they were quantised, and that
@@ -106,18 +117,19 @@ class Paged:
             keys, values: [T, kv_heads, head_dim] in a floating-point format.
         """
         heads, head_dim = self.keys.shape[2:]
+        single = self.values is self.keys
         if self.key_scales is None or self.value_scales is None:
             self.keys.view(-1, heads, head_dim).index_copy_(0, slots, convert(keys, self.keys.dtype))
-            self.values.view(-1, heads, head_dim).index_copy_(0, slots, convert(values, self.values.dtype))
+            if not single:
+                self.values.view(-1, heads, head_dim).index_copy_(0, slots, convert(values, self.values.dtype))
             return
         if self.key_centre is not None:
             keys, values = keys - self.key_centre, values.float()
-        quantised, scales = quantise(torch.stack((keys, values)), self.keys.dtype)
-        steps = movable(quantised)
-        movable(self.keys).view(-1, heads, head_dim).index_copy_(0, slots, steps[0])
-        movable(self.values).view(-1, heads, head_dim).index_copy_(0, slots, steps[1])
-        self.key_scales.view(-1, heads).index_copy_(0, slots, scales[0])
-        self.value_scales.view(-1, heads).index_copy_(0, slots, scales[1])
+        quantised, scales = quantise(torch.stack((keys,) if single else (keys, values)), self.keys.dtype)
+        stored = [(self.keys, self.key_scales), (self.values, self.value_scales)][: len(scales)]
+        for (pages, page_scales), steps, own in zip(stored, movable(quantised), scales, strict=True):
+            movable(pages).view(-1, heads, head_dim).index_copy_(0, slots, steps)
+            page_scales.view(-1, heads).index_copy_(0, slots, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +210,7 @@ class AttentionPart(Protocol):
     @property
     def causal(self) -> bool: ...
     @property
-    def window(self) -> Window | None: ...
+    def window(self) -> Sight | None: ...
     @property
     def softcap(self) -> float | None: ...
     @property
@@ -241,7 +253,7 @@ class AttentionBackend(ABC):
         metadata: AttentionMetadata,
         *,
         causal: bool = True,
-        window: Window | None = None,
+        window: Sight | None = None,
         scale: float,
         bias: Bias | None = None,
         softcap: float | None = None,

@@ -15,6 +15,8 @@ A dequantised value, the product of 4 and 8 bits, is exact in float32.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,15 @@ SCALE = torch.bfloat16
 
 # Far below any scale that matters, and above 0: vectors of zeros need no case of their own.
 _SMALLEST_SCALE = 2.0**-126
+
+
+class PageShape(NamedTuple):
+    """What pages of a layer hold of a token: `vectors` of `head_dim` features for each of its KV heads. Two are a key
+    and a value; one is both."""
+
+    kv_heads: int
+    head_dim: int
+    vectors: int = 2
 
 
 def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:

@@ -20,10 +20,12 @@ from engine.backends.attention.base import (
     AttentionMetadata,
     AttentionPart,
     Bias,
+    Chunks,
     ContentBias,
     DistanceBias,
     Paged,
     Ragged,
+    Sight,
     Window,
 )
 from engine.backends.attention.formats import format_name
@@ -44,7 +46,7 @@ _Call: Any = structure(
     "Attention",
     "pointer q keys values out | int q_format kv_format q_token q_head key_token key_head value_token value_head |"
     "pointer key_scales value_scales centre where | int where_row block_size slots | pointer query_start context |"
-    "int rows tokens heads kv_heads head_dim causal left right | double scale softcap | pointer bias sinks |"
+    "int rows tokens heads kv_heads head_dim causal left right chunk | double scale softcap | pointer bias sinks |"
     "int bias_kind bias_columns bias_zero | pointer distance_keys distance_queries distance_columns |"
     "int distances content threads | pointer workspace shared finished |"
     "int workspace_bytes shared_floats whole outside",
@@ -110,7 +112,7 @@ class NativeAttention(AttentionBackend):
         metadata: AttentionMetadata,
         *,
         causal: bool = True,
-        window: Window | None = None,
+        window: Sight | None = None,
         scale: float,
         bias: Bias | None = None,
         softcap: float | None = None,
@@ -166,7 +168,7 @@ class NativeAttention(AttentionBackend):
         metadata: AttentionMetadata,
         *,
         causal: bool,
-        window: Window | None,
+        window: Sight | None,
         content: bool,
     ) -> int:
         """What layers with queries of this shape [T, heads, head_dim] share in a step, for
@@ -186,7 +188,7 @@ class NativeAttention(AttentionBackend):
         kv: Paged | Ragged,
         metadata: AttentionMetadata,
         causal: bool,
-        window: Window | None,
+        window: Sight | None,
         content: bool,
     ) -> _Prepared:
         """The call of this batch: checked and made by the first layer of a step, completed by each."""
@@ -220,8 +222,9 @@ class NativeAttention(AttentionBackend):
             kv_heads=keys.shape[-2],
             head_dim=q.shape[2],
             causal=causal,
-            left=-1 if window is None else window.left,
-            right=0 if window is None else window.right,
+            left=window.left if isinstance(window, Window) else -1,
+            right=window.right if isinstance(window, Window) else 0,
+            chunk=window.size if isinstance(window, Chunks) else 0,
             content=content,
             threads=torch.get_num_threads(),
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.backends import native
-from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Window
+from engine.backends.attention.base import AttentionMetadata, ContentBias, Paged, Ragged, Sight
 from engine.backends.native import program as programs
 from engine.backends.native.activations import FUNCTIONS
 from engine.backends.native.arguments import FORMATS
@@ -68,7 +68,7 @@ class _Call:
     kv_heads: int
     head_dim: int
     causal: bool
-    window: Window | None
+    window: Sight | None
     cross: bool
     content: bool
 

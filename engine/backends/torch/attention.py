@@ -19,7 +19,7 @@ from engine.backends.attention.base import (
     Paged,
     PositionBias,
     Ragged,
-    Window,
+    Sight,
 )
 from engine.backends.attention.formats import FORMATS, dequantise, format_name, movable
 from engine.backends.torch import attention_encoder as whole
@@ -74,7 +74,7 @@ class TorchReference(AttentionBackend):
         metadata: AttentionMetadata,
         *,
         causal: bool = True,
-        window: Window | None = None,
+        window: Sight | None = None,
         scale: float,
         bias: Bias | None = None,
         softcap: float | None = None,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.attention.agreement import check_lengths
-from engine.backends.attention.base import AttentionMetadata, Paged, Ragged, Window
+from engine.backends.attention.base import AttentionMetadata, Chunks, Paged, Ragged, Sight, Window
 
 TILE = 32
 CHUNK = 128
@@ -47,7 +47,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     causal: bool
-    window: Window | None
+    window: Sight | None
     lines: int = 0
 
 
@@ -171,7 +171,10 @@ def _cut(rows: Ints, lens: Ints, context: Ints, start: Ints, width: int, shape: 
     high = all_high = context[of]
     if shape.causal:
         high, all_high = np.minimum(high, last_query + 1), np.minimum(all_high, first_query + 1)
-    if shape.window is not None:
+    if isinstance(shape.window, Chunks):
+        size = shape.window.size
+        low, all_low = first_query // size * size, last_query // size * size
+    if isinstance(shape.window, Window):
         left, right = shape.window.left, shape.window.right
         low, all_low = np.maximum(low, first_query - left), np.maximum(all_low, last_query - left)
         high, all_high = np.minimum(high, last_query + right + 1), np.minimum(all_high, first_query + right + 1)
@@ -261,7 +264,9 @@ def _masks(key: Tensor, base: Tensor, context: Tensor, width: int, keys: int, sh
     seen = (places < context[:, None, None]).expand(-1, width, -1)
     if shape.causal:
         seen = seen & (places <= queries)
-    if shape.window is not None:
+    if isinstance(shape.window, Chunks):
+        seen = seen & (places >= queries // shape.window.size * shape.window.size)
+    if isinstance(shape.window, Window):
         seen = seen & (places >= queries - shape.window.left) & (places <= queries + shape.window.right)
     zero = torch.zeros((), device=key.device)
     return torch.where(seen, zero, zero - torch.inf)

@@ -17,6 +17,7 @@ from engine.backends.native.program import Rows
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
+from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, SelfAttention
 from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
 from engine.model.program import (
@@ -27,6 +28,7 @@ from engine.model.program import (
     Attend,
     Concatenate,
     Embed,
+    ExpandLatent,
     GatherNeighbours,
     HasRows,
     Inputs,
@@ -37,10 +39,12 @@ from engine.model.program import (
     Open,
     Operation,
     PrepareHeads,
+    PrepareLatent,
     Program,
     Scale,
     StoreEncoded,
     Take,
+    Temper,
     TransformFourier,
     WeighTaps,
     last_uses,
@@ -58,7 +62,7 @@ class Values(Protocol):
     def __setitem__(self, rows: Rows, value: Tensor) -> None: ...
 
 
-Biases = dict[AttentionPosition | SelfAttention | CrossAttention | None, Bias | None]
+Biases = dict[AttentionPosition | SelfAttention | CrossAttention | LatentAttention | None, Bias | None]
 
 
 class Pass:
@@ -205,6 +209,28 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     state.values[operation.keys], state.values[operation.values] = keys, values
 
 
+def _temper(operation: Temper, state: Pass) -> None:
+    part, queries = operation.temperature, state.values[operation.queries]
+    steps = ((state.inputs.positions.float() + 1.0) / part.every).floor()
+    factors = steps.log1p() * part.growth + 1.0
+    state.values[operation.queries] = (queries * factors.view(-1, *[1] * (queries.dim() - 1))).to(queries.dtype)
+
+
+def _prepare_latent(operation: PrepareLatent, state: Pass) -> None:
+    inputs, cache = state.inputs, state.pages(operation.layer)
+    position = operation.module.part.position
+    queries = state.values[operation.queries]
+    angles = state.rotation(position, queries) if isinstance(position, Rotary) else None
+    queries, keys = operation.module.prepare(queries, state.values[operation.latent], angles)
+    assert inputs.slots is not None
+    cache.write(inputs.slots, keys[: inputs.tokens], keys[: inputs.tokens])
+    state.values[operation.out] = queries.flatten(1)
+
+
+def _expand_latent(operation: ExpandLatent, state: Pass) -> None:
+    state.values[operation.out] = operation.module.expand(state.values[operation.x])
+
+
 def _store_encoded(operation: StoreEncoded, state: Pass) -> None:
     part, slots = operation.part, state.inputs.slots
     assert slots is not None
@@ -305,6 +331,9 @@ HANDLERS: dict[type, Handler] = {
     AddAdapters: _add_adapters,
     AllReduce: _all_reduce,
     PrepareHeads: _prepare_heads,
+    Temper: _temper,
+    PrepareLatent: _prepare_latent,
+    ExpandLatent: _expand_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
     Activate: _activate,

@@ -21,10 +21,12 @@ from engine.backends.attention.base import (
     AttentionMetadata,
     AttentionPart,
     Bias,
+    Chunks,
     ContentBias,
     DistanceBias,
     Paged,
     Ragged,
+    Sight,
     Window,
 )
 from engine.backends.attention.formats import FORMATS, FP8, LARGEST, format_name, movable
@@ -130,6 +132,8 @@ class TritonAttention(AttentionBackend):
         reasons = []
         if part.content_bias:
             reasons.append(f"{cls.name} attention has no content bias")
+        if isinstance(part.window, Chunks):
+            reasons.append(f"{cls.name} attention has no chunks")
         if part.head_dim > shapes.LONGEST_HEAD:
             reasons.append(
                 f"{cls.name} attention has heads of up to {shapes.LONGEST_HEAD} features, not {part.head_dim}"
@@ -150,7 +154,7 @@ class TritonAttention(AttentionBackend):
         metadata: AttentionMetadata,
         *,
         causal: bool = True,
-        window: Window | None = None,
+        window: Sight | None = None,
         scale: float,
         bias: Bias | None = None,
         softcap: float | None = None,
@@ -168,6 +172,8 @@ class TritonAttention(AttentionBackend):
         from engine.backends.triton.attention_decode import decode
         from engine.backends.triton.attention_prefill import prefill
 
+        if isinstance(window, Chunks):
+            raise ValueError("no kernel for chunks")
         check_shapes(q, kv, metadata, bias, sinks)
         _check_formats(q, kv, bias)
         heads, head_dim = q.shape[1:]

@@ -41,6 +41,7 @@ from engine.model.program import (
     Normalize,
     Operation,
     PrepareHeads,
+    PrepareLatent,
     Program,
 )
 from engine.model.slots import find_slots
@@ -66,7 +67,7 @@ class TritonExecutor:
         self._calls = Calls(self.operations, handlers, program.result)
         self._row_calls = Calls(self.row_operations, handlers, program.result)
         # Kernels find the slots of rows with one token each themselves, torch does not.
-        self._finds_slots = not any(isinstance(one, PrepareHeads) for one in self.operations)
+        self._finds_slots = not any(isinstance(one, PrepareHeads | PrepareLatent) for one in self.operations)
         self._biases: Biases = {}
         for one in program.operations:
             if isinstance(one, Attend):

@@ -144,10 +144,21 @@ def reads(config: Any, method: str | None) -> bool:
     return family is not None and method in family.quantised
 
 
+# What architectures need that no part expresses, by how their names begin.
+_REASONS = {
+    "Gemma3n": "its residual stream has several versions (AltUp), layers read vectors of their own for each token, and "
+    "the last ones have no keys and values but those of earlier layers",
+    "Gemma4": "layers read vectors of their own for each token, the last ones have no keys and values but those of "
+    "earlier layers, and keys may be values",
+}
+
+
 def _unknown(config: Any) -> UnsupportedModelError:
+    name = architecture(config)
     # A config inside the config: text is one of several things that such a model takes.
     why = "multimodal, which is not supported" if getattr(config, "text_config", None) else "not supported"
-    return UnsupportedModelError(f"The architecture {architecture(config)!r} is {why}. {_alternatives(config)}")
+    reasons = [f": {reason}" for begin, reason in _REASONS.items() if name.startswith(begin)]
+    return UnsupportedModelError(f"The architecture {name!r} is {why}{''.join(reasons)}. {_alternatives(config)}")
 
 
 def describe(config: Any) -> ModelSpec:

@@ -114,7 +114,7 @@ def rotary(
 def plain_decoder(
     config: Any,
     attentions: Iterable[Attention],
-    ffn: FeedForward,
+    ffn: FeedForward | Iterable[FeedForward],
     *,
     norm: Norm | None = None,
     placement: Placement | None = None,
@@ -122,9 +122,10 @@ def plain_decoder(
     residual_scale: float = 1.0,
     head: Lm | None = None,
 ) -> ModelSpec:
-    """A decoder whose blocks differ in their attentions only.
+    """A decoder whose blocks differ in their attentions and feed-forward networks only.
 
     Args:
+        ffn: one for all blocks, or one for each.
         norm: of each sublayer and the end; None: RMS norms.
         placement: of the norms; None: one before each sublayer.
         scale: of the embedding.
@@ -132,13 +133,15 @@ def plain_decoder(
         head: None: one without a bias or a scale.
     """
     norm = norm or Norm("rms", config.rms_norm_eps)
+    attentions = list(attentions)
+    networks = list(ffn) if isinstance(ffn, Iterable) else [ffn] * len(attentions)
     placement = placement or Pre(norm, norm)
     decoder = Stack(
         hidden_size=config.hidden_size,
         embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, scale=scale),
         blocks=tuple(
-            Block(placement=placement, attention=attention, ffn=ffn, residual_scale=residual_scale)
-            for attention in attentions
+            Block(placement=placement, attention=attention, ffn=own, residual_scale=residual_scale)
+            for attention, own in zip(attentions, networks, strict=True)
         ),
         final_norm=norm,
     )
@@ -219,18 +222,32 @@ def corrected(config: Any, count: int) -> Corrected:
     Raises:
         UnsupportedModelError: the groups do not fit the experts.
     """
+    groups, kept = groups_of(config, count, leaders=2)
+    return Corrected(groups=groups, open_groups=kept, least=1e-20, scale=config.routed_scaling_factor)
+
+
+def groups_of(config: Any, count: int, *, leaders: int) -> tuple[int, int]:
+    """`n_group` and `topk_group`: how many groups experts lie in, and how many of those a token sees.
+
+    Args:
+        leaders: experts of a group that speak for it.
+
+    Raises:
+        UnsupportedModelError: the groups do not fit the experts.
+    """
     groups, kept = config.n_group, config.topk_group
     if not (isinstance(groups, int) and groups >= 1 and count % groups == 0):
         raise UnsupportedModelError(f"n_group of the config must divide the number of experts, {count}; got {groups}.")
     if not (isinstance(kept, int) and 1 <= kept <= groups):
         raise UnsupportedModelError(f"topk_group of the config must be from 1 to n_group {groups}; got {kept}.")
     each = count // groups
-    if kept < groups and (each < 2 or config.num_experts_per_tok > kept * each):
+    if kept < groups and (each < leaders or config.num_experts_per_tok > kept * each):
         raise UnsupportedModelError(
-            f"n_group {groups} of the config must leave at least 2 of the {count} experts in a group, and topk_group "
-            f"{kept} at least num_experts_per_tok {config.num_experts_per_tok} experts in those that are chosen."
+            f"n_group {groups} of the config must leave at least {leaders} of the {count} experts in a group, and "
+            f"topk_group {kept} at least num_experts_per_tok {config.num_experts_per_tok} experts in those that are "
+            "chosen."
         )
-    return Corrected(groups=groups, open_groups=kept, least=1e-20, scale=config.routed_scaling_factor)
+    return groups, kept
 
 
 def qkv(target: str, sources: tuple[str, str, str], part: Attention) -> list[Entry]:
@@ -352,9 +369,9 @@ def projected_attention(target: str, source: str, part: Attention) -> list[Entry
         *linear(f"{target}.out", f"{source}.o_proj", part.out_bias, shard_axis=1),
     ]
     if part.qk_norm is not None:
-        bias = part.qk_norm.norm.bias
-        entries += norm(f"{target}.qk_norm.queries", f"{source}.q_norm", bias=bias)
-        entries += norm(f"{target}.qk_norm.keys", f"{source}.k_norm", bias=bias)
+        kinds = {"bias": part.qk_norm.norm.bias, "weight": part.qk_norm.norm.weight}
+        entries += norm(f"{target}.qk_norm.queries", f"{source}.q_norm", **kinds)
+        entries += norm(f"{target}.qk_norm.keys", f"{source}.k_norm", **kinds)
     return entries
 
 

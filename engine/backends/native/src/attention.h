@@ -18,7 +18,7 @@ struct Attention {
   int64_t where_row, block_size, slots;       // block_size 0 without pages
   const int32_t *query_start, *context;       // [rows + 1], [rows]
   int64_t rows, tokens, heads, kv_heads, head_dim;
-  int64_t causal, left, right;  // left < 0: no window
+  int64_t causal, left, right, chunk;  // left < 0: no window; chunk: tokens of one, 0 for none
   double scale, softcap;        // softcap 0: none
   const float *bias, *sinks;    // [heads, bias_columns]; [heads] one more score of each query, null for none
   int64_t bias_kind, bias_columns, bias_zero;

@@ -61,6 +61,7 @@ struct Tiles {
       tile.low = larger(position - a.left, int64_t{0});
       tile.high = smaller(tile.high, end + a.right);
     }
+    if (a.chunk) tile.low = position - position % a.chunk;
     begin += width;
     return true;
   }

@@ -80,6 +80,7 @@ struct Worker {
         int64_t low = 0, high = tile.context;
         if (a.causal) high = smaller(high, at + 1);
         if (a.left >= 0) low = larger(low, at - a.left), high = smaller(high, at + a.right + 1);
+        if (a.chunk) low = at - at % a.chunk;
         low = larger(low - position, int64_t{0}), high = smaller(high - position, CHUNK);
         if (low >= high) low = high = 0;
         const int64_t shift = by_content() ? 0 : position + (a.bias_kind == BY_DISTANCE ? a.bias_zero - at : 0);

@@ -1,0 +1,165 @@
+"""DeepSeek V2 and V3: attention over latents, many small experts beside those for every token; the first layers have
+none (arXiv:2405.04434, arXiv:2412.19437)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.model.families.common import (
+    activation,
+    corrected,
+    decoder_table,
+    gated,
+    groups_of,
+    linear,
+    norm,
+    plain_decoder,
+    projected_experts,
+    rotary,
+    routed,
+)
+from engine.model.normalisation import Norm
+from engine.model.spec import Attention, Block, Corrected, FeedForward, Gated, GroupLimited, Latent, ModelSpec, Shared
+from engine.model.table import Entry, Family, OfHeads, WeightTable
+
+
+def spec(config: Any) -> ModelSpec:
+    second = config.model_type == "deepseek_v2"
+    _refuse_others(config, second)
+    turned, content = config.qk_rope_head_dim, config.qk_nope_head_dim
+    latent = Latent(
+        width=config.kv_lora_rank,
+        rotary=turned,
+        content=content,
+        values=config.v_head_dim,
+        norm=Norm("rms", 1e-6),  # whatever the others have
+        query_width=config.q_lora_rank,
+    )
+    attention = Attention(
+        heads=config.num_attention_heads,
+        kv_heads=1,
+        head_dim=latent.width + turned,
+        scale=(content + turned) ** -0.5 * _stretched(config) ** 2,
+        position=rotary(config, turned, interleaved=second or bool(config.rope_interleave), in_float32=second),
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        latent=latent,
+    )
+    first = config.first_k_dense_replace or 0
+    bias = second and config.mlp_bias
+    networks: list[FeedForward] = [Gated(config.intermediate_size, activation(config.hidden_act), bias)] * first
+    if first < config.num_hidden_layers:
+        networks += [_experts(config, second, bias)] * (config.num_hidden_layers - first)
+    return plain_decoder(config, [attention] * config.num_hidden_layers, networks[: config.num_hidden_layers])
+
+
+def _refuse_others(config: Any, second: bool) -> None:
+    """Raises UnsupportedModelError for settings that the reference does not compute."""
+    methods = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)
+    heads, turned = config.num_attention_heads, config.qk_rope_head_dim
+    expected: list[tuple[str, object, tuple[object, ...]]] = [
+        ("num_key_value_heads", config.num_key_value_heads, (heads,)),
+        ("head_dim", getattr(config, "head_dim", turned), (turned,)),
+        ("scoring_func", getattr(config, "scoring_func", None), (None, "softmax" if second else "sigmoid")),
+        ("topk_method", getattr(config, "topk_method", None), methods if second else (None, *methods)),
+        ("moe_layer_freq", getattr(config, "moe_layer_freq", 1), (1,)),
+    ]
+    if second:
+        expected.append(("norm_topk_prob", config.norm_topk_prob, (None, False)))
+    for name, value, known in expected:
+        if value not in known:
+            may = " or ".join(repr(one) for one in known if one is not None)
+            raise UnsupportedModelError(f"{name} of the config must be {may} for this architecture, got {value!r}.")
+
+
+def _stretched(config: Any) -> float:
+    """What queries and keys are multiplied by each, by `mscale_all_dim` of a scaling of rotary frequencies."""
+    settings: dict[str, Any] = config.rope_parameters or {}
+    weight: Any = settings.get("mscale_all_dim")
+    if settings.get("rope_type", "default") == "default" or not weight:
+        return 1.0
+    factor: Any = settings.get("factor")
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in (weight, factor)):
+        raise UnsupportedModelError(
+            "mscale_all_dim in the config's rope_parameters must be a number, and factor one beside it; got "
+            f"{weight!r} and {factor!r}."
+        )
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _experts(config: Any, second: bool, bias: bool) -> FeedForward:
+    count, shared, act = config.n_routed_experts, config.n_shared_experts, activation(config.hidden_act)
+    if not count or not shared:
+        raise UnsupportedModelError(
+            "n_routed_experts and n_shared_experts of the config must be at least 1 where layers have experts (see "
+            f"first_k_dense_replace); got {count} and {shared}."
+        )
+    routing: GroupLimited | Corrected
+    if not second:
+        routing = corrected(config, count)
+    elif config.topk_method == "greedy":
+        routing = GroupLimited(scale=config.routed_scaling_factor)
+    else:
+        routing = GroupLimited(*groups_of(config, count, leaders=1), scale=config.routed_scaling_factor)
+    experts = routed(
+        Gated(config.moe_intermediate_size, act),
+        count=count,
+        active=config.num_experts_per_tok or 0,
+        normalize=not second and bool(config.norm_topk_prob),
+        routing=routing,
+    )
+    return Shared(experts, Gated(config.moe_intermediate_size * shared, act, bias))
+
+
+def _layer(target: str, source: str, block: Block) -> list[Entry]:
+    inner, stored = f"{target}.ffn.inner", f"{source}.mlp"
+    entries = _attention(f"{target}.attention.inner", f"{source}.self_attn", block.attention)
+    match block.ffn:
+        case Shared(part, Gated() as always):
+            chosen_by = "gate.e_score_correction_bias" if isinstance(part.routing, Corrected) else None
+            entries += projected_experts(f"{inner}.routed", stored, part, chosen_by)
+            entries += gated(f"{inner}.always", f"{stored}.shared_experts", always)
+        case Gated():
+            entries += gated(inner, stored, block.ffn)
+    return entries
+
+
+def _attention(target: str, source: str, part: Attention) -> list[Entry]:
+    latent = part.latent
+    assert latent is not None
+    queries = "q_proj"
+    entries: list[Entry] = []
+    if latent.query_width is not None:
+        queries = "q_b_proj"
+        entries += linear(f"{target}.query_latent", f"{source}.q_a_proj", part.qkv_bias, None)
+        entries += norm(f"{target}.query_norm", f"{source}.q_a_layernorm", bias=False)
+    rows, expanding = latent.content + latent.values, (f"{source}.kv_b_proj.weight",)
+    return [
+        *entries,
+        *linear(f"{target}.queries", f"{source}.{queries}", False, 0),
+        *linear(f"{target}.latent", f"{source}.kv_a_proj_with_mqa", part.qkv_bias, None),
+        *norm(f"{target}.latent_norm", f"{source}.kv_a_layernorm", bias=False),
+        Entry(f"{target}.keys.weight", expanding, OfHeads(rows, 0, axis=2), shard_axis=0),
+        Entry(f"{target}.values.weight", expanding, OfHeads(rows, latent.content), shard_axis=0),
+        *linear(f"{target}.out", f"{source}.o_proj", part.out_bias, 1),
+    ]
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    assert model.decoder is not None
+    table = decoder_table(model, _layer)
+    # Layers after the last guess the tokens after the next, which transformers leaves unread, too.
+    return replace(table, ignored=(*table.ignored, rf"model\.layers\.{len(model.decoder.blocks)}\..*"))
+
+
+FAMILY = Family(
+    name="DeepSeek V2 and V3",
+    architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model", "DeepseekV3ForCausalLM", "DeepseekV3Model"),
+    headless=("DeepseekV2Model", "DeepseekV3Model"),
+    brings="attention over latents (MLA), of which pages hold one vector for each token; experts chosen within groups",
+    spec=spec,
+    weights=weights,
+)

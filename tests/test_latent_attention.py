@@ -1,0 +1,212 @@
+"""Attention over latents: what published configs are made of, what pages hold of a token, and what 8 bits change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import reference
+from support.driving import Job, add, finish, make_engine
+from support.families import FAMILY_SHAPES, FamilyCheckpoint, make_family_checkpoint
+from support.published import read
+from torch import Tensor
+
+from engine import SamplingParams
+from engine.backends.attention.formats import PageShape, format_named, quantise, vector_bytes
+from engine.execution.kv_cache import page_bytes
+from engine.model.missing import unsupported
+from engine.model.normalisation import Norm
+from engine.model.positions import Rotary, YarnScaling
+from engine.model.spec import (
+    Attention,
+    Block,
+    Corrected,
+    Experts,
+    Gated,
+    GroupLimited,
+    Latent,
+    ModelSpec,
+    Pool,
+    Post,
+    Shared,
+    Stack,
+    Tokens,
+)
+
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+V2_LITE = V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+YARN = YarnScaling(factor=40.0, fast=32.0, slow=1.0, original_length=4096, attention_factor=1.0)
+
+
+def test_v3_as_published(tmp_path: Path) -> None:
+    stack = read(tmp_path, V3).decoder
+    assert stack is not None
+    (attention,) = {block.attention for block in stack.blocks}
+    assert attention.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert attention == Attention(
+        heads=128,
+        kv_heads=1,
+        head_dim=576,
+        scale=attention.scale,
+        position=Rotary(64, 10000.0, interleaved=True, scaling=YARN),
+        latent=Latent(width=512, rotary=64, content=128, values=128, norm=Norm("rms", 1e-6), query_width=1536),
+    )
+    assert [block.ffn for block in stack.blocks[:3]] == [Gated(18432, "silu")] * 3
+    routing = Corrected(groups=8, open_groups=4, least=1e-20, scale=2.5)
+    experts = Experts(Gated(2048, "silu"), count=256, active=8, normalize=True, routing=routing)
+    assert {block.ffn for block in stack.blocks[3:]} == {Shared(experts, Gated(2048, "silu"))}
+
+
+def test_v2_lite_as_published(tmp_path: Path) -> None:
+    stack = read(tmp_path, V2_LITE).decoder
+    assert stack is not None
+    (attention,) = {block.attention for block in stack.blocks}
+    assert attention.latent is not None
+    assert attention.latent.query_width is None
+    assert attention.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    # Complex products of float32 in the reference.
+    assert attention.position == Rotary(64, 10000.0, interleaved=True, scaling=YARN, in_float32=True)
+    experts = Experts(Gated(1408, "silu"), count=64, active=6, normalize=False, routing=GroupLimited())
+    assert {block.ffn for block in stack.blocks[1:]} == {Shared(experts, Gated(2816, "silu"))}
+
+
+def test_an_encoder_with_latents_is_refused() -> None:
+    norm = Norm("rms", 1e-6)
+    latent = Latent(width=8, rotary=4, content=4, values=4, norm=norm)
+    attention = Attention(heads=2, kv_heads=1, head_dim=12, scale=0.5, causal=False, latent=latent)
+    block = Block(placement=Post(norm, norm), attention=attention, ffn=Gated(8, "silu"))
+    stack = Stack(hidden_size=8, embedding=Tokens(vocab_size=9, width=8), blocks=(block,), final_norm=None)
+    assert unsupported(ModelSpec(encoder=stack, decoder=None, head=Pool())) == ["latent attention outside a decoder"]
+
+
+# ------------------------------------------------------------------ pages
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> FamilyCheckpoint:
+    return make_family_checkpoint(FAMILY_SHAPES["deepseek-v3"], tmp_path_factory.mktemp("latent"))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "fp8"])
+def test_a_token_takes_its_latent_and_the_shared_key(name: str, model: FamilyCheckpoint) -> None:
+    """In each layer one vector, whatever the heads are."""
+    one = make_engine(model.path, kv_cache_dtype=name, block_size=4)
+    dtype, settings = format_named(name), model.shape.settings
+    width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
+    assert one.runner.model.kv_shapes() == [PageShape(1, width, 1)] * settings["num_hidden_layers"]
+    size = page_bytes(one.runner.model.kv_shapes(), 4, dtype)
+    assert size == 4 * settings["num_hidden_layers"] * vector_bytes(width, dtype)
+    tensors = [tensor for layer in one.runner.cache.layers for tensor in layer]
+    assert sum(tensor[0].nbytes for tensor in tensors) == size
+    assert one.runner.cache.key_centres == [None] * settings["num_hidden_layers"]
+    one.close()
+
+
+class Narrow(transformers.DynamicCache):
+    """transformers' cache of latents and shared keys, rounding both of a token together as pages of a format do."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.dtype = format_named(name)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        both = torch.cat((key_states, value_states), dim=-1)
+        steps, scales = quantise(both, self.dtype)
+        rounded = steps.float() * scales.float().unsqueeze(-1)
+        return super().update(*rounded.split((key_states.shape[-1], value_states.shape[-1]), -1), layer_idx)
+
+
+@pytest.fixture(params=["int8", "fp8"])
+def rounded(request: pytest.FixtureRequest, model: FamilyCheckpoint) -> Iterator[tuple[str, Any]]:
+    one = make_engine(model.path, kv_cache_dtype=request.param, max_num_batched_tokens=16, max_num_seqs=8, block_size=4)
+    yield request.param, one
+    one.close()
+
+
+def test_greedy_equals_transformers_with_latents_of_8_bits(rounded: tuple[str, Any], model: FamilyCheckpoint) -> None:
+    """Token for token, with chunked prompts; and rounding latents so does change what the model says."""
+    name, one = rounded
+    prompts = model.prompts()
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+    for number, ids in enumerate(prompts):
+        add(one, str(number), Job(ids, params))
+    outputs = finish(one)
+    changes = []
+    for number, ids in enumerate(prompts):
+        expected = reference.greedy(model.model, ids, None, 12, past_key_values=Narrow(name))
+        answer = outputs[str(number)].outputs[0]
+        assert answer.token_ids == expected.answers[0].tokens
+        rows = reference.logprobs(model.model, [*ids, *answer.token_ids])[len(ids) - 1 : -1]
+        got = [next(iter(entry.values())).logprob for entry in answer.logprobs or ()]
+        changes += [abs(row[t].item() - have) for row, t, have in zip(rows, answer.token_ids, got, strict=True)]
+    # Where another expert is chosen, a number or two may be far off.
+    assert 1e-4 < sorted(changes)[len(changes) // 2] < 0.3
