@@ -35,6 +35,7 @@ from engine.model.layers import (
     QkNorm,
     SelfAttention,
     SpanConvolution,
+    XieluFeedForward,
 )
 
 
@@ -182,8 +183,8 @@ class AllReduce(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareHeads(HasRows):
-    """Queries, keys and values as attention reads them: limited, normed, rotated; written to a layer's pages where the
-    stack has pages. The heads are overwritten.
+    """Queries, keys and values as attention reads them: limited, normed, rotated (or rotated first, then normed);
+    written to a layer's pages where the stack has pages. The heads are overwritten.
 
     Attributes:
         layer: whose pages; None for an encoder.
@@ -279,6 +280,17 @@ class Activate(HasRows):
     x: Rows
     out: Rows
     gated: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActivateXielu(HasRows):
+    """out = xielu(x), with the slopes that a layer has learned."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    module: XieluFeedForward
+    x: Rows
+    out: Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -390,6 +402,7 @@ Operation = (
     | StoreEncoded
     | Attend
     | Activate
+    | ActivateXielu
     | Open
     | MixExperts
     | GatherNeighbours
@@ -614,6 +627,11 @@ class Builder:
                 return self._reduced(module.out, attended, name)
             case DenseFeedForward() | GatedFeedForward():
                 return self._feed_forward(module, x, name)
+            case XieluFeedForward():
+                wide = self.product(module.up, x, "wide")
+                hidden = self.rows("hidden", module.down.inputs)
+                self.add(ActivateXielu(module, wide, hidden))
+                return self._reduced(module.down, hidden, name)
             case ExpertsFeedForward():
                 out = self.rows(name, self.stream.width)
                 self.add(MixExperts(module, x, out))
