@@ -84,7 +84,8 @@ class Inputs:
     def of_rows(x: Tensor) -> Inputs:
         """For a program that takes rows x [N, features] which are independent of each other."""
         places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        metadata = AttentionMetadata.build([len(x)], [len(x)], x.device)
+        # No operation on rows reads it on the device, and nothing may be copied there while a step is recorded.
+        metadata = AttentionMetadata.build([len(x)], [len(x)], torch.device("cpu"))
         return Inputs(token_ids=places, positions=places, metadata=metadata, tokens=len(x), given=x)
 
     @property

@@ -193,7 +193,9 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     angles = None if rotary is None else state.rotation(rotary, turning)
     if operation.qk_norm is not None:
         if operation.qk_norm.after_rotation and rotary is not None and angles is not None:
-            turning, rotary, angles = rotate(turning, rotary, *angles), None, None
+            if not kernels.rotate_and_store(turning, values, rotary, angles, None, None):
+                turning = rotate(turning, rotary, *angles)
+            rotary, angles = None, None
         turning = operation.qk_norm(turning)
     cache = None if operation.layer is None else state.pages(operation.layer)
     slots = inputs.slots if cache is not None else None
