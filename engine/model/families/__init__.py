@@ -10,11 +10,9 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from engine.errors import OctavoError, UnsupportedModelError
 from engine.model.families.classification import base_model, classifier, with_head
-from engine.model.families.kinds import keeps_state, own_settings, settings_of_class, unknown_settings
+from engine.model.families.kinds import keeps_state, model_type_of, own_settings, settings_of_class, unknown_settings
 from engine.model.families.language_part import ARCHITECTURES, whole_of, without_vision
 from engine.model.missing import unsupported
 from engine.model.spec import Lm, ModelSpec, Pool
@@ -107,8 +105,9 @@ def _alternatives(config: Any) -> str:
     """What is nearest to a config's architecture, and whether it would do in its place."""
     name = architecture(config)
     if text := getattr(config, "text_config", None):
-        inner = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(text, "model_type", ""))
-        if inner in _BY_ARCHITECTURE:
+        kind = getattr(text, "model_type", "")
+        inner = next((other for other in _with_head() if model_type_of(_config_name(other)) == kind), None)
+        if inner is not None:
             return f"A checkpoint of its language part alone ({inner}) would do."
         return "Its language part is not supported either."
     near = nearest(name)

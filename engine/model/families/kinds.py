@@ -46,6 +46,11 @@ def settings_of_class(name: str) -> frozenset[str]:
     return frozenset() if kind is None else frozenset(own_settings(kind()))
 
 
+def model_type_of(name: str) -> str | None:
+    """The type of models that configs of a class of transformers are for; None if there is none of that name."""
+    return getattr(getattr(transformers, name, None), "model_type", None)
+
+
 def unknown_settings(config: Any, name: str) -> list[str]:
     """Settings of a config that a class of configs does not have, in their order: those that are on, and not for
     training alone."""
