@@ -184,8 +184,8 @@ def test_models_that_cannot_be_served(model: Path) -> None:
     whole = json.loads(config.read_text())
     config.write_text(json.dumps(whole | {"architectures": ["MambaForCausalLM"]}))
     text = failed(examine(model)["model"])
-    assert "'MambaForCausalLM' is not supported -> The nearest supported one, by its settings: Llama" in text
-    assert ". Supported: " in text
+    assert "'MambaForCausalLM' is not supported: it keeps a state" in text
+    assert "-> No supported architecture would do in its place. `octavo models` lists what is supported." in text
     config.write_text("{")
     assert "config.json cannot be read" in failed(examine(model)["model"])
     config.unlink()

@@ -217,49 +217,105 @@ def test_no_architecture_is_of_two_families() -> None:
     assert all(set(family.headless) < set(family.architectures) for family in families.FAMILIES)
 
 
-def refusal(architecture: str) -> str:
+def refusal(config: Any) -> str:
+    """What is said of it: short, and ending in where the whole list is."""
     with pytest.raises(UnsupportedModelError) as caught:
-        families.build_spec(transformers.LlamaConfig(architectures=[architecture]))
-    return str(caught.value)
+        families.build_spec(config)
+    message = str(caught.value)
+    assert message.startswith(f"The architecture '{config.architectures[0]}' is not supported")
+    assert len(message) < 480
+    end = " `octavo models` lists what is supported."
+    assert message.endswith(end)
+    return message.removesuffix(end)
 
 
-def test_a_refusal_names_the_nearest_and_lists_what_is_supported() -> None:
-    message = refusal("Llama9ForConditionalGeneration")
-    assert message.startswith("The architecture 'Llama9ForConditionalGeneration' is not supported. ")
-    assert ". The nearest supported one: Llama4ForCausalLM. Supported: " in message
-    listed = message.partition(" Supported: ")[2].partition("; classifiers over decoders, such as ")[0].split(", ")
-    headless = {name for family in families.FAMILIES for name in family.headless}
-    assert listed == [name for name in families.supported() if name not in headless]
-    assert set(listed) | headless == set(families.supported())
+def of_type(model_type: str, architecture: str, **settings: Any) -> Any:
+    return transformers.AutoConfig.for_model(model_type, architectures=[architecture], **settings)
 
 
-@pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "Gemma4ForCausalLM"])
-def test_a_refusal_says_what_no_part_expresses(name: str) -> None:
-    message = refusal(name)
-    assert f"The architecture {name!r} is not supported: " in message
-    assert "layers read vectors of their own for each token" in message
-    assert message.partition(". ")[2].startswith("The nearest supported one: Gemma3ForCausalLM. Supported: ")
+def test_a_refusal_names_the_nearest_and_what_would_show_that_it_does() -> None:
+    message = refusal(transformers.LlamaConfig(architectures=["Llama9ForCausalLM"]))
+    assert message == (
+        "The architecture 'Llama9ForCausalLM' is not supported. The nearest, LlamaForCausalLM, has the same settings; "
+        "whether it computes the same, only transformers can tell."
+    )
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture", "expected"),
+    ("model_type", "name"), [("gemma3n_text", "Gemma3nForCausalLM"), ("gemma4_text", "Gemma4ForCausalLM")]
+)
+def test_a_refusal_says_what_no_part_expresses(model_type: str, name: str) -> None:
+    message = refusal(of_type(model_type, name))
+    assert message.startswith(f"The architecture {name!r} is not supported: ")
+    assert "layers read vectors of their own for each token" in message
+    assert ". The nearest, Gemma3ForCausalLM, would not do as it is: it knows no setting " in message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "nearest", "unknown"),
     [
-        ("codegen", "CodeGenForCausalLM", "GPTJForCausalLM"),
-        ("jamba", "JambaForCausalLM", "OlmoeForCausalLM"),
-        ("persimmon", "PersimmonForCausalLM", "StableLmForCausalLM"),
+        ("diffllama", "DiffLlamaForCausalLM", "LlamaForCausalLM", "lambda_std_dev."),
+        ("gpt_neox_japanese", "GPTNeoXJapaneseForCausalLM", "GPTNeoXForCausalLM", "intermediate_multiple_size."),
     ],
 )
-def test_where_no_name_is_near_settings_are(model_type: str, architecture: str, expected: str) -> None:
-    config = transformers.AutoConfig.for_model(model_type, architectures=[architecture])
-    with pytest.raises(UnsupportedModelError) as caught:
-        families.build_spec(config)
-    assert f"is not supported. The nearest supported one, by its settings: {expected}. Supported: " in str(caught.value)
+def test_a_refusal_says_why_the_nearest_would_not_do(
+    model_type: str, architecture: str, nearest: str, unknown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "_with_head", lambda: ["Glm4MoeForCausalLM", *KNOWN])
+    message = refusal(of_type(model_type, architecture))
+    assert f" The nearest, {nearest}, would not do as it is: it knows no setting {unknown}" in message
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
-def test_a_refusal_says_so_where_nothing_is_near(model_type: str) -> None:
-    config = transformers.AutoConfig.for_model(model_type, architectures=["ZambaForCausalLM"])
-    with pytest.raises(UnsupportedModelError) as caught:
-        families.build_spec(config)
-    expected = "is not supported. No supported architecture has a similar name or similar settings. Supported: "
-    assert expected in str(caught.value)
+def test_where_the_name_is_near_and_the_settings_are_not_they_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "_with_head", lambda: ["MixtralForCausalLM", *KNOWN])
+    config = of_type("gpt_oss", "GptOss2ForCausalLM")
+    assert families.nearest("GptOss2ForCausalLM") in ("GPT2LMHeadModel", "GPTNeoXForCausalLM")
+    assert " The nearest, MixtralForCausalLM, would not do as it is: " in refusal(config)
+
+
+def test_another_head_of_a_family_that_is_served() -> None:
+    message = refusal(transformers.BertConfig(architectures=["BertForQuestionAnswering"]))
+    assert message.endswith(" BertForMaskedLM, of the same family, is supported, but has another head.")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        of_type("mamba", "MambaForCausalLM"),
+        of_type("rwkv", "RwkvForCausalLM"),
+        of_type("jamba", "JambaForCausalLM"),
+        of_type("lfm2", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"], num_hidden_layers=2),
+        of_type("qwen3_next", "Qwen3NextForCausalLM"),
+        of_type("recurrent_gemma", "RecurrentGemmaForCausalLM"),
+        of_type("falcon_h1", "FalconH1ForCausalLM"),
+        of_type("xlstm", "xLSTMForCausalLM"),
+        transformers.PretrainedConfig(architectures=["NewForCausalLM"], ssm_state_size=16),
+    ],
+    ids=lambda config: str(config.architectures[0]),
+)
+def test_models_that_keep_a_state_are_not_this_projects_subject(config: Any) -> None:
+    assert refusal(config).endswith(
+        " is not supported: it keeps a state (recurrent, state-space or hybrid layers), and this project is for "
+        "transformers, which keep keys and values. No supported architecture would do in its place."
+    )
+
+
+def test_a_hybrid_family_without_a_layer_that_keeps_a_state_is_refused_as_any_other() -> None:
+    config = of_type("lfm2", "Lfm2ForCausalLM", layer_types=["full_attention"] * 2, num_hidden_layers=2)
+    assert " would not do as it is: " in refusal(config)
+
+
+def test_a_multimodal_model_says_whether_its_language_part_would_do() -> None:
+    text = "The architecture 'FuyuForCausalLM' is not supported: it takes more than text. Its language part is not "
+    assert refusal(of_type("fuyu", "FuyuForCausalLM")) == f"{text}supported either."
+    config = of_type("fuyu", "FuyuForCausalLM", text_config={"model_type": "llama"})
+    assert refusal(config).endswith(" A checkpoint of its language part alone (LlamaForCausalLM) would do.")
+
+
+def test_a_refusal_says_so_where_nothing_is_near() -> None:
+    assert refusal(of_type("blt", "ZambezeForCausalLM")).endswith(" No supported architecture is near it.")
+
+
+def test_a_config_without_architectures() -> None:
+    with pytest.raises(UnsupportedModelError, match=r'holds no "architectures"\. Name there .* `octavo models` lists'):
+        families.build_spec(transformers.LlamaConfig())

@@ -353,6 +353,6 @@ def test_refusals(config: dict[str, Any], settings: dict[str, Any], message: str
     ],
 )
 def test_heads_that_are_not_served(architecture: str, nearest: str, tmp_path: Path) -> None:
-    message = f"The architecture '{architecture}' is not supported. The nearest supported one: {nearest}. Supported: "
+    message = f"The architecture '{architecture}' is not supported. {nearest}, of the same family, is supported, but "
     with pytest.raises(UnsupportedModelError, match=message):
         families.build_spec(transformers.BertConfig(architectures=[architecture]))

@@ -18,6 +18,7 @@ from engine.model.layers import (
     GatedFeedForward,
     Linear,
     SelfAttention,
+    XieluFeedForward,
 )
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
@@ -143,6 +144,8 @@ def build_feed_forward(part: spec.FeedForward, hidden_size: int, place: Place) -
             return DenseFeedForward(part, hidden_size, place)
         case spec.Gated():
             return GatedFeedForward(part, hidden_size, place)
+        case spec.Xielu():
+            return XieluFeedForward(part, hidden_size, place)
         case spec.Experts():
             return ExpertsFeedForward(part, hidden_size, place)
         case spec.Shared():

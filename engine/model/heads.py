@@ -1,4 +1,4 @@
-"""What reads the hidden states: the modules of heads that do not continue a text."""
+"""What reads the hidden states: the modules of heads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,13 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter, place: Place) -> nn.M
     sizes: tuple[int, int | None, int]
     match part:
         case spec.Lm():
-            return Linear(hidden, model.vocab_size, part.bias, place, shared=table if part.tied else None)
+            shared, layer = table if part.tied else None, part.layer
+            if layer is None:
+                return Linear(hidden, model.vocab_size, part.bias, place, shared=shared)
+            sizes = (hidden, hidden, model.vocab_size)
+            return Head(
+                sizes, layer.activation, layer.norm, place, dense_bias=layer.bias, bias=part.bias, shared=shared
+            )
         case spec.MaskedLm():
             sizes = (hidden, part.width or table.shape[1], model.vocab_size)
             shared = table if part.tied else None

@@ -19,6 +19,7 @@ from engine.backends.native import gemm
 from engine.backends.native.arguments import FORMATS
 from engine.backends.native.gemm import Quantised
 from engine.model import kernels, spec
+from engine.model.activations import activate
 from engine.model.bias import BucketTable
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.norms import build_norm
@@ -100,12 +101,13 @@ class Linear(nn.Module):
 
 
 class QkNorm(nn.Module):
-    """Norms of queries and keys, each over a head's features or over all heads' at once."""
+    """Norms of queries and keys, each over a head's features or over all heads' at once, before rotation or after."""
 
-    def __init__(self, part: spec.Attention, norm: spec.PerHead | spec.WholeProjection, place: Place):
+    def __init__(self, part: spec.Attention, norm: spec.QkNorm, place: Place):
         super().__init__()
         self.split = (part.heads,)
         self.whole = isinstance(norm, spec.WholeProjection)
+        self.after_rotation = isinstance(norm, spec.AfterRotation)
         sizes = [n * part.head_dim if self.whole else part.head_dim for n in (part.heads, part.kv_heads)]
         self.queries, self.keys = (build_norm(norm.norm, size, place) for size in sizes)
 
@@ -189,6 +191,29 @@ class DenseFeedForward(nn.Module):
         self.up = Linear(hidden_size, part.width, part.bias, place)
         self.down = Linear(part.width, hidden_size, part.bias, place)
         self.activation = part.activation
+
+
+class XieluFeedForward(nn.Module):
+    """The weights of down(xielu(up(x))): two matrices, and what softplus makes the slopes of."""
+
+    def __init__(self, part: spec.Xielu, hidden_size: int, place: Place):
+        super().__init__()
+        self.up = Linear(hidden_size, part.width, part.bias, place)
+        self.down = Linear(part.width, hidden_size, part.bias, place)
+        exact = replace(place, dtype=torch.float32)
+        self.positive, self.negative = exact.parameter(1), exact.parameter(1)
+        self.linear, self.least = exact.parameter(), exact.parameter()
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The function of rows [T, width], computed in float32; no row's bits depend on the others."""
+        positive = F.softplus(self.positive)
+        negative = self.linear + F.softplus(self.negative)
+        return activate(lambda rows: self._xielu(rows, positive, negative), x)
+
+    def _xielu(self, x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        wide = x.float()
+        below = (torch.expm1(wide.minimum(self.least)) - wide) * negative
+        return (torch.where(wide > 0, positive * wide * wide, below) + self.linear * wide).to(x.dtype)
 
 
 class GatedFeedForward(nn.Module):

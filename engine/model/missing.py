@@ -14,7 +14,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
         missing.append("language-model heads over an encoder")
     if model.decoder is not None and isinstance(model.head, spec.MaskedLm):
         missing.append("MaskedLm heads over a decoder")
-    head = None if isinstance(model.head, spec.Lm | spec.Pool) else model.head.activation
+    part = model.head.layer if isinstance(model.head, spec.Lm) else model.head
+    head = None if part is None or isinstance(part, spec.Pool) else part.activation
     if head is not None and head not in ACTIVATIONS:
         missing.append(f"activation {head}")
     for stack in (model.encoder, model.decoder):
@@ -100,7 +101,7 @@ def _unsupported_block(block: spec.Block) -> list[str]:
     routed = experts_of(ffn)
     network = ffn if routed is None else routed.expert
     assert not isinstance(network, spec.Experts | spec.Shared)
-    activation = None if isinstance(network, spec.Clamped) else network.activation
+    activation = None if isinstance(network, spec.Clamped | spec.Xielu) else network.activation
     found = {
         f"activation {activation}": activation is not None and activation not in ACTIVATIONS,
         **_unsupported_attention(attention),

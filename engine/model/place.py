@@ -17,4 +17,4 @@ class Place:
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter that never asks for gradients."""
-        return nn.Parameter(torch.empty(*shape, device=self.device, dtype=self.dtype), requires_grad=False)
+        return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype), requires_grad=False)

@@ -36,6 +36,7 @@ from engine.model.layers import (
     QkNorm,
     SelfAttention,
     SpanConvolution,
+    XieluFeedForward,
 )
 from engine.model.positions import Temperature
 
@@ -85,7 +86,8 @@ class Inputs:
     def of_rows(x: Tensor) -> Inputs:
         """For a program that takes rows x [N, features] which are independent of each other."""
         places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        metadata = AttentionMetadata.build([len(x)], [len(x)], x.device)
+        # No operation on rows reads it on the device, and nothing may be copied there while a step is recorded.
+        metadata = AttentionMetadata.build([len(x)], [len(x)], torch.device("cpu"))
         return Inputs(token_ids=places, positions=places, metadata=metadata, tokens=len(x), given=x)
 
     @property
@@ -184,8 +186,8 @@ class AllReduce(HasRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareHeads(HasRows):
-    """Queries, keys and values as attention reads them: limited, normed, rotated; written to a layer's pages where the
-    stack has pages. The heads are overwritten.
+    """Queries, keys and values as attention reads them: limited, normed, rotated (or rotated first, then normed);
+    written to a layer's pages where the stack has pages. The heads are overwritten.
 
     Attributes:
         layer: whose pages; None for an encoder.
@@ -325,6 +327,17 @@ class Activate(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ActivateXielu(HasRows):
+    """out = xielu(x), with the slopes that a layer has learned."""
+
+    READS = ("x",)
+    WRITES = ("out",)
+    module: XieluFeedForward
+    x: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Open(HasRows):
     """x = sigmoid(opening) * x, where an opening is one number of each row."""
 
@@ -436,6 +449,7 @@ Operation = (
     | StoreEncoded
     | Attend
     | Activate
+    | ActivateXielu
     | Open
     | MixExperts
     | GatherNeighbours
@@ -662,6 +676,11 @@ class Builder:
                 return self._reduced(module.out, attended, name)
             case DenseFeedForward() | GatedFeedForward():
                 return self._feed_forward(module, x, name)
+            case XieluFeedForward():
+                wide = self.product(module.up, x, "wide")
+                hidden = self.rows("hidden", module.down.inputs)
+                self.add(ActivateXielu(module, wide, hidden))
+                return self._reduced(module.down, hidden, name)
             case ExpertsFeedForward():
                 out = self.rows(name, self.stream.width)
                 self.add(MixExperts(module, x, out))

@@ -40,6 +40,16 @@ class WholeProjection:
 
 
 @dataclass(frozen=True, slots=True)
+class AfterRotation:
+    """Queries and keys are normalised per head after they are rotated, over head_dim features."""
+
+    norm: Norm
+
+
+QkNorm = PerHead | WholeProjection | AfterRotation
+
+
+@dataclass(frozen=True, slots=True)
 class Sinks:
     """A learned score for each head, which softmax counts and which belongs to no value: what a query need not look at
     may go there (arXiv:2508.10925)."""
@@ -111,7 +121,7 @@ class Attention:
     temperature: Temperature | None = None
     causal: bool = True
     window: Sight | None = None
-    qk_norm: PerHead | WholeProjection | None = None
+    qk_norm: QkNorm | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     clip: float | None = None
@@ -160,6 +170,15 @@ class Gated:
 
     width: int
     activation: Activation
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """down(xielu(up(x))) with `width` hidden features; each layer learns how steep the function is on either side of 0
+    (arXiv:2411.13010): p * x^2 + x / 2 above, n * (expm1(x) - x) + x / 2 below."""
+
+    width: int
     bias: bool = False
 
 
@@ -272,7 +291,7 @@ class Shared:
     always: Gated | Opened
 
 
-FeedForward = Dense | Gated | Experts | Shared
+FeedForward = Dense | Gated | Xielu | Experts | Shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,12 +520,22 @@ class Stack:
         return self.projection or self.hidden_size
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """norm(activation(dense(x))), with as many features as x has, between the hidden states and a head's matrix."""
+
+    activation: Activation
+    norm: Norm
+    bias: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lm:
     """Hidden state to logits over the vocabulary.
 
     Attributes:
         tied: the matrix is the embedding's table.
+        layer: stands before the matrix.
         input_scale: multiplies the hidden state first.
         bias: has a learned bias.
         logit_scale: multiplies the logits.
@@ -514,6 +543,7 @@ class Lm:
     """
 
     tied: bool
+    layer: HeadLayer | None = None
     input_scale: float = 1.0
     bias: bool = False
     logit_scale: float = 1.0

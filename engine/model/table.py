@@ -121,26 +121,38 @@ class Reversed:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Several tensors, one after the other along the first axis, of these lengths."""
+    """Several tensors, one after the other along the first axis, of these lengths.
+
+    Attributes:
+        inner: how each of them lies in its part; empty: as stored.
+    """
 
     lengths: tuple[int, ...]
+    inner: tuple[Transform, ...] = ()
 
     def shapes(self, target: Size) -> list[Size]:
-        return [Size((length, *target[1:])) for length in self.lengths]
+        parts = [Size((length, *target[1:])) for length in self.lengths]
+        return [self._of(place).shapes(part)[0] for place, part in enumerate(parts)]
 
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
-        torch.split(target, list(self.lengths))[place].copy_(source)
+        self._of(place).fill(torch.split(target, list(self.lengths))[place], 0, source)
+
+    def _of(self, place: int) -> Transform:
+        return self.inner[place] if self.inner else Same()
 
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """The two halves along the first axis in the other order."""
+    """The two halves of each of `pieces` along the first axis in the other order."""
+
+    pieces: int = 1
 
     def shapes(self, target: Size) -> list[Size]:
         return [target]
 
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
-        target.copy_(torch.roll(source, len(source) // 2, 0))
+        halves = source.reshape(self.pieces, 2, -1, *source.shape[1:])
+        target.copy_(halves.flip(1).reshape(source.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +186,15 @@ class Interleaved:
     """Queries, keys and values stored group by group: `queries` query heads, then one key and one value head.
 
     In the parameter all queries come first, then all keys, then all values.
+
+    Attributes:
+        order: which of the three is stored first in a group, second and third.
     """
 
     groups: int
     queries: int
     head_dim: int
+    order: tuple[int, int, int] = (0, 1, 2)
 
     def shapes(self, target: Size) -> list[Size]:
         return [target]
@@ -186,11 +202,12 @@ class Interleaved:
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
         rest = source.shape[1:]
         stored = source.view(self.groups, self.queries + 2, self.head_dim, *rest)
-        begin = 0
-        for part in torch.split(stored, [self.queries, 1, 1], dim=1):
-            rows = self.groups * part.shape[1] * self.head_dim
-            target[begin : begin + rows].view(part.shape).copy_(part)
-            begin += rows
+        heads = (self.queries, 1, 1)
+        parts = torch.split(target, [self.groups * count * self.head_dim for count in heads])
+        for kind, part in zip(
+            self.order, torch.split(stored, [heads[kind] for kind in self.order], dim=1), strict=True
+        ):
+            parts[kind].view(part.shape).copy_(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +240,28 @@ class Stacked:
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
         one, place = divmod(place, len(self.inner.shapes(Size(target.shape[1:]))))
         self.inner.fill(target[one], place, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """A stack's matrices stored as one, each one's rows after those before it.
+
+    Attributes:
+        inner: how each matrix is stored.
+        parts: so many tensors hold a share of each matrix's rows, the first rows first.
+    """
+
+    inner: Transform = Same()
+    parts: int = 1
+
+    def shapes(self, target: Size) -> list[Size]:
+        count, rows, features = target
+        stored = self.inner.shapes(Size((count, rows // self.parts, features)))[0]
+        return [Size((stored[0] * stored[1], stored[2]))] * self.parts
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        own = target.chunk(self.parts, dim=1)[place]
+        self.inner.fill(own, 0, source.view(self.inner.shapes(own.shape)[0]))
 
 
 @dataclass(frozen=True, slots=True)

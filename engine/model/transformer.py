@@ -288,8 +288,7 @@ class Transformer(nn.Module):
             return scores
         if part.input_scale != 1.0:
             hidden = hidden * part.input_scale
-        assert isinstance(self.head, Linear)
-        logits = self.head.in_float32(hidden, form)
+        logits = self.head.in_float32(hidden, form) if isinstance(self.head, Linear) else self.head(hidden)
         if part.logit_scale != 1.0:
             logits = logits * part.logit_scale
         if part.softcap is not None:

@@ -73,7 +73,8 @@ class FamilyCheckpoint:
     def window(self) -> int:
         """Tokens that a layer sees at most, the token itself included; 0 if every layer sees all."""
         config = self.model.config
-        return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+        named = ("sliding_window", "attention_chunk_size", "window_size")
+        return next((getattr(config, name) for name in named if getattr(config, name, None)), 0)
 
     def prompts(self) -> list[list[int]]:
         """The shape's prompts."""
@@ -166,6 +167,7 @@ def fill_randomly(model: Any, seed: int) -> None:
     """The same without longer rows for EOS."""
     generator = torch.Generator().manual_seed(seed)
     done: set[int] = set()
+    routers = {id(inner) for module in model.modules() if is_router(module) for inner in linears(module)}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) in done or not parameter.requires_grad:
@@ -180,7 +182,7 @@ def fill_randomly(model: Any, seed: int) -> None:
                 parameter.copy_(0.5 * noise)
             else:
                 inputs = parameter.shape[0] if isinstance(module, Conv1D) else parameter.shape[-1]
-                gain = 3.0 if is_router(module) else 1.2
+                gain = 3.0 if is_router(module) or id(module) in routers else 1.2
                 parameter.copy_(noise * gain * inputs**-0.5)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.endswith("e_score_correction_bias"):
@@ -189,7 +191,12 @@ def fill_randomly(model: Any, seed: int) -> None:
 
 def is_router(module: nn.Module) -> bool:
     """Chooses experts."""
-    return type(module).__name__.endswith("Router")
+    return type(module).__name__.endswith(("Router", "V1Gate"))
+
+
+def linears(module: nn.Module) -> list[nn.Linear]:
+    """The matrices within a module."""
+    return [inner for inner in module.modules() if isinstance(inner, nn.Linear)]
 
 
 @contextmanager
@@ -199,7 +206,8 @@ def watching_routers(model: Any) -> Iterator[list[float]]:
     margins: list[float] = []
 
     def note(module: Any, inputs: Any, _: Any) -> None:
-        odds = nn.functional.linear(inputs[0].flatten(0, -2), module.weight)
+        (matrix,) = linears(module) or [module]
+        odds = nn.functional.linear(inputs[0].flatten(0, -2), matrix.weight)
         if hasattr(module, "moe_statics"):
             odds = module.moe_statics(odds.softmax(-1))
         elif len(inputs) > 1:
@@ -211,7 +219,7 @@ def watching_routers(model: Any) -> Iterator[list[float]]:
                 pairs = grouped.topk(2).values.sum(-1)
                 least = margin(pairs, module.topk_group)
                 odds = grouped.masked_fill((pairs < least[:, None])[..., None], -math.inf).view_as(odds)
-        margin(odds, module.top_k)
+        margin(odds, module.top_k if hasattr(module, "top_k") else model.config.ffn_config.moe_top_k)
 
     def margin(odds: torch.Tensor, count: int) -> torch.Tensor:
         """Notes it, and gives the least of each row that is chosen."""

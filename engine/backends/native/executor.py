@@ -300,14 +300,23 @@ class NativeExecutor:
         part = operation.part
         if part.clip is not None:
             self.native.clip(operation.heads, part.clip)
-        if operation.qk_norm is not None:
-            self._qk_norm(operation.qk_norm, operation, part)
         rotary = part.position if isinstance(part.position, Rotary) else None
-        if rotary is None and operation.layer is None:
+        pages = None if operation.layer is None else self._pages_of(operation.layer, True)
+        if operation.qk_norm is not None:
+            if operation.qk_norm.after_rotation:
+                self._rotate(operation, rotary, None)
+                rotary = None
+            self._qk_norm(operation.qk_norm, operation, part)
+        self._rotate(operation, rotary, pages)
+
+    def _rotate(self, operation: PrepareHeads, rotary: Rotary | None, pages: Pages | None) -> None:
+        """Turn the heads, and write them to pages, as far as there are positions and pages."""
+        part = operation.part
+        if rotary is None and pages is None:
             return
         self.native.rotate(
             operation.heads,
-            None if operation.layer is None else self._pages_of(operation.layer, True),
+            pages,
             query_heads=part.heads,
             kv_heads=part.kv_heads,
             head_dim=part.head_dim,

@@ -22,6 +22,7 @@ from engine.model.layers import CrossAttention, SelfAttention
 from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
 from engine.model.program import (
     Activate,
+    ActivateXielu,
     Add,
     AddAdapters,
     AllReduce,
@@ -192,10 +193,14 @@ def _prepare_heads(operation: PrepareHeads, state: Pass) -> None:
     if part.clip is not None:
         heads = heads.clamp_(-part.clip, part.clip)
     turning, values = heads.tensor_split((part.heads + part.kv_heads,), dim=1)
-    if operation.qk_norm is not None:
-        turning = operation.qk_norm(turning)
     rotary = part.position if isinstance(part.position, Rotary) else None
     angles = None if rotary is None else state.rotation(rotary, turning)
+    if operation.qk_norm is not None:
+        if operation.qk_norm.after_rotation and rotary is not None and angles is not None:
+            if not kernels.rotate_and_store(turning, values, rotary, angles, None, None):
+                turning = rotate(turning, rotary, *angles)
+            rotary, angles = None, None
+        turning = operation.qk_norm(turning)
     cache = None if operation.layer is None else state.pages(operation.layer)
     slots = inputs.slots if cache is not None else None
     done = kernels.rotate_and_store(turning, values, rotary, angles, cache, slots)
@@ -275,6 +280,10 @@ def _activate(operation: Activate, state: Pass) -> None:
     state.values[operation.out] = by_name(operation.function, state.values[operation.x])
 
 
+def _activate_xielu(operation: ActivateXielu, state: Pass) -> None:
+    state.values[operation.out] = operation.module.activate(state.values[operation.x])
+
+
 def _open(operation: Open, state: Pass) -> None:
     state.values[operation.x] = state.values[operation.opening].sigmoid() * state.values[operation.x]
 
@@ -337,6 +346,7 @@ HANDLERS: dict[type, Handler] = {
     StoreEncoded: _store_encoded,
     Attend: _attend,
     Activate: _activate,
+    ActivateXielu: _activate_xielu,
     Open: _open,
     MixExperts: _mix_experts,
     GatherNeighbours: _gather_neighbours,

@@ -145,6 +145,9 @@ class _Fusing:
             table = self._tables.rotary[part.position]
             angles = Angles(table.cos, table.sin, part.position.interleaved, part.position.in_float32)
         if operation.qk_norm is not None:
+            if operation.qk_norm.after_rotation:
+                self._missing["norms of queries and keys after rotation have no kernel"] = None
+                return None
             queries, keys = self._norm(operation.qk_norm.queries), self._norm(operation.qk_norm.keys)
             if queries is None or keys is None:
                 return None

@@ -10,10 +10,9 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-import transformers
-
 from engine.errors import OctavoError, UnsupportedModelError
 from engine.model.families.classification import base_model, classifier, with_head
+from engine.model.families.kinds import keeps_state, model_type_of, own_settings, settings_of_class, unknown_settings
 from engine.model.families.language_part import ARCHITECTURES, whole_of, without_vision
 from engine.model.missing import unsupported
 from engine.model.spec import Lm, ModelSpec, Pool
@@ -83,32 +82,47 @@ def nearest_by_settings(config: Any) -> str | None:
     For an architecture whose name shows no kinship: many are LLaMA's blocks under another name. Only settings'
     names are compared, and only those that not every config has.
     """
-    of_any = set(transformers.PretrainedConfig().to_dict())
-    own = set(config.to_dict() if isinstance(config, transformers.PretrainedConfig) else vars(config)) - of_any
-    likeness = {}
-    for name in _with_head():
-        kind = getattr(transformers, _PURPOSE.sub("", name, count=1) + "Config", None)
-        others = set() if kind is None else set(kind().to_dict()) - of_any
-        likeness[name] = len(own & others) / (len(own | others) or 1)
+    likeness = {name: _shared(config, name) for name in _with_head()}
     best = max(likeness, key=lambda name: likeness[name])
     return best if likeness[best] > _SHARED else None
 
 
-_SHARED = 0.4  # of the settings that either has; state-space models and encoder-decoders share less with any
+_SHARED = 0.4  # of the settings that either has; encoder-decoders share less with any
+_DOUBT = 0.2  # a name says less than this difference between shares: gpt-oss is not GPT-NeoX
+
+
+def _shared(config: Any, name: str) -> float:
+    """The share of settings that a config and those of a supported architecture have in common."""
+    own, others = own_settings(config), settings_of_class(_config_name(name))
+    return len(own.keys() & others) / (len(own.keys() | others) or 1)
+
+
+def _config_name(name: str) -> str:
+    return _PURPOSE.sub("", name, count=1) + "Config"
 
 
 def _alternatives(config: Any) -> str:
-    """What to use instead of a config's architecture, in words."""
-    if other := nearest(architecture(config)):
-        near = f"The nearest supported one: {other}."
-    elif other := nearest_by_settings(config):
-        near = f"The nearest supported one, by its settings: {other}."
-    else:
-        near = "No supported architecture has a similar name or similar settings."
-    return (
-        f"{near} Supported: {', '.join(_with_head())}; classifiers over decoders, such as "
-        "LlamaForSequenceClassification and LlamaForTokenClassification."
-    )
+    """What is nearest to a config's architecture, and whether it would do in its place."""
+    name = architecture(config)
+    if text := getattr(config, "text_config", None):
+        kind = getattr(text, "model_type", "")
+        inner = next((other for other in _with_head() if model_type_of(_config_name(other)) == kind), None)
+        if inner is not None:
+            return f"A checkpoint of its language part alone ({inner}) would do."
+        return "Its language part is not supported either."
+    near = nearest(name)
+    if near is not None and _words(near) == _words(name):
+        return f"{near}, of the same family, is supported, but has another head."
+    alike = nearest_by_settings(config)
+    if alike is not None and (near is None or _shared(config, near) < _shared(config, alike) - _DOUBT):
+        near = alike
+    if near is None:
+        return "No supported architecture is near it."
+    unknown = unknown_settings(config, _config_name(near))
+    if unknown:
+        more = f" (and {len(unknown) - 3} more)" if len(unknown) > 3 else ""
+        return f"The nearest, {near}, would not do as it is: it knows no setting {', '.join(unknown[:3])}{more}."
+    return f"The nearest, {near}, has the same settings; whether it computes the same, only transformers can tell."
 
 
 def architecture(config: Any) -> str:
@@ -131,7 +145,7 @@ def find(config: Any) -> Family:
     """
     name = architecture(config)
     if not name:
-        raise UnsupportedModelError(f'config.json holds no "architectures". Supported: {", ".join(_with_head())}.')
+        raise UnsupportedModelError(f'config.json holds no "architectures". Name there what the model is. {_LIST}')
     family = _BY_ARCHITECTURE.get(name) or _BY_ARCHITECTURE.get(base_model(name) or "")
     if family is None:
         raise _unknown(config)
@@ -155,10 +169,24 @@ _REASONS = {
 
 def _unknown(config: Any) -> UnsupportedModelError:
     name = architecture(config)
-    # A config inside the config: text is one of several things that such a model takes.
-    why = "multimodal, which is not supported" if getattr(config, "text_config", None) else "not supported"
-    reasons = [f": {reason}" for begin, reason in _REASONS.items() if name.startswith(begin)]
-    return UnsupportedModelError(f"The architecture {name!r} is {why}{''.join(reasons)}. {_alternatives(config)}")
+    why, instead = "", ""
+    reasons = [reason for begin, reason in _REASONS.items() if name.startswith(begin)]
+    if reasons:
+        why = f": {reasons[0]}"
+    elif keeps_state(config):
+        why = (
+            ": it keeps a state (recurrent, state-space or hybrid layers), and this project is for transformers, which "
+            "keep keys and values"
+        )
+        instead = "No supported architecture would do in its place."
+    elif getattr(config, "text_config", None):
+        why = ": it takes more than text"
+    return UnsupportedModelError(
+        f"The architecture {name!r} is not supported{why}. {instead or _alternatives(config)} {_LIST}"
+    )
+
+
+_LIST = "`octavo models` lists what is supported."
 
 
 def describe(config: Any) -> ModelSpec:
@@ -228,7 +256,7 @@ def build_spec(config: Any) -> ModelSpec:
     name = architecture(config)
     if missing := unsupported(model):
         raise UnsupportedModelError(
-            f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(config)}"
+            f"{name} needs parts that are not implemented yet: {', '.join(missing)}. {_alternatives(config)} {_LIST}"
         )
     if name in find(config).headless and isinstance(model.head, Lm) and not model.head.tied:
         raise UnsupportedModelError(
