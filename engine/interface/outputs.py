@@ -17,7 +17,7 @@ Matrix = NDArray[np.float32]
 IntMatrix = NDArray[np.int32]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Task = Literal["generate", "embed", "classify", "token_classify", "fill_mask"]
+Task = Literal["generate", "embed", "classify", "token_classify", "answer", "fill_mask"]
 PoolingMode = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"]
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -66,6 +66,7 @@ class Pooled:
 
     Attributes:
         shape: rows and columns. embed: (1, features); classify: (1, classes); token_classify: (tokens, classes);
+            answer: (tokens, 2), how well an answer begins and ends there;
             fill_mask: (positions, top_k).
         data: float32, row by row, in this machine's byte order. fill_mask: probabilities, falling.
         ids: fill_mask: int32 of the same shape, the tokens.

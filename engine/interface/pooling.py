@@ -21,6 +21,7 @@ _LACKS = {
     "embed": "its head is made for other answers than vectors",
     "classify": "it has no head that classifies texts",
     "token_classify": "it has no head that classifies tokens",
+    "answer": "it has no head that finds answers",
     "fill_mask": "it has no masked-language-model head",
 }
 
@@ -31,7 +32,8 @@ class PoolingParams:
 
     Attributes:
         task: "embed" one vector; "classify" scores of the whole input's classes; "token_classify" scores of each
-            token's; "fill_mask" the most probable tokens at some positions.
+            token's; "answer" two numbers of each token, that an answer begins and that one ends there; "fill_mask" the
+            most probable tokens at some positions.
         pooling: embed: the vector is the mean over all tokens, that of the first ("cls") or of the last, or one of
             the rarer kinds of sentence-transformers: the largest value of each feature ("max"), the sum divided by
             the root of the length, the mean weighted by position. None: the model's own.

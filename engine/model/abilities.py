@@ -53,11 +53,11 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
     found: dict[str, Any] = {"lower_case": pipeline.lower_case}
     found["token_types"] = embedding.token_types if isinstance(embedding, spec.Tokens) else 0
     both = model.encoder is not None and model.decoder is not None
-    if pipeline.modes and (both or isinstance(model.head, spec.Classifier)):
+    if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan)):
         logger.warning(
             "%s makes embeddings of this model, which are not served: it has a head that %s",
             pipeline.transformer / MODULES,
-            "generates" if both else "classifies",
+            _does(model.head, both),
         )
     match model.head:
         case spec.Classifier(labels=count, pooling=pooling):
@@ -66,6 +66,8 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
             found["labels"] = tuple(str(names.get(i, f"LABEL_{i}")) for i in range(count))
             found["activation"] = _activation(config, model.head, pipeline)
             return Abilities(tasks=tasks, **found)
+        case spec.AnswerSpan():
+            return Abilities(tasks=("answer",), **found)
         case spec.Lm() if both:
             return Abilities(tasks=("generate",))
         case spec.Lm():
@@ -94,6 +96,12 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         include_prompt=pipeline.include_prompt,
         **found,
     )
+
+
+def _does(head: spec.Head, both: bool) -> str:
+    if isinstance(head, spec.AnswerSpan):
+        return "answers questions"
+    return "generates" if both and not isinstance(head, spec.Classifier) else "classifies"
 
 
 def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activation:

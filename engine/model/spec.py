@@ -393,12 +393,28 @@ class Classifier:
     padding_id: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSpan:
+    """norm(activation(dense(x))) where there is a dense layer, then two numbers of each token: that an answer begins
+    with it, and that one ends with it (BERT, arXiv:1810.04805, 4.2).
+
+    Attributes:
+        activation: of the dense layer; None for no such layer.
+        norm: after that layer.
+        dense_bias: that layer has a bias.
+    """
+
+    activation: Activation | None = None
+    norm: Norm | None = None
+    dense_bias: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """No head: the hidden states themselves are the answer."""
 
 
-Head = Lm | MaskedLm | Classifier | Pool
+Head = Lm | MaskedLm | Classifier | AnswerSpan | Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,25 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Sparse:
+    """Several tensors, one after the other along the first axis, of these lengths, of which those that are not `stored`
+    are zeros."""
+
+    lengths: tuple[int, ...]
+    stored: tuple[int, ...]
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size((self.lengths[part], *target[1:])) for part in self.stored]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        parts = torch.split(target, list(self.lengths))
+        parts[self.stored[place]].copy_(source)
+        for number, part in enumerate(parts):
+            if number not in self.stored:
+                part.zero_()
+
+
+@dataclass(frozen=True, slots=True)
 class Swapped:
     """The two halves along the first axis in the other order."""
 

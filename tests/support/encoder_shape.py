@@ -73,8 +73,10 @@ class EncoderCheckpoint:
         return states
 
     def logits(self, input: TokenInput) -> Tensor:
-        """What the head gives: [labels], [tokens, labels] or [tokens, vocabulary]."""
+        """What the head gives: [labels], [tokens, labels], [tokens, vocabulary] or, of answers' ends, [tokens, 2]."""
         output = run(self.model, input)
+        if "start_logits" in output:
+            return torch.stack((output.start_logits[0], output.end_logits[0]), -1)
         logits: Tensor = output.prediction_logits[0] if "prediction_logits" in output else output.logits[0]
         return logits
 

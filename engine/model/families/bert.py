@@ -7,6 +7,7 @@ from typing import Any
 from engine.model.families.common import activation
 from engine.model.families.encoder_only import (
     OLD_NORMS,
+    answer_weights,
     check_settings,
     first_token_weights,
     masked_lm,
@@ -18,7 +19,7 @@ from engine.model.families.encoder_only import (
 )
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, Dense, MaskedLm, ModelSpec, Stack, Tokens
+from engine.model.spec import AnswerSpan, Classifier, Dense, MaskedLm, ModelSpec, Stack, Tokens
 from engine.model.table import Family, WeightTable
 
 
@@ -80,6 +81,9 @@ def weights(model: ModelSpec) -> WeightTable:
             ignored.append(r"bert\.pooler\..*")
         case Classifier():
             entries += first_token_weights("bert.pooler.dense", "classifier")
+        case AnswerSpan():
+            entries += answer_weights()
+            ignored.append(r"bert\.pooler\..*")
         case _:
             ignored += [r"bert\.pooler\..*", r"cls\..*", r"classifier\..*", r"qa_outputs\..*"]
     return WeightTable(
@@ -96,6 +100,7 @@ FAMILY = Family(
     architectures=(
         "BertForMaskedLM",
         "BertForPreTraining",
+        "BertForQuestionAnswering",
         "BertForSequenceClassification",
         "BertForTokenClassification",
         "BertModel",

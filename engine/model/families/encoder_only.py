@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets
 from engine.model.spec import (
     Activation,
+    AnswerSpan,
     Attention,
     Block,
     Classifier,
@@ -114,6 +116,23 @@ def first_token_classifier(config: Any, activation: Activation) -> Classifier:
     return Classifier(labels=config.num_labels, pooling="cls", activation=activation)
 
 
+def answer_span(config: Any, **parts: Any) -> AnswerSpan:
+    """The head of a model that finds answers.
+
+    Args:
+        parts: its dense layer, where it has one.
+
+    Raises:
+        UnsupportedModelError: it has other numbers of a token than two.
+    """
+    if config.num_labels != 2:
+        raise UnsupportedModelError(
+            f"num_labels of the config is {config.num_labels}, but a model that finds answers has 2 numbers of each "
+            "token: of their beginning and of their end."
+        )
+    return AnswerSpan(**parts)
+
+
 def masked_lm(config: Any, activation: Activation, eps: float) -> MaskedLm:
     """A dense layer and a norm before the vocabulary's matrix."""
     return MaskedLm(tied=config.tie_word_embeddings, activation=activation, norm=Norm("layer", eps, bias=True))
@@ -133,6 +152,8 @@ def named_head(
         return masked
     if name.endswith("ForSequenceClassification"):
         return first_token_classifier(config, activation)
+    if name.endswith("ForQuestionAnswering"):
+        return answer_span(config)
     return token_classifier(config) if name.endswith("ForTokenClassification") else Pool()
 
 
@@ -163,13 +184,20 @@ BERT_LAYER = LayerNames(
 
 
 def stack_weights(
-    model: ModelSpec, source: str, *, layers: str = "encoder.layer", names: LayerNames = BERT_LAYER
+    model: ModelSpec,
+    source: str,
+    *,
+    layers: str = "encoder.layer",
+    names: LayerNames = BERT_LAYER,
+    heads: Callable[[str, str, Attention], list[Entry]] | None = None,
 ) -> list[Entry]:
     """The weights of `post_norm_encoder`.
 
     Args:
         source: what all names begin with.
         layers: of its layers, by their numbers.
+        heads: of a layer's queries, keys and values, given our name of the matrix and what the layer's names begin
+            with; None: each has a matrix, by `names`.
     """
     assert model.encoder is not None
     assert isinstance(model.encoder.embedding, Tokens)
@@ -188,7 +216,11 @@ def stack_weights(
         target, layer = layer_target(i, block), f"{source}.{layers}.{i}"
         projections = (f"{layer}.{names.queries}", f"{layer}.{names.keys}", f"{layer}.{names.values}")
         entries += [
-            *qkv(f"{target}.attention.inner.qkv", projections, block.attention),
+            *(
+                qkv(f"{target}.attention.inner.qkv", projections, block.attention)
+                if heads is None
+                else heads(f"{target}.attention.inner.qkv", layer, block.attention)
+            ),
             *linear(f"{target}.attention.inner.out", f"{layer}.{names.out}", True, 1),
             *norm(f"{target}.attention.outer", f"{layer}.{names.attention_norm}", bias=True),
             *linear(f"{target}.ffn.inner.up", f"{layer}.{names.up}", True, 0),
@@ -230,3 +262,8 @@ def first_token_weights(dense: str, output: str) -> list[Entry]:
 def token_weights(source: str) -> list[Entry]:
     """One matrix over each token under this name."""
     return linear("head.output", source, True, 0)
+
+
+def answer_weights() -> list[Entry]:
+    """The matrix that finds answers."""
+    return token_weights("qa_outputs")

@@ -7,6 +7,7 @@ from typing import Any
 from engine.model.families.bert import stack
 from engine.model.families.encoder_only import (
     OLD_NORMS,
+    answer_weights,
     first_token_weights,
     masked_lm,
     masked_lm_weights,
@@ -15,7 +16,7 @@ from engine.model.families.encoder_only import (
     stack_weights,
     token_weights,
 )
-from engine.model.spec import Classifier, Head, MaskedLm, ModelSpec
+from engine.model.spec import AnswerSpan, Classifier, Head, MaskedLm, ModelSpec
 from engine.model.table import Entry, Family, WeightTable
 
 
@@ -65,11 +66,13 @@ def head_weights(model: ModelSpec, source: str) -> tuple[list[Entry], tuple[str,
             return token_weights("classifier"), (*ignored, r"lm_head\..*")
         case Classifier():
             return first_token_weights("classifier.dense", "classifier.out_proj"), (*ignored, r"lm_head\..*")
+        case AnswerSpan():
+            return answer_weights(), (*ignored, r"lm_head\..*")
         case _:
             return [], (*ignored, r"(lm_head|classifier|qa_outputs)\..*")
 
 
-_KINDS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "Model")
+_KINDS = ("ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification", "Model")
 
 FAMILY = Family(
     name="RoBERTa",

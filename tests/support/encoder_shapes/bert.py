@@ -33,4 +33,6 @@ SHAPES = {
     ),
     "bert-tokens": EncoderShape("BertForTokenClassification", BASE | {"num_labels": 5}, seed=9),
     "bert-tokens-narrow": EncoderShape("BertForTokenClassification", NARROW | {"num_labels": 3}, seed=10),
+    "bert-answers": EncoderShape("BertForQuestionAnswering", BASE, seed=11),
+    "bert-answers-narrow": EncoderShape("BertForQuestionAnswering", NARROW, seed=12),
 }

@@ -24,4 +24,7 @@ SHAPES = {
     "camembert-masked": EncoderShape("CamembertForMaskedLM", BASE, seed=11),
     "camembert-classes": EncoderShape("CamembertForSequenceClassification", NARROW | {"num_labels": 3}, seed=12),
     "camembert-tokens": EncoderShape("CamembertForTokenClassification", BASE | {"num_labels": 5}, seed=13),
+    "roberta-answers": EncoderShape("RobertaForQuestionAnswering", BASE, seed=14),
+    "xlm-roberta-answers": EncoderShape("XLMRobertaForQuestionAnswering", NARROW, seed=15),
+    "camembert-answers": EncoderShape("CamembertForQuestionAnswering", BASE, seed=16),
 }
