@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -53,6 +54,7 @@ TASKS: dict[Task, str] = {
     "embed": "embeddings",
     "classify": "classes",
     "token_classify": "classes of tokens",
+    "answer": "answers to questions",
     "fill_mask": "masked tokens",
 }
 # Where transformers lists the classes of each kind.
@@ -64,6 +66,7 @@ MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_PRETRAINING_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 )
 # What the defaults of transformers lack to be a model.
 COMPLETED: dict[str, dict[str, int]] = {

@@ -15,7 +15,7 @@ from server.tracing.request import RequestTrace
 TRACED = frozenset(
     {
         "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank",
-        "/rerank", "/v1/classify", "/classify", "/v1/fill-mask", "/fill-mask",
+        "/rerank", "/v1/classify", "/classify", "/v1/answer", "/answer", "/v1/fill-mask", "/fill-mask",
     }
 )  # fmt: skip
 _CONTEXT = (b"traceparent", b"tracestate")
