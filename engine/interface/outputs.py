@@ -61,6 +61,20 @@ class ChoiceDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class Repeated:
+    """What a decoder reads that classifies its encoder's input: one token, then the input itself up to its last `end`,
+    before which the state stands that is classified (BART, arXiv:1910.13461, 3.1).
+
+    Attributes:
+        start: the first token; None: the input's last one.
+        end: EOS.
+    """
+
+    start: int | None
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pooled:
     """The answer to a request with `PoolingParams`: a matrix, in bytes that travel as they are.
 
@@ -303,6 +317,7 @@ class EngineInfo:
         has_projection: its vectors are mapped by matrices after pooling.
         labels: names of the classes that its head tells apart.
         activation: what makes probabilities of the head's numbers.
+        repeats: how its decoder reads the input that its encoder reads, for encoder-decoder models that classify.
         token_types: segments that its tokens may belong to.
         lower_case: texts are to be lower-cased before they are tokenised.
         prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
@@ -341,6 +356,7 @@ class EngineInfo:
     has_projection: bool = False
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
+    repeats: Repeated | None = None
     token_types: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)

@@ -157,7 +157,8 @@ def check_task(info: EngineInfo, task: Task) -> None:
         InvalidRequestError: says why, and which tasks it can serve.
     """
     if task not in info.tasks:
-        lacks = _LACKS[task] if info.max_encoder_len is None else "it is an encoder-decoder model, made to generate"
+        writes = info.max_encoder_len is not None and "generate" in info.tasks
+        lacks = "it is an encoder-decoder model, made to generate" if writes else _LACKS[task]
         raise InvalidRequestError(
             f"{info.model} cannot serve {task}: {lacks}. It serves {', '.join(info.tasks)}.",
             param="task",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.interface.outputs import Activation, PoolingMode, Task
+from engine.interface.outputs import Activation, PoolingMode, Repeated, Task
 from engine.model import spec
 from engine.model.sentence import MODULES, Pipeline, torch_class
 
@@ -23,6 +23,7 @@ class Abilities:
     has_projection: bool = False
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
+    repeats: Repeated | None = None
     token_types: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
@@ -65,6 +66,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
             names = getattr(config, "id2label", None) or {}
             found["labels"] = tuple(str(names.get(i, f"LABEL_{i}")) for i in range(count))
             found["activation"] = _activation(config, model.head, pipeline)
+            found["repeats"] = model.repeats
             return Abilities(tasks=tasks, **found)
         case spec.AnswerSpan():
             return Abilities(tasks=("answer",), **found)

@@ -10,6 +10,7 @@ from engine.model import spec
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.global_tokens import GlobalAttention
 from engine.model.layers import CrossAttention, DenseFeedForward, GatedFeedForward, SelfAttention
 from engine.model.normalisation import Norm
 from engine.model.norms import build_norm
@@ -96,7 +97,9 @@ class ConvolvedBlock(nn.Module):
 
 def build_attention(part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place) -> SelfAttention:
     """The module of a block's attention to its own tokens."""
-    kind = DisentangledAttention if isinstance(part.position, Disentangled) else SelfAttention
+    kind = SelfAttention if part.global_tokens is None else GlobalAttention
+    if isinstance(part.position, Disentangled):
+        kind = DisentangledAttention
     return kind(part, hidden_size, backend, place)
 
 

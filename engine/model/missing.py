@@ -47,6 +47,8 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
             missing.append("bidirectional attention in a decoder")
         if block.attention.content_bias:
             missing.append("Disentangled attention in a decoder")
+        if block.attention.global_tokens is not None:
+            missing.append("global tokens in a decoder")
         if block.beside is not None:
             missing.append("a convolution in a decoder")  # it would see later tokens
         if block.cross is not None:
@@ -65,6 +67,7 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "with norms of queries and keys": cross.qk_norm is not None,
         "with limits of its projections": cross.clip is not None,
         "with sinks": cross.sinks is not None,
+        "with global tokens": cross.global_tokens is not None,
     }
     return [f"cross-attention {name}" for name, present in found.items() if present]
 
@@ -79,11 +82,20 @@ def _unsupported_block(block: spec.Block) -> list[str]:
         "RelativeBuckets in attention": isinstance(attention.position, RelativeBuckets),
         "Disentangled attention of heads that share keys": attention.content_bias
         and attention.heads != attention.kv_heads,
+        "global tokens in attention of another kind": attention.global_tokens is not None
+        and not _can_be_global(attention),
         **_unsupported_convolution(block.beside),
         "cross-attention between these norms": block.cross is not None
         and not isinstance(block.placement, spec.Pre | spec.Post),
     }
     return [name for name, present in found.items() if present]
+
+
+def _can_be_global(part: spec.Attention) -> bool:
+    """Whether attention has nothing beside its global tokens that their module does not know."""
+    plain = (part.position, part.qk_norm, part.clip, part.softcap, part.sinks) == (None,) * 5
+    reaches = part.window is not None and part.window.left == part.window.right
+    return plain and reaches and not part.causal and part.heads == part.kv_heads
 
 
 def _unsupported_convolution(part: spec.Convolution | None) -> dict[str, bool]:

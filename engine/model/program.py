@@ -23,6 +23,7 @@ from engine.model import spec
 from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.global_tokens import GlobalAttention
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import (
     CrossAttention,
@@ -268,6 +269,23 @@ class Attend(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AttendGlobally(HasRows):
+    """out = attention of the queries to the keys and values beside them that are near, and to those of global tokens;
+    for global tokens, attention of their own queries to all of their rows' own keys and values.
+
+    Attributes:
+        heads, of_global: queries, keys and values side by side; the second ones are those of global tokens.
+    """
+
+    READS = ("heads", "of_global")
+    WRITES = ("out",)
+    module: GlobalAttention
+    heads: Rows
+    of_global: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Activate(HasRows):
     """out = function(x), or function(a) * b of x = [a | b]."""
 
@@ -332,6 +350,7 @@ Operation = (
     | PrepareHeads
     | StoreEncoded
     | Attend
+    | AttendGlobally
     | Activate
     | Open
     | MixExperts
@@ -546,7 +565,11 @@ class Builder:
         self.add(prepared)
         kv = None if self._paged else (prepared.keys, prepared.values)
         attended = self.rows("attended", prepared.queries.width)
-        self.add(Attend(module, prepared.queries, kv, attended, own))
+        if isinstance(module, GlobalAttention):
+            of_global = self.product(module.global_qkv, x, "heads of global tokens")
+            self.add(AttendGlobally(module, heads, of_global, attended))
+        else:
+            self.add(Attend(module, prepared.queries, kv, attended, own))
         return self._reduced(module.out, attended, name)
 
     def _feed_forward(self, module: DenseFeedForward | GatedFeedForward, x: Rows, name: str) -> Rows:

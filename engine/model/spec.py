@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.backends.attention.base import Window
+from engine.interface.outputs import Repeated
 from engine.model.normalisation import Norm
 from engine.model.positions import AttentionPosition, Disentangled, DistanceVectors, Positions, RelativeBuckets, Rotary
 
@@ -37,6 +38,30 @@ class Sinks:
     may go there (arXiv:2508.10925)."""
 
 
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of an input."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeToken:
+    """The tokens of an input before the first one of an id: a question, say; none where that is not there."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTokens:
+    """Some tokens see all others and are seen by all, whatever the window. They see through queries, keys and values
+    that are projected for that alone (Longformer, arXiv:2004.05150, 3.1).
+
+    Attributes:
+        which: the tokens.
+    """
+
+    which: FirstToken | BeforeToken
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
@@ -52,6 +77,7 @@ class Attention:
         clip: projected queries, keys and values are limited to [-clip, clip].
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: scores beside those of the keys.
+        global_tokens: tokens that the window does not bind; it reaches equally far to both sides then.
     """
 
     heads: int
@@ -67,6 +93,7 @@ class Attention:
     clip: float | None = None
     softcap: float | None = None
     sinks: Sinks | None = None
+    global_tokens: GlobalTokens | None = None
 
     @property
     def content_bias(self) -> bool:
@@ -425,6 +452,7 @@ class ModelSpec:
         encoder, decoder, head: its parts.
         context_length: tokens of context that the model was made for; None if its config does not say.
         shared_tokens: encoder and decoder have one token table.
+        repeats: what the decoder reads of the encoder's input, where both read it to classify it.
     """
 
     encoder: Stack | None
@@ -432,6 +460,7 @@ class ModelSpec:
     head: Head
     context_length: int | None = None
     shared_tokens: bool = True
+    repeats: Repeated | None = None
 
     @property
     def trunk(self) -> Stack:

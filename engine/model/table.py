@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Size, Tensor
 
+from engine.interface.outputs import Repeated
 from engine.model.spec import ModelSpec
 
 
@@ -307,6 +308,8 @@ class Family:
         weights: the parts to the table of weight names; None for a family whose parts are described but
             not implemented yet (`engine.model.missing` names them).
         quantised: what its checkpoints may be stored as, by the `quant_method` of a config.
+        repeats: of an encoder-decoder family that has classifiers of texts, a config to what their decoders read;
+            raises UnsupportedModelError where that is not known.
     """
 
     name: str
@@ -316,3 +319,4 @@ class Family:
     weights: Callable[[ModelSpec], WeightTable] | None = None
     headless: tuple[str, ...] = ()
     quantised: tuple[str, ...] = ()
+    repeats: Callable[[Any], Repeated] | None = None

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from engine.backends.attention.base import Bias, Paged, Ragged
 from engine.backends.native.program import Rows
+from engine.backends.torch import attention_global
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.convolution import gather_neighbours
+from engine.model.global_tokens import find_global
 from engine.model.positions import AttentionPosition, Disentangled, Rotary
 from engine.model.program import (
     Activate,
@@ -23,6 +25,7 @@ from engine.model.program import (
     AddAdapters,
     AllReduce,
     Attend,
+    AttendGlobally,
     Embed,
     GatherNeighbours,
     HasRows,
@@ -229,6 +232,27 @@ def _attend(operation: Attend, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
 
 
+def _attend_globally(operation: AttendGlobally, state: Pass) -> None:
+    part, inputs = operation.module.part, state.inputs
+    assert part.window is not None
+    assert part.global_tokens is not None
+    width = part.heads * part.head_dim
+
+    def split(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = (state.values[rows.part(i * width, width)] for i in range(3))
+        return _heads(queries, part.head_dim), _heads(keys, part.head_dim), _heads(values, part.head_dim)
+
+    attended = attention_global.attend(
+        split(operation.heads),
+        split(operation.of_global),
+        inputs.metadata,
+        find_global(part.global_tokens, inputs.token_ids, inputs.metadata),
+        part.window,
+        part.scale,
+    )
+    state.values[operation.out] = attended.reshape(len(attended), width)
+
+
 def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x if x.dim() == 3 else x.view(len(x), -1, head_dim)
 
@@ -267,6 +291,7 @@ HANDLERS: dict[type, Handler] = {
     PrepareHeads: _prepare_heads,
     StoreEncoded: _store_encoded,
     Attend: _attend,
+    AttendGlobally: _attend_globally,
     Activate: _activate,
     Open: _open,
     MixExperts: _mix_experts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.model.families.classification import repeats_after_start
 from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
 from engine.model.normalisation import Norm
 from engine.model.positions import RelativeBuckets
@@ -18,12 +19,17 @@ def spec(config: Any) -> ModelSpec:
     # transformers has it from tie_word_embeddings of the stored config, and ties whatever that says; mT5 never scales.
     scaled = getattr(config, "scale_decoder_outputs", False)
     return ModelSpec(
-        encoder=_stack(config, config.num_layers, decoder=False),
+        encoder=encoder(config),
         decoder=_stack(config, config.num_decoder_layers, decoder=True),
         head=Lm(tied=config.tie_word_embeddings, input_scale=config.d_model**-0.5 if scaled else 1.0),
         # Distances have no end; this is what the models were trained with.
         context_length=getattr(config, "n_positions", None) or TRAINED_LENGTH,
     )
+
+
+def encoder(config: Any) -> Stack:
+    """The encoder of a config."""
+    return _stack(config, config.num_layers, decoder=False)
 
 
 def _stack(config: Any, layers: int, *, decoder: bool) -> Stack:
@@ -58,14 +64,7 @@ def weights(model: ModelSpec) -> WeightTable:
     assert model.encoder is not None
     assert isinstance(model.head, Lm)
     entries = [*token_tables(model, "shared.weight", *COPIES), output_table(model, "lm_head")]
-    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
-        bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        entries += [
-            Entry(f"{name}.shared_bias.weight", (bias,), shard_axis=1),
-            *norm(f"{name}.final_norm", f"{name}.final_layer_norm", bias=False),
-        ]
-        for i, block in enumerate(stack.blocks):
-            entries += _block(f"{name}.blocks.{i}", f"{name}.block.{i}.layer", block)
+    entries += [*stack_weights("encoder", model.encoder), *stack_weights("decoder", model.decoder)]
     return WeightTable(
         tuple(entries),
         # A bias that old checkpoints store and nothing reads, and a shared table that neither stack uses.
@@ -77,6 +76,18 @@ def weights(model: ModelSpec) -> WeightTable:
         expects_head=model.head.input_scale == 1.0,  # version 1.1, FLAN and mT5
         copies=COPIES,
     )
+
+
+def stack_weights(name: str, stack: Stack) -> list[Entry]:
+    """The weights of the encoder or the decoder, all but the token table."""
+    bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    entries = [
+        Entry(f"{name}.shared_bias.weight", (bias,), shard_axis=1),
+        *norm(f"{name}.final_norm", f"{name}.final_layer_norm", bias=False),
+    ]
+    for i, block in enumerate(stack.blocks):
+        entries += _block(f"{name}.blocks.{i}", f"{name}.block.{i}.layer", block)
+    return entries
 
 
 def _block(target: str, source: str, block: Block) -> list[Entry]:
@@ -109,4 +120,5 @@ FAMILY = Family(
     brings="encoder and decoder, relative buckets, gated GELU",
     spec=spec,
     weights=weights,
+    repeats=repeats_after_start,
 )
