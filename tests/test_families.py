@@ -41,11 +41,23 @@ SERVED = [family for family in families.FAMILIES if family.weights is not None]
 
 # ---------------------------------------------------------------- what is left unread
 
-# What no answer depends on, though it is there: a pooler that no head reads, and DeBERTa's vectors of distances where a
-# config has no terms that read them.
+# What no answer depends on, though it is there: a pooler that no head reads, DeBERTa's vectors of distances where a
+# config has no terms that read them, and Longformer's projections for global tokens where a head has none.
+LOCAL = {
+    f"encoder.layer.{layer}.attention.self.{name}_global.{kind}"
+    for layer in range(3)
+    for name in ("query", "key", "value")
+    for kind in ("weight", "bias")
+}
 UNREAD = {
     "pooler": {"pooler.dense.weight", "pooler.dense.bias"},
     "deberta-no-terms": {"encoder.rel_embeddings.weight", "encoder.LayerNorm.weight", "encoder.LayerNorm.bias"},
+    "deberta-1-no-terms": {"encoder.rel_embeddings.weight"},
+    "longformer": LOCAL | {"pooler.dense.weight", "pooler.dense.bias"},
+    "longformer-windows": LOCAL | {"pooler.dense.weight", "pooler.dense.bias"},
+    **dict.fromkeys(
+        ("longformer-masked", "longformer-masked-untied", "longformer-tokens", "longformer-tokens-wide"), LOCAL
+    ),
     "deberta-not-relative-scaled": {"encoder.LayerNorm.weight", "encoder.LayerNorm.bias"},
 }
 
@@ -99,7 +111,7 @@ def test_the_table_says_what_each_kind_of_model_serves() -> None:
     ends = {line.split(" | ")[0][2:]: line.removesuffix(" |").split(" | ")[-1] for line in tool.table().splitlines()}
     assert ends["LLaMA"] == f"{DECODING}, embeddings"
     assert ends["BART"] == DECODING
-    assert ends["BERT"] == "embeddings, classes, classes of tokens, masked tokens"
+    assert ends["BERT"] == "embeddings, classes, classes of tokens, answers to questions, masked tokens"
 
 
 def test_what_a_family_can_do_follows_from_its_parts() -> None:

@@ -13,14 +13,26 @@ from engine.errors import InvalidRequestError
 from engine.interface.outputs import EngineInfo, Pooled
 from engine.interface.request import TokenInput
 from engine.interface.values import NumberRange, check_number
-from engine.pooled.answers import Answer, AnswerTerms, answers_of, read_question, windows_of
+from engine.pooled.answers import (
+    DEFAULT_ANSWER_LENGTH,
+    DEFAULT_ANSWERS,
+    MAX_ANSWER_LENGTH,
+    MAX_ANSWERS,
+    MAX_WINDOWS,
+    Answer,
+    AnswerTerms,
+    answers_of,
+    read_question,
+    windows_of,
+)
 from engine.pooled.prompts import find_prompt, prompt_tokens
 from engine.pooled.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
 from engine.text.encoding import Encoding
 from engine.text.tokenizer import Tokenizer
 
 __all__ = [
-    "AGGREGATIONS", "Aggregation", "Answer", "AnswerOutput", "AnswerTerms", "ClassificationOutput", "EmbeddingOutput",
+    "AGGREGATIONS", "DEFAULT_ANSWERS", "DEFAULT_ANSWER_LENGTH", "MAX_ANSWERS", "MAX_ANSWER_LENGTH", "MAX_WINDOWS",
+    "Aggregation", "Answer", "AnswerOutput", "AnswerTerms", "ClassificationOutput", "EmbeddingOutput",
     "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span",
     "TokenClassificationOutput", "answers_of", "check_aggregation", "check_scores", "cosine", "find_prompt",
     "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens", "read_question",

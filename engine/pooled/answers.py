@@ -15,7 +15,7 @@ from engine.interface.values import NumberRange, check_number
 from engine.text.encoding import Encoding, Side
 from engine.text.tokenizer import Tokenizer
 
-DEFAULT_TOP_K, MAX_TOP_K = 1, 1000
+DEFAULT_ANSWERS, MAX_ANSWERS = 1, 1000
 DEFAULT_ANSWER_LENGTH, MAX_ANSWER_LENGTH = 15, 512
 DEFAULT_WINDOW, DEFAULT_OVERLAP = 384, 128
 MAX_WINDOWS = 4096  # that one request may ask for
@@ -57,7 +57,7 @@ class AnswerTerms:
         align_to_words: answers begin and end with whole words.
     """
 
-    top_k: int = DEFAULT_TOP_K
+    top_k: int = DEFAULT_ANSWERS
     max_answer_len: int = DEFAULT_ANSWER_LENGTH
     max_seq_len: int | None = None
     doc_stride: int | None = None
@@ -65,7 +65,7 @@ class AnswerTerms:
     align_to_words: bool = True
 
     def __post_init__(self) -> None:
-        check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_TOP_K, integer=True, optional=False))
+        check_number("top_k", self.top_k, NumberRange(low=1, high=MAX_ANSWERS, integer=True, optional=False))
         lengths = NumberRange(low=1, high=MAX_ANSWER_LENGTH, integer=True, optional=False)
         check_number("max_answer_len", self.max_answer_len, lengths)
         check_number("max_seq_len", self.max_seq_len, NumberRange(low=1, integer=True))

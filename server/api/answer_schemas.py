@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from engine.pooled import AnswerTerms
-from engine.pooled.answers import DEFAULT_ANSWER_LENGTH, DEFAULT_TOP_K, MAX_ANSWER_LENGTH, MAX_TOP_K
+from engine.pooled import DEFAULT_ANSWER_LENGTH, DEFAULT_ANSWERS, MAX_ANSWER_LENGTH, MAX_ANSWERS, AnswerTerms
 from server.api.pooling_schemas import NumbersBody, PoolingUsage
 from server.api.scoring_schemas import Texts
 
@@ -16,7 +15,7 @@ class AnswerRequest(NumbersBody):
     question: Texts = Field(description="One question or several: one for all contexts, or as many as there are.")
     context: Texts = Field(description="The text that holds the answer, or several: one for all questions, or as many.")
     top_k: int | None = Field(
-        None, ge=1, le=MAX_TOP_K, description=f"Name so many of the likeliest answers ({DEFAULT_TOP_K})."
+        None, ge=1, le=MAX_ANSWERS, description=f"Name so many of the likeliest answers ({DEFAULT_ANSWERS})."
     )
     max_answer_len: int | None = Field(
         None, ge=1, le=MAX_ANSWER_LENGTH, description=f"Tokens of an answer at most ({DEFAULT_ANSWER_LENGTH})."

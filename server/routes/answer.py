@@ -11,8 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import InvalidRequestError, Pooled, PoolingParams
-from engine.pooled import AnswerTerms, answers_of, read_question, token_input, windows_of
-from engine.pooled.answers import MAX_WINDOWS
+from engine.pooled import MAX_WINDOWS, AnswerTerms, answers_of, read_question, token_input, windows_of
 from engine.text.processor import Encoding
 from server.admission import estimate_tokens
 from server.answering.encoding import need_tokenizer

@@ -38,7 +38,6 @@ def weights(model: ModelSpec) -> WeightTable:
 FAMILY = Family(
     name="T5's encoder",
     architectures=("T5EncoderModel", "MT5EncoderModel"),
-    headless=("T5EncoderModel", "MT5EncoderModel"),
     brings="relative buckets, for vectors",
     spec=spec,
     weights=weights,
