@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata
@@ -32,7 +33,7 @@ def find_global(part: spec.GlobalTokens, token_ids: Tensor, metadata: AttentionM
             case spec.FirstToken():
                 found = [range(min(1, length)) for length in lengths]
             case spec.BeforeToken(id=token):
-                rows = token_ids[: sum(lengths)].split(lengths)
+                rows = torch.split(token_ids[: sum(lengths)], lengths)
                 ends = [(row == token).nonzero().flatten().tolist() for row in rows]
                 found = [range(places[0] if places else 0) for places in ends]
         metadata.cache[key] = found

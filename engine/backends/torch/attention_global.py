@@ -45,8 +45,8 @@ def attend(
         out[row] = _attend_near(queries, keys, values, len(places), window, scale).transpose(0, 1)
         if len(places):
             own = of_global[0][row][: len(places)].float().transpose(0, 1).contiguous()
-            seen = (x[row].float().transpose(0, 1).contiguous() for x in of_global[1:])
-            found = F.scaled_dot_product_attention(own[None], *(x[None] for x in seen), scale=scale)[0]
+            seen, given = (x[row].float().transpose(0, 1).contiguous()[None] for x in of_global[1:])
+            found = F.scaled_dot_product_attention(own[None], seen, given, scale=scale)[0]
             out[row][: len(places)] = found.transpose(0, 1).to(out.dtype)
     return out
 
