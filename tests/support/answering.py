@@ -5,6 +5,7 @@ What it made of a window's numbers is still there, in the pipeline for documents
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ def reference_answers(
     align_to_words: bool = True,
 ) -> list[dict[str, Any]]:
     """The answers of one question, best first: score, start, end, answer."""
+    tokenizer = copy.deepcopy(tokenizer)  # truncation is a setting that would stay
     windows = tokenizer(
         question,
         context,
