@@ -23,7 +23,7 @@ from engine.execution.starting import start
 from engine.host.cpus import choose_threads
 from engine.interface.cache_map import CacheMap
 from engine.interface.generation import GenerationDefaults, load_defaults, resolve
-from engine.interface.inputs import check_terms, decoder_start, read_input, read_pooling_input
+from engine.interface.inputs import check_terms, decoder_start, read_input, read_pooling_input, repeated
 from engine.interface.kv_events import default_topic
 from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.interface.pooling import check_task, resolve_pooling
@@ -258,8 +258,12 @@ class Engine:
     def _add_pooling(self, input: EngineInput, params: PoolingParams, terms: dict[str, Any]) -> None:
         check_task(self.info, params.task)
         prompt, types = read_pooling_input(input, self.info)
+        encoder_input: tuple[int, ...] = ()
+        if self.info.repeats is not None:
+            encoder_input, prompt = prompt, repeated(prompt, self.info.repeats)
         request = Request(
             prompt_token_ids=prompt,
+            encoder_token_ids=encoder_input,
             token_type_ids=types,
             decoding=Decoding(max_tokens=1, temperature=0.0),
             pooling=resolve_pooling(params, self.info, prompt_len=len(prompt)),
@@ -270,6 +274,7 @@ class Engine:
             request_id=request.request_id,
             prompt=input.text if isinstance(input, TokenInput) else None,
             prompt_token_ids=list(prompt),
+            encoder_token_ids=list(encoder_input) or None,
             outputs=[],
             finished=False,
         )

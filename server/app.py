@@ -41,6 +41,7 @@ from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
 from server.response_store import ResponseStore, open_store
 from server.routes import (
+    answer,
     chat,
     classify,
     completions,
@@ -206,6 +207,7 @@ def create_app(
         embeddings,
         scoring,
         classify,
+        answer,
         fill_mask,
         translate,
         models,
@@ -260,6 +262,7 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (embeddings, commons.pooling),
         (scoring, commons.pooling),
         (classify, commons.pooling),
+        (answer, commons.pooling),
         (fill_mask, commons.pooling),
     ):
         checks |= {route.path: gate.look for route in module.router.routes if isinstance(route, Route)}

@@ -32,6 +32,7 @@ from engine.scheduling.plan import StepPlan
 TASKS = {
     "SequenceClassification": "classify",
     "TokenClassification": "token_classify",
+    "QuestionAnswering": "answer",
     "MaskedLM": "fill_mask",
     "ElectraForPreTraining": "embed",
     "ForPreTraining": "fill_mask",
@@ -138,7 +139,7 @@ def test_vectors_are_means_of_norm_one(subject: Subject) -> None:
     """The default of a model that says nothing else."""
     inputs = subject.model.inputs()
     if "embed" not in subject.engine.info.tasks:
-        assert subject.task in ("classify", "token_classify")
+        assert subject.task in ("classify", "token_classify", "answer")
         return
     found = pooled(subject.engine, [(input, PoolingParams(task="embed")) for input in inputs])
     for input, answer in zip(inputs, found, strict=True):
@@ -166,6 +167,18 @@ def test_classes_equal_reference(subject: Subject) -> None:
         else:
             assert len(numbers) == len(input.token_ids)
             close(scores, expected.softmax(-1))
+
+
+def test_ends_of_answers_equal_reference(subject: Subject) -> None:
+    """The two numbers of each token, which no activation changes."""
+    inputs = subject.model.inputs()
+    if subject.task != "answer":
+        assert "answer" not in subject.engine.info.tasks
+        return
+    assert subject.engine.info.tasks == ("answer",)
+    found = pooled(subject.engine, [(input, PoolingParams(task="answer")) for input in inputs])
+    for input, answer in zip(inputs, found, strict=True):
+        close(torch.tensor(answer.values()), subject.model.logits(input))
 
 
 def test_masked_tokens_equal_reference(subject: Subject) -> None:
@@ -218,6 +231,6 @@ def test_every_architecture_has_shapes() -> None:
     assert served
     for family in served:
         assert set(family.architectures) <= set(shapes)
-        for ending in ("Model", "MaskedLM", "SequenceClassification", "TokenClassification"):
+        for ending in ("Model", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"):
             names = [name for name in family.architectures if name.endswith(ending)]
             assert not names or sum(map(shapes.count, names)) > 1, (family.name, ending)

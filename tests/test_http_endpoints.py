@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "headless-decoder": ({"tasks": ("embed",), **EMBEDS}, VECTORS),
     "decoder-with-classes": ({"tasks": ("classify",), "labels": ("a", "b")}, ["/v1/classify"]),
+    "answers": ({"tasks": ("answer",), **ENCODER}, ["/v1/answer"]),
     "tokens": ({"tasks": ("token_classify",), "labels": ("O", "B-X"), **ENCODER}, ["/v1/classify"]),
 }
 BODIES: dict[str, dict[str, Any]] = {
@@ -42,6 +43,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/score": {"text_1": "a", "text_2": "b"},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v1/classify": {"input": "a"},
+    "/v1/answer": {"question": "a", "context": "b"},
     "/v1/fill-mask": {"input": "a"},
     "/translate": {"q": "a", "source": "en", "target": "de"},
 }

@@ -25,6 +25,7 @@ SERVED = {
     "tokens": ["/v1/classify"],
     "headless": ["/v1/score", "/v1/rerank"],
     "masked": ["/v1/fill-mask"],
+    "answers": ["/v1/answer"],
 }
 _CHECKS = [
     not_a_server_error,
@@ -53,7 +54,7 @@ def test_examples_work_as_they_stand(served: tuple[str, PoolingApi]) -> None:
             pair = kind == "tokens" and name == "pair"
             assert answer.status_code == (400 if pair else 200), (path, name, answer.text)
             assert "x-octavo-ignored-fields" not in answer.headers
-    for schema in ("ScoreRequest", "RerankRequest", "ClassifyRequest", "FillMaskRequest"):
+    for schema in ("ScoreRequest", "RerankRequest", "ClassifyRequest", "AnswerRequest", "FillMaskRequest"):
         fields = document["components"]["schemas"][schema]["properties"]
         assert all(field.get("description") for field in fields.values()), schema
 

@@ -383,12 +383,37 @@ def test_modernbert_refusals(changes: dict[str, Any], message: str) -> None:
         families.describe(config)
 
 
-@pytest.mark.parametrize("name", ["ModernBertForMultipleChoice", "ModernBertForQuestionAnswering"])
-def test_modernbert_with_other_heads(name: str) -> None:
+def test_modernbert_with_another_head() -> None:
+    name = "ModernBertForMultipleChoice"
     with pytest.raises(
         UnsupportedModelError, match=f"'{name}' is not supported. ModernBert[A-Za-z]+, of the same family"
     ):
         families.build_spec(transformers.ModernBertConfig(architectures=[name]))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            transformers.BertConfig(architectures=["BertForQuestionAnswering"], num_labels=3),
+            "num_labels of the config is 3",
+        ),
+        (transformers.DebertaConfig(architectures=["DebertaModel"], talking_head=True), "talking_head must be false"),
+        (
+            transformers.LongformerConfig(architectures=["LongformerModel"], attention_window=[4, 6]),
+            r"attention_window of the config must be an even number .* each of the 12 layers, got \[4, 6\]",
+        ),
+        (transformers.LongformerConfig(architectures=["LongformerModel"], attention_window=7), "even number .* got 7"),
+        (
+            transformers.LongformerConfig(architectures=["LongformerForQuestionAnswering"], sep_token_id=None),
+            "sep_token_id of the config must be the id",
+        ),
+    ],
+    ids=["three-numbers", "talking-heads", "other-layers", "odd-window", "no-separator"],
+)
+def test_settings_of_answers_and_windows(config: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        families.build_spec(config)
 
 
 # ---------------------------------------------------------------- classifiers over decoders
@@ -410,7 +435,7 @@ def test_a_decoder_has_classifiers() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        transformers.BartConfig(architectures=["BartForSequenceClassification"]),
+        transformers.BartConfig(architectures=["BartForQuestionAnswering"]),
         transformers.T5Config(architectures=["T5ForTokenClassification"]),
         transformers.MambaConfig(architectures=["MambaForSequenceClassification"]),
         transformers.LlamaConfig(architectures=["LlamaForQuestionAnswering"]),

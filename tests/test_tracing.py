@@ -28,7 +28,18 @@ from engine import ConfigError, EngineDeadError, PoolingParams, RequestDelta, To
 from engine.text.processor import Tokenizer
 from server.app import create_app
 from server.config.settings import ServerSettings
-from server.routes import chat, classify, completions, embeddings, fill_mask, messages, responses, scoring, translate
+from server.routes import (
+    answer,
+    chat,
+    classify,
+    completions,
+    embeddings,
+    fill_mask,
+    messages,
+    responses,
+    scoring,
+    translate,
+)
 from server.tracing.middleware import TRACED
 from server.tracing.start import start_tracing
 
@@ -275,7 +286,9 @@ def test_other_requests_are_not_traced(collector: Collector) -> None:
 
 
 def test_every_endpoint_of_the_model_is_traced() -> None:
-    modules = (chat, classify, completions, embeddings, fill_mask, messages, responses, scoring, translate)
+    modules = (
+        answer, chat, classify, completions, embeddings, fill_mask, messages, responses, scoring, translate,
+    )  # fmt: skip
     routes = [route for module in modules for route in module.router.routes if isinstance(route, APIRoute)]
     assert {route.path for route in routes if "POST" in route.methods} == TRACED
 

@@ -20,8 +20,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
@@ -53,6 +55,7 @@ TASKS: dict[Task, str] = {
     "embed": "embeddings",
     "classify": "classes",
     "token_classify": "classes of tokens",
+    "answer": "answers to questions",
     "fill_mask": "masked tokens",
 }
 # Where transformers lists the classes of each kind.
@@ -64,6 +67,8 @@ MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_PRETRAINING_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
 )
 # What the defaults of transformers lack to be a model.
 COMPLETED: dict[str, dict[str, int]] = {
@@ -140,7 +145,10 @@ def default_model(family: Family, architecture: str) -> tuple[Any, ModelSpec]:
         kind, settings = ELSEWHERE[family.name]
         config = CONFIG_MAPPING[kind](architectures=[architecture], **settings)
         return config, family.spec(config)
-    kinds = {name: kind for mapping in MAPPINGS for kind, name in mapping.items() if isinstance(name, str)}
+    kinds: dict[str, str] = {}
+    for mapping in MAPPINGS:
+        named = {name: kind for kind, name in mapping.items() if isinstance(name, str)}
+        kinds = named | kinds  # the first mapping that has a name says what it is
     # A name that only older checkpoints have stands for the family's first.
     known = [name for name in (architecture, *family.architectures) if name in kinds]
     if not known:

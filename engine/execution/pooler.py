@@ -61,7 +61,7 @@ class Pooler:
                     found = self._embed(hidden, rows, spans)
                 case "classify":
                     found = self._classify(hidden, plan, rows, spans)
-                case "token_classify":
+                case "token_classify" | "answer":
                     found = self._classify_tokens(hidden, rows, spans)
                 case _:
                     found = self._predict(hidden, rows, spans)

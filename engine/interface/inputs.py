@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import InvalidRequestError
 from engine.interface.generation import check_ids
-from engine.interface.outputs import EngineInfo
+from engine.interface.outputs import EngineInfo, RepeatedInput
 from engine.interface.request import EngineInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
 
 
@@ -66,6 +66,23 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> tuple[tuple[int,
             code="context_length_exceeded",
         )
     return tokens, _token_types(input.token_type_ids, len(tokens), info) if isinstance(input, TokenInput) else ()
+
+
+def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]:
+    """What a decoder reads of an input to classify it.
+
+    Raises:
+        InvalidRequestError: the input has no end, where its class would be read off.
+    """
+    if repeats.end not in tokens:
+        raise InvalidRequestError(
+            f"the input has no token {repeats.end} (EOS), where this model reads a class off. Its tokenizer adds one "
+            "to a text; add it to token ids, and leave special tokens in.",
+            param="input",
+            code="invalid_value",
+        )
+    last = len(tokens) - 1 - tokens[::-1].index(repeats.end)
+    return (tokens[-1] if repeats.start is None else repeats.start, *tokens[:last])
 
 
 def _token_types(types: Any, count: int, info: EngineInfo) -> tuple[int, ...]:

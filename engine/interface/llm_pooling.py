@@ -1,4 +1,4 @@
-"""What `LLM` makes of texts without writing any: vectors, scores, classes, masked tokens."""
+"""What `LLM` makes of texts without writing any: vectors, scores, classes, answers, masked tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from engine.interface.pooling import DEFAULT_TOP_K, check_task
 from engine.interface.request import PoolingParams
 from engine.pooled import (
     Aggregation,
+    AnswerOutput,
+    AnswerTerms,
     ClassificationOutput,
     EmbeddingOutput,
     FillMaskOutput,
     ScoreOutput,
     TokenClassificationOutput,
+    answers_of,
     check_aggregation,
     check_scores,
     cosine,
@@ -30,8 +33,11 @@ from engine.pooled import (
     mask_positions,
     masks_of,
     prompt_tokens,
+    read_question,
     spans_of,
+    token_input,
     vector_of,
+    windows_of,
 )
 from engine.pooled.sources import Input, Reader, Reading, Source, need_tokenizer, read_sources
 from engine.text.processor import Tokenizer
@@ -181,6 +187,58 @@ class PoolingMethods:
                 )
         return results
 
+    def answer(
+        self,
+        question: str | Sequence[str],
+        context: str | Sequence[str],
+        *,
+        top_k: int = 1,
+        max_answer_len: int = 15,
+        max_seq_len: int | None = None,
+        doc_stride: int | None = None,
+        handle_impossible_answer: bool = False,
+        align_to_words: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[AnswerOutput]:
+        """The parts of each context that answer a question: several of one, or each of several with its counterpart.
+
+        A context that is too long is read in windows that overlap.
+
+        Args:
+            question, context: a text or a list of texts, of 1 and n, n and 1, or n and n.
+            top_k, max_answer_len, max_seq_len, doc_stride, handle_impossible_answer, align_to_words: see `AnswerTerms`;
+                the names and defaults are those of transformers' pipeline.
+            use_tqdm: progress bar; None shows one for long lists.
+
+        Raises:
+            InvalidRequestError: the model finds no answers, or a text or a parameter is impossible; nothing was
+                computed.
+            RequestFailedError: the engine failed on a window.
+        """
+        info = self.engine.info
+        check_task(info, "answer")
+        tokenizer = need_tokenizer(self.tokenizer, info)
+        terms = AnswerTerms(
+            top_k=top_k,
+            max_answer_len=max_answer_len,
+            max_seq_len=max_seq_len,
+            doc_stride=doc_stride,
+            handle_impossible_answer=handle_impossible_answer,
+            align_to_words=align_to_words,
+        )
+        size, overlap = terms.window(info)
+        pairs = _asked(question, context)
+        cut = [windows_of(read_question(tokenizer, *pair), size, overlap, tokenizer.truncation_side) for pair in pairs]
+        readings = [Reading(window, None, token_input(window, info)) for windows in cut for window in windows]
+        pooled = iter(self._pool(readings, [PoolingParams(task="answer")] * len(readings), "answering", use_tqdm))
+        return [
+            AnswerOutput(
+                answers=answers_of([next(pooled) for _ in windows], windows, text, terms, tokenizer.cls_token_id),
+                num_windows=len(windows),
+            )
+            for windows, (_, text) in zip(cut, pairs, strict=True)
+        ]
+
     def fill_mask(
         self,
         inputs: Input | Sequence[Input],
@@ -281,6 +339,29 @@ def _paired(first: list[Source], second: list[Source]) -> list[tuple[Source, Sou
             code="invalid_value",
         )
     return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def _asked(question: str | Sequence[str], context: str | Sequence[str]) -> list[tuple[str, str]]:
+    """1 with n, n with 1, or n with n.
+
+    Raises:
+        InvalidRequestError: other numbers, or something that is no text.
+    """
+    for name, given in (("question", question), ("context", context)):
+        listed = isinstance(given, Sequence) and given and all(isinstance(text, str) for text in given)
+        if not listed and not isinstance(given, str):
+            raise InvalidRequestError(f"{name} must be a text or a list of texts that is not empty.", param=name)
+    questions, contexts = ([texts] if isinstance(texts, str) else list(texts) for texts in (question, context))
+    count = max(len(questions), len(contexts))
+    if {len(questions), len(contexts)} - {1, count}:
+        raise InvalidRequestError(
+            f"question and context must be one text and one or several, or as many of one as of the other; got "
+            f"{len(questions)} and {len(contexts)}.",
+            param="context",
+            code="invalid_value",
+        )
+    questions, contexts = (texts * count if len(texts) == 1 else texts for texts in (questions, contexts))
+    return list(zip(questions, contexts, strict=True))
 
 
 def _joint(first: Source, second: Source) -> Source:

@@ -17,7 +17,7 @@ Matrix = NDArray[np.float32]
 IntMatrix = NDArray[np.int32]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Task = Literal["generate", "embed", "classify", "token_classify", "fill_mask"]
+Task = Literal["generate", "embed", "classify", "token_classify", "answer", "fill_mask"]
 PoolingMode = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"]
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -61,11 +61,26 @@ class ChoiceDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class RepeatedInput:
+    """What a decoder reads that classifies its encoder's input: one token, then the input itself up to its last `end`,
+    before which the state stands that is classified (BART, arXiv:1910.13461, 3.1).
+
+    Attributes:
+        start: the first token; None: the input's last one.
+        end: EOS.
+    """
+
+    start: int | None
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pooled:
     """The answer to a request with `PoolingParams`: a matrix, in bytes that travel as they are.
 
     Attributes:
         shape: rows and columns. embed: (1, features); classify: (1, classes); token_classify: (tokens, classes);
+            answer: (tokens, 2), how well an answer begins and ends there;
             fill_mask: (positions, top_k).
         data: float32, row by row, in this machine's byte order. fill_mask: probabilities, falling.
         ids: fill_mask: int32 of the same shape, the tokens.
@@ -303,6 +318,7 @@ class EngineInfo:
         has_projection: its vectors are mapped by matrices after pooling.
         labels: names of the classes that its head tells apart.
         activation: what makes probabilities of the head's numbers.
+        repeats: how its decoder reads the input that its encoder reads, for encoder-decoder models that classify.
         token_types: segments that its tokens may belong to.
         lower_case: texts are to be lower-cased before they are tokenised.
         prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
@@ -342,6 +358,7 @@ class EngineInfo:
     has_projection: bool = False
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
+    repeats: RepeatedInput | None = None
     token_types: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)

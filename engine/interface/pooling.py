@@ -21,6 +21,7 @@ _LACKS = {
     "embed": "its head is made for other answers than vectors",
     "classify": "it has no head that classifies texts",
     "token_classify": "it has no head that classifies tokens",
+    "answer": "it has no head that finds answers",
     "fill_mask": "it has no masked-language-model head",
 }
 
@@ -31,7 +32,8 @@ class PoolingParams:
 
     Attributes:
         task: "embed" one vector; "classify" scores of the whole input's classes; "token_classify" scores of each
-            token's; "fill_mask" the most probable tokens at some positions.
+            token's; "answer" two numbers of each token, that an answer begins and that one ends there; "fill_mask" the
+            most probable tokens at some positions.
         pooling: embed: the vector is the mean over all tokens, that of the first ("cls") or of the last, or one of
             the rarer kinds of sentence-transformers: the largest value of each feature ("max"), the sum divided by
             the root of the length, the mean weighted by position. None: the model's own.
@@ -155,7 +157,8 @@ def check_task(info: EngineInfo, task: Task) -> None:
         InvalidRequestError: says why, and which tasks it can serve.
     """
     if task not in info.tasks:
-        lacks = _LACKS[task] if info.max_encoder_len is None else "it is an encoder-decoder model, made to generate"
+        writes = info.max_encoder_len is not None and "generate" in info.tasks
+        lacks = "it is an encoder-decoder model, made to generate" if writes else _LACKS[task]
         raise InvalidRequestError(
             f"{info.model} cannot serve {task}: {lacks}. It serves {', '.join(info.tasks)}.",
             param="task",

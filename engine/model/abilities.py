@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.interface.outputs import Activation, PoolingMode, Task
+from engine.interface.outputs import Activation, PoolingMode, RepeatedInput, Task
 from engine.model import spec
 from engine.model.sentence import MODULES, Pipeline, torch_class
 
@@ -23,6 +23,7 @@ class Abilities:
     has_projection: bool = False
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
+    repeats: RepeatedInput | None = None
     token_types: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
@@ -53,11 +54,11 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
     found: dict[str, Any] = {"lower_case": pipeline.lower_case}
     found["token_types"] = embedding.token_types if isinstance(embedding, spec.Tokens) else 0
     both = model.encoder is not None and model.decoder is not None
-    if pipeline.modes and (both or isinstance(model.head, spec.Classifier)):
+    if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan)):
         logger.warning(
             "%s makes embeddings of this model, which are not served: it has a head that %s",
             pipeline.transformer / MODULES,
-            "generates" if both else "classifies",
+            _does(model.head, both),
         )
     match model.head:
         case spec.Classifier(labels=count, pooling=pooling):
@@ -65,7 +66,10 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
             names = getattr(config, "id2label", None) or {}
             found["labels"] = tuple(str(names.get(i, f"LABEL_{i}")) for i in range(count))
             found["activation"] = _activation(config, model.head, pipeline)
+            found["repeats"] = model.repeats
             return Abilities(tasks=tasks, **found)
+        case spec.AnswerSpan():
+            return Abilities(tasks=("answer",), **found)
         case spec.Lm() if both:
             return Abilities(tasks=("generate",))
         case spec.Lm():
@@ -94,6 +98,12 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         include_prompt=pipeline.include_prompt,
         **found,
     )
+
+
+def _does(head: spec.Head, both: bool) -> str:
+    if isinstance(head, spec.AnswerSpan):
+        return "answers questions"
+    return "generates" if both and not isinstance(head, spec.Classifier) else "classifies"
 
 
 def _activation(config: Any, head: spec.Classifier, pipeline: Pipeline) -> Activation:

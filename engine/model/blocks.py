@@ -10,6 +10,7 @@ from engine.model import spec
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.global_tokens import GlobalAttention
 from engine.model.latent import LatentAttention
 from engine.model.layers import (
     CrossAttention,
@@ -133,7 +134,9 @@ def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBacke
     part = block.attention
     if part.latent is not None:
         return LatentAttention(part, part.latent, hidden_size, backend, place)
-    kind = DisentangledAttention if isinstance(part.position, Disentangled) else SelfAttention
+    kind: type[SelfAttention] = SelfAttention if part.global_tokens is None else GlobalAttention
+    if isinstance(part.position, Disentangled):
+        kind = DisentangledAttention
     return kind(part, hidden_size, backend, place)
 
 

@@ -105,6 +105,9 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter, place: Place) -> nn.M
                 dense_bias=part.dense_bias,
                 bias=part.bias,
             )
+        case spec.AnswerSpan():
+            width = None if part.activation is None else hidden
+            return Head((hidden, width, 2), part.activation, part.norm, place, dense_bias=part.dense_bias, bias=True)
         case spec.Pool():
             return None
 

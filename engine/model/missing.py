@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.backends.attention.base import Window
 from engine.model import spec
 from engine.model.activations import ACTIVATIONS
 from engine.model.positions import Disentangled, Rotary
@@ -60,6 +61,8 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
             missing.append("convolutions beside attention in a decoder")
         if (routed := experts_of(block.ffn)) is not None and routed.capacity is not None:
             missing.append("experts of limited capacity in a decoder")  # tokens that come alone would find room
+        if block.attention.global_tokens is not None:
+            missing.append("global tokens in a decoder")
         if block.beside is not None:
             missing.append("a convolution in a decoder")  # it would see later tokens
         if block.cross is not None:
@@ -79,6 +82,7 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "with limits of its projections": cross.clip is not None,
         "with a temperature": cross.temperature is not None,
         "with sinks": cross.sinks is not None,
+        "with global tokens": cross.global_tokens is not None,
     }
     return [f"cross-attention {name}" for name, present in found.items() if present]
 
@@ -127,7 +131,15 @@ def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
         f"convolutions of {kernel} tokens beside attention": kernel % 2 == 0,
         "convolutions beside attention with rotary positions": part.spans is not None
         and isinstance(part.position, Rotary),
+        "global tokens in attention of another kind": part.global_tokens is not None and not _can_be_global(part),
     }
+
+
+def _can_be_global(part: spec.Attention) -> bool:
+    """Whether attention has nothing beside its global tokens that their module does not know."""
+    beside = (part.position, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
+    reaches = isinstance(part.window, Window) and part.window.left == part.window.right
+    return beside == (None,) * len(beside) and reaches and not part.causal and part.heads == part.kv_heads
 
 
 def _unsupported_bottleneck(block: spec.Block) -> dict[str, bool]:

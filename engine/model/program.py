@@ -23,6 +23,7 @@ from engine.model import spec
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.global_tokens import GlobalAttention
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
 from engine.model.layers import (
@@ -315,6 +316,23 @@ class Attend(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AttendGlobally(HasRows):
+    """out = attention of the queries to the keys and values beside them that are near, and to those of global tokens;
+    for global tokens, attention of their own queries to all of their rows' own keys and values.
+
+    Attributes:
+        heads, of_global: queries, keys and values side by side; the second ones are those of global tokens.
+    """
+
+    READS = ("heads", "of_global")
+    WRITES = ("out",)
+    module: GlobalAttention
+    heads: Rows
+    of_global: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Activate(HasRows):
     """out = function(x), or function(a) * b of x = [a | b]."""
 
@@ -448,6 +466,7 @@ Operation = (
     | ExpandLatent
     | StoreEncoded
     | Attend
+    | AttendGlobally
     | Activate
     | ActivateXielu
     | Open
@@ -716,7 +735,11 @@ class Builder:
             self.add(Temper(module.part.temperature, prepared.queries))
         kv = None if self._paged else (prepared.keys, prepared.values)
         attended = self.rows("attended", prepared.queries.width)
-        self.add(Attend(module, prepared.queries, kv, attended, own))
+        if isinstance(module, GlobalAttention):
+            of_global = self.product(module.global_qkv, x, "heads of global tokens")
+            self.add(AttendGlobally(module, heads, of_global, attended))
+        else:
+            self.add(Attend(module, prepared.queries, kv, attended, own))
         if module.spans is not None:
             convolved = self._spans(module.spans, x, prepared.queries)
             both = self.rows("attended and convolved", attended.width + convolved.width)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.backends.attention.base import Chunks, Sight
+from engine.interface.outputs import RepeatedInput
 from engine.model.normalisation import Norm
 from engine.model.positions import (
     AttentionPosition,
@@ -92,6 +93,30 @@ class Latent:
     query_width: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of an input."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeToken:
+    """The tokens of an input before the first one of an id: a question, say; none where that is not there."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTokens:
+    """Some tokens see all others and are seen by all, whatever the window. They see through queries, keys and values
+    that are projected for that alone (Longformer, arXiv:2004.05150, 3.1).
+
+    Attributes:
+        which: the tokens.
+    """
+
+    which: FirstToken | BeforeToken
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
@@ -111,6 +136,7 @@ class Attention:
         spans: heads beside these.
         latent: what queries, keys and values are made of; None: of the hidden state, each by a projection of its own.
             With latents there is one KV head, and head_dim is the width of what pages hold of a token.
+        global_tokens: tokens that the window does not bind; it reaches equally far to both sides then.
     """
 
     heads: int
@@ -129,6 +155,7 @@ class Attention:
     sinks: Sinks | None = None
     spans: Spans | None = None
     latent: Latent | None = None
+    global_tokens: GlobalTokens | None = None
 
     @property
     def turned(self) -> int:
@@ -595,12 +622,28 @@ class Classifier:
     padding_id: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSpan:
+    """norm(activation(dense(x))) where there is a dense layer, then two numbers of each token: that an answer begins
+    with it, and that one ends with it (BERT, arXiv:1810.04805, 4.2).
+
+    Attributes:
+        activation: of the dense layer; None for no such layer.
+        norm: after that layer.
+        dense_bias: that layer has a bias.
+    """
+
+    activation: Activation | None = None
+    norm: Norm | None = None
+    dense_bias: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """No head: the hidden states themselves are the answer."""
 
 
-Head = Lm | MaskedLm | Classifier | Pool
+Head = Lm | MaskedLm | Classifier | AnswerSpan | Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -611,6 +654,7 @@ class ModelSpec:
         encoder, decoder, head: its parts.
         context_length: tokens of context that the model was made for; None if its config does not say.
         shared_tokens: encoder and decoder have one token table.
+        repeats: what the decoder reads of the encoder's input, where both read it to classify it.
     """
 
     encoder: Stack | None
@@ -618,6 +662,7 @@ class ModelSpec:
     head: Head
     context_length: int | None = None
     shared_tokens: bool = True
+    repeats: RepeatedInput | None = None
 
     @property
     def trunk(self) -> Stack:

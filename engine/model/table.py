@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Size, Tensor
 
+from engine.interface.outputs import RepeatedInput
 from engine.model.spec import ModelSpec
 
 
@@ -87,6 +88,25 @@ class Reshaped:
 
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
         target.copy_(source.reshape(target.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """Several tensors, one after the other along the first axis, of these lengths, of which those that are not `stored`
+    are zeros."""
+
+    lengths: tuple[int, ...]
+    stored: tuple[int, ...]
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size((self.lengths[part], *target[1:])) for part in self.stored]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        parts = torch.split(target, list(self.lengths))
+        parts[self.stored[place]].copy_(source)
+        for number, part in enumerate(parts):
+            if number not in self.stored:
+                part.zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +407,8 @@ class Family:
         weights: the parts to the table of weight names; None for a family whose parts are described but
             not implemented yet (`engine.model.missing` names them).
         quantised: what its checkpoints may be stored as, by the `quant_method` of a config.
+        repeats: of an encoder-decoder family that has classifiers of texts, a config to what their decoders read;
+            raises UnsupportedModelError where that is not known.
     """
 
     name: str
@@ -396,3 +418,4 @@ class Family:
     weights: Callable[[ModelSpec], WeightTable] | None = None
     headless: tuple[str, ...] = ()
     quantised: tuple[str, ...] = ()
+    repeats: Callable[[Any], RepeatedInput] | None = None

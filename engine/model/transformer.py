@@ -129,7 +129,10 @@ class Transformer(nn.Module):
         kept = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         head = [] if self.head is None else list(self.head.modules())
-        plain = {id(module) for module in (*kept, *(head if isinstance(self.spec.head, spec.Classifier) else ()))}
+        plain = {
+            id(module)
+            for module in (*kept, *(head if isinstance(self.spec.head, spec.Classifier | spec.AnswerSpan) else ()))
+        }
         careful = {id(module) for module in head}
         for module in self.modules():
             if isinstance(module, Linear | ExpertMatrices):

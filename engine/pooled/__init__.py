@@ -13,16 +13,30 @@ from engine.errors import InvalidRequestError
 from engine.interface.outputs import EngineInfo, Pooled
 from engine.interface.request import TokenInput
 from engine.interface.values import NumberRange, check_number
+from engine.pooled.answers import (
+    DEFAULT_ANSWER_LENGTH,
+    DEFAULT_ANSWERS,
+    MAX_ANSWER_LENGTH,
+    MAX_ANSWERS,
+    MAX_WINDOWS,
+    Answer,
+    AnswerTerms,
+    answers_of,
+    read_question,
+    windows_of,
+)
 from engine.pooled.prompts import find_prompt, prompt_tokens
 from engine.pooled.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
 from engine.text.encoding import Encoding
 from engine.text.tokenizer import Tokenizer
 
 __all__ = [
-    "AGGREGATIONS", "Aggregation", "ClassificationOutput", "EmbeddingOutput", "FillMaskOutput", "LabelScore",
-    "MaskedToken", "PoolingOutput", "ScoreOutput", "Span", "TokenClassificationOutput", "check_aggregation",
-    "check_scores", "cosine", "find_prompt", "is_cross_encoder", "labels_of", "longest",
-    "mask_positions", "masks_of", "prompt_tokens", "spans_of", "token_input", "vector_of",
+    "AGGREGATIONS", "DEFAULT_ANSWERS", "DEFAULT_ANSWER_LENGTH", "MAX_ANSWERS", "MAX_ANSWER_LENGTH", "MAX_WINDOWS",
+    "Aggregation", "Answer", "AnswerOutput", "AnswerTerms", "ClassificationOutput", "EmbeddingOutput",
+    "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span",
+    "TokenClassificationOutput", "answers_of", "check_aggregation", "check_scores", "cosine", "find_prompt",
+    "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens", "read_question",
+    "spans_of", "token_input", "vector_of", "windows_of",
 ]  # fmt: skip
 
 
@@ -135,6 +149,18 @@ class FillMaskOutput(PoolingOutput):
     """For each mask of one input, in their order, the most probable tokens in its place."""
 
     masks: list[list[MaskedToken]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOutput:
+    """The answers to one question, best first.
+
+    Attributes:
+        num_windows: in how many windows the context was read.
+    """
+
+    answers: list[Answer]
+    num_windows: int
 
 
 def vector_of(pooled: Pooled) -> list[float]:

@@ -97,7 +97,8 @@ def check_fits(request: Request, config: SchedulerConfig, total_pages: int) -> N
         return  # the first input of a step may be of any length
     prompt = len(request.prompt_token_ids)
     if request.pooling is not None:
-        pages = min(pages_needed(prompt, size), config.most_pages(1))
+        encoded = pages_needed(len(request.encoder_token_ids), size)
+        pages = encoded + min(pages_needed(prompt, size), config.most_pages(1))
         if pages > total_pages:
             raise InvalidRequestError(
                 f"the input of {prompt} tokens needs {pages} pages of {size} tokens, but the KV cache has "

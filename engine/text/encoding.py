@@ -24,6 +24,8 @@ class Encoding:
             added. None where they are not known: from tokenizers written in Python, and for inputs that came as ids.
         sequence: 0 for tokens of the first text, 1 for the second's, None for those that the tokenizer added.
         truncated: tokens were left out.
+        words: which word of its own text a token is of, None for one that is of none; None where that was not asked
+            for, or is not known.
     """
 
     ids: list[int]
@@ -31,6 +33,7 @@ class Encoding:
     offsets: list[Offset] | None
     sequence: list[int | None]
     truncated: bool = False
+    words: list[int | None] | None = None
 
     @classmethod
     def of_ids(
@@ -55,7 +58,14 @@ class Encoding:
 
 
 def encode_fast(
-    fast: Any, texts: tuple[str, ...], *, special: bool, segments: bool, max_length: int | None, side: Side
+    fast: Any,
+    texts: tuple[str, ...],
+    *,
+    special: bool,
+    segments: bool,
+    max_length: int | None,
+    side: Side,
+    words: bool = False,
 ) -> Encoding:
     """Encode one text or two by a tokenizer of the tokenizers library, which must be set to neither truncate nor pad.
 
@@ -69,8 +79,9 @@ def encode_fast(
     whole = fast.encode_batch([texts if len(texts) == 2 else texts[0]], add_special_tokens=special)[0]
     ids, sequence, offsets = whole.ids, whole.sequence_ids, whole.offsets
     type_ids = whole.type_ids if segments else [0] * len(ids)
+    of_words = whole.word_ids if words else None
     if max_length is None or len(ids) <= max_length:
-        return Encoding(ids, type_ids, offsets, sequence)
+        return Encoding(ids, type_ids, offsets, sequence, words=of_words)
     places = [[at for at, owner in enumerate(sequence) if owner == number] for number in range(len(texts))]
     added = [at for at, owner in enumerate(sequence) if owner is None]
     room = _room(max_length, len(added))
@@ -83,13 +94,21 @@ def encode_fast(
         [offsets[at] for at in kept],
         [sequence[at] for at in kept],
         truncated=True,
+        words=None if of_words is None else [of_words[at] for at in kept],
     )
 
 
 def encode_slow(
-    hf: Any, texts: tuple[str, ...], *, special: bool, segments: bool, max_length: int | None, side: Side
+    hf: Any,
+    texts: tuple[str, ...],
+    *,
+    special: bool,
+    segments: bool,
+    max_length: int | None,
+    side: Side,
+    words: bool = False,
 ) -> Encoding:
-    """Encode one text or two by a `transformers` tokenizer written in Python, which knows no offsets.
+    """Encode one text or two by a `transformers` tokenizer written in Python, which knows neither offsets nor words.
 
     Raises:
         InvalidRequestError: the special tokens alone are more than `max_length`, or the tokenizer takes no pairs.

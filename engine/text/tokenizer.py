@@ -50,6 +50,7 @@ class Tokenizer:
         mask_token_id, mask_token: the token that stands for one to be predicted, and how texts write it, or None.
         unk_token_id: the token for what the vocabulary has no token for, or None.
         pad_token_id: the token that other programs fill up short inputs with, or None.
+        cls_token_id: the token that stands for a whole input, or None.
         frame_ids: the tokens that begin, separate, end or fill up inputs.
         truncation_side: where tokens are left out of what is too long.
         subword_prefix: how the vocabulary marks a token that continues a word (WordPiece's "##"), if it does.
@@ -90,6 +91,7 @@ class Tokenizer:
         self.mask_token_id: int | None = mask
         self.mask_token: str | None = None if mask is None else hf.mask_token
         self.pad_token_id: int | None = getattr(hf, "pad_token_id", None)
+        self.cls_token_id: int | None = getattr(hf, "cls_token_id", None)
         frame = (getattr(hf, f"{name}_token_id", None) for name in ("bos", "eos", "cls", "sep", "pad"))
         self.frame_ids: frozenset[int] = frozenset(token for token in frame if token is not None)
         self.truncation_side: Side = "left" if getattr(hf, "truncation_side", "right") == "left" else "right"
@@ -200,6 +202,7 @@ class Tokenizer:
         add_special_tokens: bool = True,
         max_length: int | None = None,
         side: Side | None = None,
+        words: bool = False,
     ) -> Encoding:
         """A text, or a pair of texts, to what an encoder reads.
 
@@ -207,6 +210,7 @@ class Tokenizer:
             max_length: leave out what is more than so many tokens; of a pair from the longer text first (transformers'
                 `truncation=True`). Special tokens stay.
             side: where; None: the tokenizer's own side.
+            words: tell which word each token is of, too.
 
         Raises:
             InvalidRequestError: a text is not valid Unicode, there is no room for the special tokens, or the tokenizer
@@ -215,7 +219,15 @@ class Tokenizer:
         texts = tuple(self._given(part, "input") for part in (text, pair) if part is not None)
         encode, by = (encode_slow, self._hf) if self._fast is None else (encode_fast, self._fast)
         side = side or self.truncation_side
-        return encode(by, texts, special=add_special_tokens, segments=self._segments, max_length=max_length, side=side)
+        return encode(
+            by,
+            texts,
+            special=add_special_tokens,
+            segments=self._segments,
+            max_length=max_length,
+            side=side,
+            words=words,
+        )
 
     def encode_answer(self, text: str) -> list[int]:
         """The beginning of an encoder-decoder model's answer to ids, without special tokens.

@@ -11,9 +11,10 @@ from server.context import Service
 from server.errors import ApiError
 
 _NO_TOKENIZER = "it has no tokenizer, so it cannot read texts"
-_CLASSES = {
+_HEADS = {
     "classify": "its head tells classes of texts apart",
     "token_classify": "its head tells classes of tokens apart",
+    "answer": "its head finds answers to questions",
 }
 
 # Why a model cannot serve an endpoint; None where it can.
@@ -54,6 +55,12 @@ def _classify(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     return None if {"classify", "token_classify"} & set(info.tasks) else f"{_kind(info)}, and it knows no classes"
 
 
+def _answer(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if "answer" not in info.tasks:
+        return f"{_kind(info)}, and it finds no answers in texts"
+    return None if tokenizer is not None else _NO_TOKENIZER
+
+
 def _fill_mask(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "fill_mask" not in info.tasks:
         return f"{_kind(info)}, and it predicts no masked tokens"
@@ -78,6 +85,7 @@ ENDPOINTS: dict[str, _Reason] = {
     "/v1/score": _score,
     "/v1/rerank": _score,
     "/v1/classify": _classify,
+    "/v1/answer": _answer,
     "/v1/fill-mask": _fill_mask,
     "/translate": _translate,
 }
@@ -107,7 +115,7 @@ def require(service: Service, endpoint: str) -> None:
 
 def _kind(info: EngineInfo) -> str:
     """What the model is, as the beginning of a reason."""
-    for task, words in _CLASSES.items():
+    for task, words in _HEADS.items():
         if task in info.tasks:
             return words
     if info.max_encoder_len is not None:

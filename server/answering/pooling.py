@@ -1,5 +1,5 @@
-"""Answering a request for what the model makes of its inputs (vectors, classes, masked tokens): what all such endpoints
-share.
+"""Answering a request for what the model makes of its inputs (vectors, classes, answers, masked tokens): what all
+such endpoints share.
 
 An endpoint is a subclass of `PoolingRun`; `server.answering.encoding` turns its texts into tokens, and
 `server.answering.endpoints` refuses what the model cannot serve.
@@ -26,7 +26,7 @@ from server.answering.streaming import ClientGoneError, Wanted
 from server.answering.terms import DeadlineError, Terms, read_terms
 from server.answering.turns import Lane
 from server.api.fields import ignored_header
-from server.api.pooling_schemas import PoolingBody, PoolingUsage
+from server.api.pooling_schemas import NumbersBody, PoolingUsage
 from server.context import Service
 from server.errors import ApiError
 from server.gates import Place
@@ -61,7 +61,7 @@ class PoolingRun(ABC):
     id_prefix: ClassVar[str]
 
     service: Service
-    body: PoolingBody
+    body: NumbersBody
     arrival: float  # seconds of time.monotonic()
     request_id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -134,6 +134,20 @@ CLASSIFY: dict[str, Any] = {
         "value": {"input": "Anna Bergen lives in Oslo."},
     },
 }
+ANSWER: dict[str, Any] = {
+    "simple": {
+        "summary": "One question",
+        "value": {"question": "Where does Anna live?", "context": "Anna Bergen lives in Oslo.", "top_k": 2},
+    },
+    "several": {
+        "summary": "Several questions about one text",
+        "value": {
+            "question": ["Where does Anna live?", "Who lives in Oslo?"],
+            "context": "Anna Bergen lives in Oslo.",
+            "handle_impossible_answer": True,
+        },
+    },
+}
 FILL_MASK: dict[str, Any] = {
     "simple": {"summary": "One mask", "value": {"input": "Paris is the [MASK] of France.", "top_k": 3}},
     "several": {"summary": "Several masks", "value": {"input": ["The [MASK] sat on the [MASK].", "It is [MASK]."]}},

@@ -16,15 +16,10 @@ TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 _MESSAGES = "messages is not supported here; send input, as text that is ready for the model."
 
 
-class PoolingBody(ServedBody):
+class NumbersBody(ServedBody):
     """What the bodies of all these endpoints share. Null means the default."""
 
     model: str | None = Field(None, description="The served model's id; may be left out.")
-    truncate_prompt_tokens: int | None = Field(
-        None,
-        description="Cut each input to so many tokens, special ones included; -1: to the longest that the model takes. "
-        "Without it a longer one is refused.",
-    )
 
     def refuse_unsupported(self) -> None:
         """Refuse fields that would change the answer and are not supported.
@@ -36,6 +31,16 @@ class PoolingBody(ServedBody):
         if extra.get("messages") is not None:
             raise ApiError(400, _MESSAGES, param="messages", code="unsupported_parameter")
         ServedBody.refuse_unsupported(self)
+
+
+class PoolingBody(NumbersBody):
+    """What those share that may cut their inputs."""
+
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        description="Cut each input to so many tokens, special ones included; -1: to the longest that the model takes. "
+        "Without it a longer one is refused.",
+    )
 
 
 class ActivatedBody(PoolingBody):

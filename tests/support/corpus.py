@@ -64,6 +64,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 TASKS = {
     "SequenceClassification": "classify",
     "TokenClassification": "token_classify",
+    "QuestionAnswering": "answer",
     "MaskedLM": "fill_mask",
     "BertForPreTraining": "fill_mask",
 }

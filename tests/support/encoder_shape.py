@@ -33,6 +33,7 @@ class EncoderShape:
         settings: keywords of its config, all but vocab_size.
         vocab: ids of inputs are any below it, those of special tokens included.
         finish: changes the saved folder, for checkpoints in an older form, say.
+        global_tokens: ids to transformers' global_attention_mask, for models that have one.
     """
 
     architecture: str
@@ -40,6 +41,7 @@ class EncoderShape:
     vocab: int = 61
     seed: int = 0
     finish: Callable[[Path], None] | None = None
+    global_tokens: Callable[[Sequence[int]], Sequence[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,22 @@ class EncoderCheckpoint:
 
     def hidden(self, input: TokenInput) -> Tensor:
         """The last layer's hidden states, [tokens, features]."""
-        states: Tensor = run(self.model.base_model, input).last_hidden_state[0]
+        states: Tensor = self._run(self.model.base_model, input).last_hidden_state[0]
         return states
 
     def logits(self, input: TokenInput) -> Tensor:
-        """What the head gives: [labels], [tokens, labels] or [tokens, vocabulary]."""
-        output = run(self.model, input)
+        """What the head gives: [labels], [tokens, labels], [tokens, vocabulary] or, of answers' ends, [tokens, 2]."""
+        output = self._run(self.model, input)
+        if "start_logits" in output:
+            return torch.stack((output.start_logits[0], output.end_logits[0]), -1)
         logits: Tensor = output.prediction_logits[0] if "prediction_logits" in output else output.logits[0]
         return logits
+
+    def _run(self, model: Any, input: TokenInput) -> Any:
+        chosen = self.shape.global_tokens
+        if chosen is None:
+            return run(model, input)
+        return run(model, input, global_attention_mask=torch.tensor([list(chosen(input.token_ids))]))
 
     def scores(self, input: TokenInput) -> Tensor:
         """What transformers' pipeline makes of the logits of a whole input, [labels]."""
@@ -109,13 +119,13 @@ def make_encoder_checkpoint(shape: EncoderShape, folder: Path) -> EncoderCheckpo
 
 
 @torch.no_grad()
-def run(model: Any, input: TokenInput) -> Any:
+def run(model: Any, input: TokenInput, **more: Tensor) -> Any:
     """One forward pass of the reference over one input."""
     ids = torch.tensor([list(input.token_ids)])
     types: Mapping[str, Tensor] = {}
     if input.token_type_ids is not None:
         types = {"token_type_ids": torch.tensor([list(input.token_type_ids)])}
-    return model(ids, attention_mask=torch.ones_like(ids), **types)
+    return model(ids, attention_mask=torch.ones_like(ids), **types, **more)
 
 
 def first_tokens(input: TokenInput, count: int) -> Sequence[int]:

@@ -34,6 +34,7 @@ _CLASSES = {
     "classes": transformers.BertForSequenceClassification,
     "cross": transformers.BertForSequenceClassification,
     "tokens": transformers.BertForTokenClassification,
+    "answers": transformers.BertForQuestionAnswering,
     "decoder": transformers.LlamaForCausalLM,
 }
 

@@ -12,11 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.attention.base import Bias, Paged, Ragged
+from engine.backends.attention.base import Bias, Paged, Ragged, Window
 from engine.backends.native.program import Rows
+from engine.backends.torch import attention_global
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
+from engine.model.global_tokens import find_global
 from engine.model.latent import LatentAttention
 from engine.model.layers import CrossAttention, SelfAttention
 from engine.model.positions import AttentionPosition, Disentangled, RelativeBuckets, Rotary
@@ -27,6 +29,7 @@ from engine.model.program import (
     AddAdapters,
     AllReduce,
     Attend,
+    AttendGlobally,
     Concatenate,
     Embed,
     ExpandLatent,
@@ -271,6 +274,28 @@ def _attend(operation: Attend, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), operation.out.width)
 
 
+def _attend_globally(operation: AttendGlobally, state: Pass) -> None:
+    part, inputs = operation.module.part, state.inputs
+    assert part.window is not None
+    assert part.global_tokens is not None
+    assert isinstance(part.window, Window)
+    width = part.heads * part.head_dim
+
+    def split(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = (state.values[rows.part(i * width, width)] for i in range(3))
+        return _heads(queries, part.head_dim), _heads(keys, part.head_dim), _heads(values, part.head_dim)
+
+    attended = attention_global.attend(
+        split(operation.heads),
+        split(operation.of_global),
+        inputs.metadata,
+        find_global(part.global_tokens, inputs.token_ids, inputs.metadata),
+        part.window,
+        part.scale,
+    )
+    state.values[operation.out] = attended.reshape(len(attended), width)
+
+
 def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x if x.dim() == 3 else x.view(len(x), -1, head_dim)
 
@@ -345,6 +370,7 @@ HANDLERS: dict[type, Handler] = {
     ExpandLatent: _expand_latent,
     StoreEncoded: _store_encoded,
     Attend: _attend,
+    AttendGlobally: _attend_globally,
     Activate: _activate,
     ActivateXielu: _activate_xielu,
     Open: _open,

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from engine.errors import OctavoError, UnsupportedModelError
-from engine.model.families.classification import base_model, classifier, with_head
+from engine.model.families.classification import base_model, classifier, joint_classifier, with_head, with_joint_head
 from engine.model.families.kinds import keeps_state, model_type_of, own_settings, settings_of_class, unknown_settings
 from engine.model.families.language_part import ARCHITECTURES, whole_of, without_vision
 from engine.model.missing import unsupported
@@ -213,9 +213,11 @@ def describe(config: Any) -> ModelSpec:
         )
     if model.decoder is not None and model.encoder is None:
         return _with_head_of(name, config, model, headless=name in family.headless)
-    if name not in _BY_ARCHITECTURE:
+    if name in _BY_ARCHITECTURE:
+        return model
+    if family.repeats is None or not name.endswith("ForSequenceClassification"):
         raise _unknown(config)
-    return model
+    return replace(model, head=joint_classifier(config), repeats=family.repeats(config))
 
 
 def _with_head_of(name: str, config: Any, model: ModelSpec, *, headless: bool) -> ModelSpec:
@@ -278,6 +280,8 @@ def weight_table(config: Any, model: ModelSpec) -> WeightTable:
     # A decoder that is read as an encoder is stored under the same names as one that is not.
     turned = model.decoder is None and family.spec(config).decoder is not None
     stored = replace(model, encoder=None, decoder=model.encoder) if turned else model
+    if model.repeats is not None:
+        return with_joint_head(family.weights(replace(stored, head=family.spec(config).head)))
     table = family.weights(stored)
     if whole_of(config) is not None:
         table = without_vision(table)

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.model.families import encoder_decoder
+from engine.model.families.classification import repeats_after_start
 from engine.model.spec import ModelSpec
 from engine.model.table import Family
 
@@ -33,4 +34,5 @@ FAMILY = Family(
     brings="encoder and decoder, norms after the residual, learned positions",
     spec=spec,
     weights=encoder_decoder.weights,
+    repeats=repeats_after_start,
 )

@@ -8,6 +8,7 @@ from typing import Any
 from engine.model.families.common import activation
 from engine.model.families.encoder_only import (
     OLD_NORMS,
+    answer_weights,
     check_settings,
     first_token_weights,
     masked_lm,
@@ -19,7 +20,7 @@ from engine.model.families.encoder_only import (
 )
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, Dense, Head, MaskedLm, ModelSpec, Stack, Tokens
+from engine.model.spec import AnswerSpan, Classifier, Dense, Head, MaskedLm, ModelSpec, Stack, Tokens
 from engine.model.table import Entry, Family, WeightTable
 
 
@@ -104,6 +105,8 @@ def head_weights(model: ModelSpec, source: str) -> tuple[list[Entry], list[str]]
             return token_weights("classifier"), [pooler]
         case Classifier():
             return first_token_weights(f"{source}.pooler.dense", "classifier"), []
+        case AnswerSpan():
+            return answer_weights(), [pooler]
         case _:
             return [], [pooler, r"cls\..*", r"classifier\..*", r"qa_outputs\..*"]
 
@@ -117,7 +120,10 @@ KINDS = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForToken
 
 FAMILY = Family(
     name="BERT and ERNIE",
-    architectures=tuple(f"{name}{kind}" for name in ("Bert", "Ernie") for kind in KINDS),
+    architectures=(
+        "BertForQuestionAnswering",
+        *(f"{name}{kind}" for name in ("Bert", "Ernie") for kind in KINDS),
+    ),
     brings="encoder, learned positions, segments, tasks",
     spec=spec,
     weights=weights,

@@ -1,4 +1,6 @@
-"""Classifiers over decoders: in transformers every family has them, and all are one matrix over the hidden states."""
+"""Classifiers over decoders: in transformers every family has them, and all are one matrix over the hidden states.
+
+Over an encoder-decoder model, both stacks read the text, and two layers its last state (`RepeatedInput`)."""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from engine.errors import UnsupportedModelError
+from engine.interface.outputs import RepeatedInput
 from engine.model.families.common import linear
+from engine.model.families.encoder_only import first_token_weights
 from engine.model.spec import Classifier, Head, Lm
 from engine.model.table import WeightTable
 
@@ -36,6 +41,54 @@ def classifier(config: Any, name: str) -> Classifier:
     if name.endswith(_TEXTS):
         return Classifier(labels=config.num_labels, pooling="last", bias=False, padding_id=config.pad_token_id)
     return Classifier(labels=config.num_labels, pooling=None, bias=getattr(config, "token_classification_bias", True))
+
+
+def joint_classifier(config: Any) -> Classifier:
+    """The head of a classifier over encoder and decoder."""
+    return Classifier(labels=config.num_labels, pooling="last", activation="tanh")
+
+
+def repeats_after_start(config: Any) -> RepeatedInput:
+    """The decoder reads the input after its start token.
+
+    Raises:
+        UnsupportedModelError: the config does not name that token.
+    """
+    start = getattr(config, "decoder_start_token_id", None)
+    if not isinstance(start, int):
+        raise UnsupportedModelError(
+            f"decoder_start_token_id of the config must be the id of the token that the decoder begins with, got "
+            f"{start!r}."
+        )
+    return RepeatedInput(start, _end(config))
+
+
+def repeats_after_last(config: Any) -> RepeatedInput:
+    """The decoder reads the input after its last token, which names the language."""
+    return RepeatedInput(None, _end(config))
+
+
+def _end(config: Any) -> int:
+    end: Any = config.eos_token_id
+    if not isinstance(end, int):
+        raise UnsupportedModelError(
+            f"eos_token_id of the config must be the id of one token, at which a class is read off; got {end!r}."
+        )
+    return end
+
+
+def with_joint_head(table: WeightTable) -> WeightTable:
+    """The table of an encoder-decoder model for its classifier."""
+    entries = (entry for entry in table.entries if not entry.target.startswith("head."))
+    found = first_token_weights("classification_head.dense", "classification_head.out_proj")
+    return replace(
+        table,
+        entries=(*entries, *found),
+        ignored=(*table.ignored, r"lm_head\.weight", r"final_logits_bias"),
+        # Some families store what both stacks have under a name of its own.
+        renamed=((r"^transformer\.", ""), *table.renamed),
+        head=None,
+    )
 
 
 def with_head(table: WeightTable, head: Head) -> WeightTable:

@@ -9,6 +9,8 @@ from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, even_head_dim, linear, norm
 from engine.model.families.encoder_only import (
     BERT_LAYER,
+    answer_span,
+    answer_weights,
     first_token_classifier,
     first_token_weights,
     layer_target,
@@ -20,6 +22,7 @@ from engine.model.families.encoder_only import (
 from engine.model.normalisation import Norm
 from engine.model.positions import Disentangled, DistanceVectors, Learned
 from engine.model.spec import (
+    AnswerSpan,
     Attention,
     Block,
     Classifier,
@@ -50,23 +53,28 @@ def spec(config: Any) -> ModelSpec:
         ffn=Dense(config.intermediate_size, activation(config.hidden_act), bias=True),
     )
     first = replace(block, beside=_convolution(config, layer_norm))
-    width = _table_width(config)
     encoder = Stack(
         hidden_size=config.hidden_size,
-        embedding=Tokens(
-            vocab_size=config.vocab_size,
-            width=width,
-            positions=Learned(config.max_position_embeddings) if config.position_biased_input else None,
-            token_types=config.type_vocab_size,
-            norm=layer_norm,
-            projection=None if width == config.hidden_size else config.hidden_size,
-            projects_sum=width != config.hidden_size,
-        ),
+        embedding=embedding(config, layer_norm),
         blocks=(first, *(block,) * (config.num_hidden_layers - 1)),
         final_norm=None,
         distances=distances,
     )
-    return ModelSpec(encoder=encoder, decoder=None, head=_head(config, layer_norm))
+    return ModelSpec(encoder=encoder, decoder=None, head=head_of(config, layer_norm))
+
+
+def embedding(config: Any, layer_norm: Norm) -> Tokens:
+    """Vectors of a config of DeBERTa's kind."""
+    width = _table_width(config)
+    return Tokens(
+        vocab_size=config.vocab_size,
+        width=width,
+        positions=Learned(config.max_position_embeddings) if config.position_biased_input else None,
+        token_types=config.type_vocab_size,
+        norm=layer_norm,
+        projection=None if width == config.hidden_size else config.hidden_size,
+        projects_sum=width != config.hidden_size,
+    )
 
 
 def _table_width(config: Any) -> int:
@@ -128,9 +136,11 @@ def _convolution(config: Any, layer_norm: Norm) -> Convolution | None:
     return Convolution(kernel, activation(getattr(config, "conv_act", "tanh")), layer_norm, groups)
 
 
-def _head(config: Any, layer_norm: Norm) -> Head:
-    match config.architectures[0]:
-        case "DebertaV2ForMaskedLM":
+def head_of(config: Any, layer_norm: Norm) -> Head:
+    """The head that the architecture's name ends with."""
+    name = config.architectures[0]
+    match name[name.find("For") :]:
+        case "ForMaskedLM":
             width = _table_width(config)
             if not config.legacy and width != config.hidden_size:
                 raise UnsupportedModelError(
@@ -145,15 +155,17 @@ def _head(config: Any, layer_norm: Norm) -> Head:
                 # The older head's first layer gives what the table has, the newer one's what it was given.
                 width=None if config.legacy else config.hidden_size,
             )
-        case "DebertaV2ForSequenceClassification":
+        case "ForSequenceClassification":
             if config.pooler_hidden_size != config.hidden_size:
                 raise UnsupportedModelError(
                     f"pooler_hidden_size of the config is {config.pooler_hidden_size}; the head reads and gives "
                     f"hidden_size {config.hidden_size} features, so both must be equal."
                 )
             return first_token_classifier(config, activation(config.pooler_hidden_act))
-        case "DebertaV2ForTokenClassification":
+        case "ForTokenClassification":
             return token_classifier(config)
+        case "ForQuestionAnswering":
+            return answer_span(config)
         case _:
             return Pool()
 
@@ -174,23 +186,33 @@ _LAYER = replace(
 
 
 def weights(model: ModelSpec) -> WeightTable:
+    return table(model, [*stack_weights(model, "deberta", names=_LAYER), *_own_weights(model)])
+
+
+def table(model: ModelSpec, stack: list[Entry]) -> WeightTable:
+    """The weights of a model of DeBERTa's kind, given those of its layers."""
     older = isinstance(model.head, MaskedLm) and model.head.width is None
     return WeightTable(
-        (*stack_weights(model, "deberta", names=_LAYER), *_own_weights(model), *_head_weights(model)),
+        (*stack, *_embedding_weights(model), *_head_weights(model)),
         prefix="deberta.",
         ignored=_UNUSED,
         head="cls.predictions.decoder.weight" if older else None,
     )
 
 
+def _embedding_weights(model: ModelSpec) -> list[Entry]:
+    assert model.encoder is not None
+    assert isinstance(model.encoder.embedding, Tokens)
+    if model.encoder.embedding.projection is None:
+        return []
+    return linear("encoder.embedding.projection", "deberta.embeddings.embed_proj", False, 0)
+
+
 def _own_weights(model: ModelSpec) -> list[Entry]:
     """What a stack has beside BERT's parts."""
     stack = model.encoder
     assert stack is not None
-    assert isinstance(stack.embedding, Tokens)
     entries: list[Entry] = []
-    if stack.embedding.projection is not None:
-        entries += linear("encoder.embedding.projection", "deberta.embeddings.embed_proj", False, 0)
     if stack.distances is not None:
         entries.append(Entry("encoder.distances.weight", ("deberta.encoder.rel_embeddings.weight",)))
         if stack.distances.norm is not None:
@@ -228,6 +250,8 @@ def _head_weights(model: ModelSpec) -> list[Entry]:
         case MaskedLm() as part:
             newer = "lm_predictions.lm_head"
             return masked_lm_weights(part, dense=f"{newer}.dense", layer_norm=f"{newer}.LayerNorm", output=newer)
+        case AnswerSpan():
+            return answer_weights()
         case Classifier(pooling=None):
             return token_weights("classifier")
         case Classifier():
@@ -240,6 +264,7 @@ FAMILY = Family(
     architectures=(
         "DebertaV2Model",
         "DebertaV2ForMaskedLM",
+        "DebertaV2ForQuestionAnswering",
         "DebertaV2ForSequenceClassification",
         "DebertaV2ForTokenClassification",
     ),

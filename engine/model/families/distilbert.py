@@ -8,6 +8,7 @@ from engine.model.families.common import activation
 from engine.model.families.encoder_only import (
     OLD_NORMS,
     LayerNames,
+    answer_weights,
     check_settings,
     first_token_weights,
     masked_lm,
@@ -19,7 +20,7 @@ from engine.model.families.encoder_only import (
 )
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, Dense, MaskedLm, ModelSpec, Tokens
+from engine.model.spec import AnswerSpan, Classifier, Dense, MaskedLm, ModelSpec, Tokens
 from engine.model.table import Family, WeightTable
 
 _NORM = Norm("layer", 1e-12, bias=True)
@@ -67,6 +68,8 @@ def weights(model: ModelSpec) -> WeightTable:
             entries += token_weights("classifier")
         case Classifier():
             entries += first_token_weights("pre_classifier", "classifier")
+        case AnswerSpan():
+            entries += answer_weights()
         case _:
             ignored += [r"vocab_(transform|layer_norm|projector)\..*", r"(pre_)?classifier\..*", r"qa_outputs\..*"]
     return WeightTable(
@@ -82,6 +85,7 @@ FAMILY = Family(
     name="DistilBERT",
     architectures=(
         "DistilBertForMaskedLM",
+        "DistilBertForQuestionAnswering",
         "DistilBertForSequenceClassification",
         "DistilBertForTokenClassification",
         "DistilBertModel",

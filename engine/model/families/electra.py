@@ -8,6 +8,7 @@ from engine.model.families.bert import stack
 from engine.model.families.common import linear
 from engine.model.families.encoder_only import (
     OLD_NORMS,
+    answer_weights,
     first_token_weights,
     masked_lm,
     masked_lm_weights,
@@ -16,7 +17,7 @@ from engine.model.families.encoder_only import (
     token_weights,
 )
 from engine.model.positions import Learned
-from engine.model.spec import Classifier, MaskedLm, ModelSpec, Tokens
+from engine.model.spec import AnswerSpan, Classifier, MaskedLm, ModelSpec, Tokens
 from engine.model.table import Family, WeightTable
 
 
@@ -49,6 +50,8 @@ def weights(model: ModelSpec) -> WeightTable:
             entries += token_weights("classifier")
         case Classifier():
             entries += first_token_weights("classifier.dense", "classifier.out_proj")
+        case AnswerSpan():
+            entries += answer_weights()
         case _:
             ignored.append(r"(generator_predictions|generator_lm_head|classifier|qa_outputs)\..*")
     return WeightTable(
@@ -65,6 +68,7 @@ FAMILY = Family(
     architectures=(
         "ElectraForMaskedLM",
         "ElectraForPreTraining",
+        "ElectraForQuestionAnswering",
         "ElectraForSequenceClassification",
         "ElectraForTokenClassification",
         "ElectraModel",

@@ -12,6 +12,7 @@ from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets, Rotary
 from engine.model.spec import (
     Activation,
+    AnswerSpan,
     Attention,
     Block,
     Classifier,
@@ -141,6 +142,23 @@ def first_token_classifier(config: Any, activation: Activation) -> Classifier:
     return Classifier(labels=config.num_labels, pooling="cls", activation=activation)
 
 
+def answer_span(config: Any, **parts: Any) -> AnswerSpan:
+    """The head of a model that finds answers.
+
+    Args:
+        parts: its dense layer, where it has one.
+
+    Raises:
+        UnsupportedModelError: it has other numbers of a token than two.
+    """
+    if config.num_labels != 2:
+        raise UnsupportedModelError(
+            f"num_labels of the config is {config.num_labels}, but a model that finds answers has 2 numbers of each "
+            "token: of their beginning and of their end."
+        )
+    return AnswerSpan(**parts)
+
+
 def masked_lm(config: Any, activation: Activation, eps: float) -> MaskedLm:
     """A dense layer and a norm before the vocabulary's matrix."""
     return MaskedLm(tied=config.tie_word_embeddings, activation=activation, norm=Norm("layer", eps, bias=True))
@@ -160,6 +178,8 @@ def named_head(
         return masked
     if name.endswith("ForSequenceClassification"):
         return first_token_classifier(config, activation)
+    if name.endswith("ForQuestionAnswering"):
+        return answer_span(config)
     return token_classifier(config) if name.endswith("ForTokenClassification") else Pool()
 
 
@@ -196,18 +216,21 @@ def stack_weights(
     layers: str | Callable[[int], str] = "encoder.layer",
     names: LayerNames = BERT_LAYER,
     embedding_norm: str = "embeddings.LayerNorm",
+    heads: Callable[[str, str, Attention], list[Entry]] | None = None,
 ) -> list[Entry]:
     """The weights of `post_norm_encoder`, or of `pre_norm` of it, but for the norm at its end.
 
     Args:
         source: what all names begin with.
         layers: of its layers, by their numbers.
+        heads: of a layer's queries, keys and values, given our name of the matrix and what the layer's names begin
+            with; None: each has a matrix, by `names`.
     """
     assert model.encoder is not None
     entries = embedding_weights(model, source, embedding_norm)
     for i, block in enumerate(model.encoder.blocks):
         layer = f"{layers}.{i}" if isinstance(layers, str) else layers(i)
-        entries += layer_weights(i, block, f"{source}.{layer}", names)
+        entries += layer_weights(i, block, f"{source}.{layer}", names, heads)
     return entries
 
 
@@ -232,12 +255,22 @@ def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddin
     return entries
 
 
-def layer_weights(number: int, block: Block, layer: str, names: LayerNames) -> list[Entry]:
-    """The weights of a layer that is stored as `layer`."""
+def layer_weights(
+    number: int,
+    block: Block,
+    layer: str,
+    names: LayerNames,
+    heads: Callable[[str, str, Attention], list[Entry]] | None = None,
+) -> list[Entry]:
+    """The weights of a layer that is stored as `layer`; `heads` as in `stack_weights`."""
     target, place = layer_target(number, block), "before" if isinstance(block.placement, Pre) else "outer"
     projections = (f"{layer}.{names.queries}", f"{layer}.{names.keys}", f"{layer}.{names.values}")
     return [
-        *qkv(f"{target}.attention.inner.qkv", projections, block.attention),
+        *(
+            qkv(f"{target}.attention.inner.qkv", projections, block.attention)
+            if heads is None
+            else heads(f"{target}.attention.inner.qkv", layer, block.attention)
+        ),
         *linear(f"{target}.attention.inner.out", f"{layer}.{names.out}", True, 1),
         *norm(f"{target}.attention.{place}", f"{layer}.{names.attention_norm}", bias=True),
         *linear(f"{target}.ffn.inner.up", f"{layer}.{names.up}", True, 0),
@@ -278,3 +311,8 @@ def first_token_weights(dense: str, output: str) -> list[Entry]:
 def token_weights(source: str) -> list[Entry]:
     """One matrix over each token under this name."""
     return linear("head.output", source, True, 0)
+
+
+def answer_weights() -> list[Entry]:
+    """The matrix that finds answers."""
+    return token_weights("qa_outputs")

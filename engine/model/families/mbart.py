@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.families import encoder_decoder
+from engine.model.families.classification import repeats_after_last
 from engine.model.spec import ModelSpec
 from engine.model.table import Family
 
@@ -20,4 +21,5 @@ FAMILY = Family(
     brings="encoder and decoder, norms before sublayers, language codes",
     spec=spec,
     weights=encoder_decoder.weights,
+    repeats=repeats_after_last,
 )

@@ -7,8 +7,22 @@ from typing import Any
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, even_head_dim, linear, norm, rotary
+from engine.model.families.encoder_only import answer_span
 from engine.model.normalisation import Norm
-from engine.model.spec import Attention, Block, Classifier, Gated, Head, MaskedLm, ModelSpec, Pool, Pre, Stack, Tokens
+from engine.model.spec import (
+    AnswerSpan,
+    Attention,
+    Block,
+    Classifier,
+    Gated,
+    Head,
+    MaskedLm,
+    ModelSpec,
+    Pool,
+    Pre,
+    Stack,
+    Tokens,
+)
 from engine.model.table import Entry, Family, WeightTable
 
 
@@ -77,6 +91,8 @@ def _head(config: Any, layer_norm: Norm) -> Head:
         )
     if name == "ModernBertModel":
         return Pool()
+    if name == "ModernBertForQuestionAnswering":
+        return answer_span(config, activation=act, norm=layer_norm, dense_bias=config.classifier_bias)
     return Classifier(
         labels=config.num_labels,
         pooling=None if name == "ModernBertForTokenClassification" else config.classifier_pooling,
@@ -112,7 +128,7 @@ def weights(model: ModelSpec) -> WeightTable:
         ]
     head, ignored = model.head, []
     match head:
-        case MaskedLm(dense_bias=dense_bias) | Classifier(dense_bias=dense_bias):
+        case MaskedLm(dense_bias=dense_bias) | Classifier(dense_bias=dense_bias) | AnswerSpan(dense_bias=dense_bias):
             entries += linear("head.dense", "head.dense", dense_bias, 0)
             entries += norm("head.norm", "head.norm", bias=norm_bias)
         case _:
@@ -121,7 +137,7 @@ def weights(model: ModelSpec) -> WeightTable:
         case MaskedLm(tied=tied, bias=bias):
             output = linear("head.output", "decoder", bias, 0)
             entries += output[1:] if tied else output
-        case Classifier():
+        case Classifier() | AnswerSpan():
             entries += linear("head.output", "classifier", True, 0)
     return WeightTable(tuple(entries), prefix="model.", ignored=tuple(ignored), head="decoder.weight")
 
@@ -130,6 +146,7 @@ FAMILY = Family(
     name="ModernBERT",
     architectures=(
         "ModernBertForMaskedLM",
+        "ModernBertForQuestionAnswering",
         "ModernBertForSequenceClassification",
         "ModernBertForTokenClassification",
         "ModernBertModel",

@@ -74,7 +74,13 @@ def weights(model: ModelSpec) -> WeightTable:
 
 FAMILY = Family(
     name="MPNet",
-    architectures=("MPNetForMaskedLM", "MPNetForSequenceClassification", "MPNetForTokenClassification", "MPNetModel"),
+    architectures=(
+        "MPNetForMaskedLM",
+        "MPNetForQuestionAnswering",
+        "MPNetForSequenceClassification",
+        "MPNetForTokenClassification",
+        "MPNetModel",
+    ),
     brings="BERT's encoder without segments, relative buckets",
     spec=spec,
     weights=weights,

@@ -8,6 +8,7 @@ from typing import Any
 from engine.model.families.bert import stack
 from engine.model.families.encoder_only import (
     OLD_NORMS,
+    answer_weights,
     first_token_weights,
     masked_lm,
     masked_lm_weights,
@@ -16,7 +17,7 @@ from engine.model.families.encoder_only import (
     stack_weights,
     token_weights,
 )
-from engine.model.spec import Classifier, Head, MaskedLm, ModelSpec
+from engine.model.spec import AnswerSpan, Classifier, Head, MaskedLm, ModelSpec
 from engine.model.table import Entry, Family, WeightTable
 
 
@@ -66,6 +67,8 @@ def head_weights(model: ModelSpec, source: str) -> tuple[list[Entry], tuple[str,
             return token_weights("classifier"), (*ignored, r"lm_head\..*")
         case Classifier():
             return first_token_weights("classifier.dense", "classifier.out_proj"), (*ignored, r"lm_head\..*")
+        case AnswerSpan():
+            return answer_weights(), (*ignored, r"lm_head\..*")
         case _:
             return [], (*ignored, r"(lm_head|classifier|qa_outputs)\..*")
 
@@ -74,8 +77,9 @@ KINDS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "
 
 FAMILY = Family(
     name="RoBERTa and Data2Vec",
-    architectures=tuple(
-        f"{name}{kind}" for name in ("Roberta", "XLMRoberta", "Camembert", "Data2VecText") for kind in KINDS
+    architectures=(
+        *(f"{name}ForQuestionAnswering" for name in ("Roberta", "XLMRoberta", "Camembert")),
+        *(f"{name}{kind}" for name in ("Roberta", "XLMRoberta", "Camembert", "Data2VecText") for kind in KINDS),
     ),
     brings="BERT's encoder, positions counted from the padding's on",
     spec=spec,

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.model.families.common import activation, even_head_dim, linear, norm, rotary
 from engine.model.families.encoder_only import (
+    answer_weights,
     check_settings,
     first_token_weights,
     masked_lm,
@@ -16,7 +17,19 @@ from engine.model.families.encoder_only import (
     token_weights,
 )
 from engine.model.normalisation import Norm
-from engine.model.spec import Attention, Block, Classifier, Dense, Gated, MaskedLm, ModelSpec, Post, Stack, Tokens
+from engine.model.spec import (
+    AnswerSpan,
+    Attention,
+    Block,
+    Classifier,
+    Dense,
+    Gated,
+    MaskedLm,
+    ModelSpec,
+    Post,
+    Stack,
+    Tokens,
+)
 from engine.model.table import Entry, Family, Joined, Swapped, WeightTable
 
 
@@ -148,6 +161,8 @@ def _table(model: ModelSpec, entries: list[Entry], source: str, masked: tuple[st
         case Classifier():
             entries += first_token_weights(f"{source}.pooler.dense", "classifier")
             ignored = []
+        case AnswerSpan():
+            entries += answer_weights()
         case _:
             ignored += [r"(cls|lm_head|classifier|qa_outputs)\..*"]
     head = f"{masked[2]}.weight" if isinstance(model.head, MaskedLm) else None
@@ -158,7 +173,10 @@ _KINDS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", 
 
 FAMILY = Family(
     name="Nomic BERT, Jina v3 and GTE",
-    architectures=tuple(f"{name}{kind}" for name in ("NomicBert", "JinaEmbeddingsV3", "Gte") for kind in _KINDS),
+    architectures=(
+        *(f"{name}{kind}" for name in ("NomicBert", "JinaEmbeddingsV3", "Gte") for kind in _KINDS),
+        "JinaEmbeddingsV3ForQuestionAnswering",
+    ),
     brings="BERT's encoder with rotary positions, gated or plain",
     spec=spec,
     weights=weights,

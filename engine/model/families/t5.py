@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from engine.model.families.classification import repeats_after_start
 from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
 from engine.model.normalisation import Norm
 from engine.model.positions import RelativeBuckets
@@ -20,12 +21,17 @@ def spec(config: Any) -> ModelSpec:
     # transformers has it from tie_word_embeddings of the stored config, and ties whatever that says; mT5 never scales.
     scaled = getattr(config, "scale_decoder_outputs", False)
     return ModelSpec(
-        encoder=stack(config, [feed_forward(config)] * config.num_layers, decoder=False),
+        encoder=encoder(config),
         decoder=stack(config, [feed_forward(config)] * config.num_decoder_layers, decoder=True),
         head=Lm(tied=config.tie_word_embeddings, input_scale=config.d_model**-0.5 if scaled else 1.0),
         # Distances have no end; this is what the models were trained with.
         context_length=getattr(config, "n_positions", None) or TRAINED_LENGTH,
     )
+
+
+def encoder(config: Any) -> Stack:
+    """The encoder of a config."""
+    return stack(config, [feed_forward(config)] * config.num_layers, decoder=False)
 
 
 def feed_forward(config: Any) -> Dense | Gated:
@@ -92,16 +98,7 @@ def weights(model: ModelSpec, network: Callable[[str, str, FeedForward], list[En
     assert model.encoder is not None
     assert isinstance(model.head, Lm)
     entries = [*token_tables(model, "shared.weight", *COPIES), output_table(model, "lm_head")]
-    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
-        entries += norm(f"{name}.final_norm", f"{name}.final_layer_norm", bias=False)
-        if stack.shared_bias is not None:
-            entries.append(_bias(f"{name}.shared_bias", f"{name}.block.0.layer.0"))
-        for i, block in enumerate(stack.blocks):
-            target, source = f"{name}.blocks.{i}", f"{name}.block.{i}.layer"
-            last = f"{source}.{1 if block.cross is None else 2}"
-            entries += _attentions(target, source, block)
-            entries += norm(f"{target}.ffn.before", f"{last}.layer_norm", bias=False)
-            entries += network(f"{target}.ffn.inner", last, block.ffn)
+    entries += [*stack_weights("encoder", model.encoder, network), *stack_weights("decoder", model.decoder, network)]
     return WeightTable(
         tuple(entries),
         # A bias that old checkpoints store and nothing reads, and a shared table that neither stack uses.
@@ -113,6 +110,22 @@ def weights(model: ModelSpec, network: Callable[[str, str, FeedForward], list[En
         expects_head=model.head.input_scale == 1.0,  # version 1.1, FLAN and mT5
         copies=COPIES,
     )
+
+
+def stack_weights(
+    name: str, stack: Stack, network: Callable[[str, str, FeedForward], list[Entry]] = dense_or_gated
+) -> list[Entry]:
+    """The weights of the encoder or the decoder, all but the token table; `network` as in `weights`."""
+    entries = norm(f"{name}.final_norm", f"{name}.final_layer_norm", bias=False)
+    if stack.shared_bias is not None:
+        entries.append(_bias(f"{name}.shared_bias", f"{name}.block.0.layer.0"))
+    for i, block in enumerate(stack.blocks):
+        target, source = f"{name}.blocks.{i}", f"{name}.block.{i}.layer"
+        last = f"{source}.{1 if block.cross is None else 2}"
+        entries += _attentions(target, source, block)
+        entries += norm(f"{target}.ffn.before", f"{last}.layer_norm", bias=False)
+        entries += network(f"{target}.ffn.inner", last, block.ffn)
+    return entries
 
 
 def _attentions(target: str, source: str, block: Block) -> list[Entry]:
@@ -142,4 +155,5 @@ FAMILY = Family(
     brings="encoder and decoder, relative buckets, gated GELU",
     spec=spec,
     weights=weights,
+    repeats=repeats_after_start,
 )

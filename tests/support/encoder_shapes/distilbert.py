@@ -30,4 +30,6 @@ SHAPES = {
     "distilbert-tokens-sinusoidal": EncoderShape(
         "DistilBertForTokenClassification", NARROW | {"num_labels": 3, "problem_type": "regression"}, seed=7
     ),
+    "distilbert-answers": EncoderShape("DistilBertForQuestionAnswering", BASE, seed=8),
+    "distilbert-answers-narrow": EncoderShape("DistilBertForQuestionAnswering", NARROW, seed=9),
 }

@@ -24,4 +24,6 @@ SHAPES = {
         NARROW | {"num_labels": 3, "problem_type": "multi_label_classification"},
         seed=8,
     ),
+    "electra-answers": EncoderShape("ElectraForQuestionAnswering", BASE, seed=9),
+    "electra-answers-narrow": EncoderShape("ElectraForQuestionAnswering", WIDER, seed=10),
 }

@@ -87,4 +87,6 @@ SHAPES = {
     "modernbert-tokens-biased": EncoderShape(
         "ModernBertForTokenClassification", BIASED | {"num_labels": 3, "classifier_pooling": "mean"}, seed=8
     ),
+    "modernbert-answers": EncoderShape("ModernBertForQuestionAnswering", BASE, seed=9),
+    "modernbert-answers-narrow": EncoderShape("ModernBertForQuestionAnswering", BIASED, seed=10),
 }

@@ -24,4 +24,6 @@ SHAPES = {
     "mpnet-one-class": EncoderShape("MPNetForSequenceClassification", NARROW | {"num_labels": 1}, seed=5),
     "mpnet-tokens": EncoderShape("MPNetForTokenClassification", BASE | {"num_labels": 5}, seed=6),
     "mpnet-tokens-narrow": EncoderShape("MPNetForTokenClassification", NARROW | {"num_labels": 3}, seed=7),
+    "mpnet-answers": EncoderShape("MPNetForQuestionAnswering", BASE, seed=8),
+    "mpnet-answers-narrow": EncoderShape("MPNetForQuestionAnswering", NARROW, seed=9),
 }

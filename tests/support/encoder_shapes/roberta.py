@@ -28,4 +28,7 @@ SHAPES = {
     "data2vec-masked": EncoderShape("Data2VecTextForMaskedLM", BASE, seed=15),
     "data2vec-classes": EncoderShape("Data2VecTextForSequenceClassification", NARROW | {"num_labels": 3}, seed=16),
     "data2vec-tokens": EncoderShape("Data2VecTextForTokenClassification", BASE | {"num_labels": 5}, seed=17),
+    "roberta-answers": EncoderShape("RobertaForQuestionAnswering", BASE, seed=14),
+    "xlm-roberta-answers": EncoderShape("XLMRobertaForQuestionAnswering", NARROW, seed=15),
+    "camembert-answers": EncoderShape("CamembertForQuestionAnswering", BASE, seed=16),
 }

@@ -22,4 +22,7 @@ SHAPES = {
             ("ForTokenClassification", OTHER | {"num_labels": 3}),
         ]
     )
+} | {
+    "jina-answers": EncoderShape("JinaEmbeddingsV3ForQuestionAnswering", BASE, seed=8),
+    "jina-answers-narrow": EncoderShape("JinaEmbeddingsV3ForQuestionAnswering", OTHER, seed=9),
 }

@@ -1,0 +1,71 @@
+"""Attention in a window with global tokens, by torch: time and memory grow with the length of a row, not its square.
+
+Each row is cut into parts by its own length, so that its result does not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionMetadata, Window
+
+# Queries at a time, where the window is narrower than that.
+_PART = 64
+
+
+def attend(
+    heads: tuple[Tensor, Tensor, Tensor],
+    of_global: tuple[Tensor, Tensor, Tensor],
+    metadata: AttentionMetadata,
+    global_tokens: Sequence[range],
+    window: Window,
+    scale: float,
+) -> Tensor:
+    """What each token sees of its row: [Tp, heads, head_dim].
+
+    A token sees those in its window and the global ones, each once; a global token sees all, by `of_global`. Scores,
+    softmax and sums are in float32. What lies past the rows gives zeros.
+
+    Args:
+        heads, of_global: queries, keys and values, [Tp, heads, head_dim] each.
+        global_tokens: for each row the places of its global tokens, from its beginning on.
+    """
+    out = heads[0].new_zeros(heads[0].shape)
+    start = 0
+    for length, places in zip(metadata.query_lens, global_tokens, strict=True):
+        row = slice(start, start + length)
+        start += length
+        if not length:
+            continue
+        queries, keys, values = (x[row].float().transpose(0, 1).contiguous() for x in heads)
+        out[row] = _attend_near(queries, keys, values, len(places), window, scale).transpose(0, 1)
+        if len(places):
+            own = of_global[0][row][: len(places)].float().transpose(0, 1).contiguous()
+            seen, given = (x[row].float().transpose(0, 1).contiguous()[None] for x in of_global[1:])
+            found = F.scaled_dot_product_attention(own[None], seen, given, scale=scale)[0]
+            out[row][: len(places)] = found.transpose(0, 1).to(out.dtype)
+    return out
+
+
+def _attend_near(queries: Tensor, keys: Tensor, values: Tensor, count: int, window: Window, scale: float) -> Tensor:
+    """What the tokens of one row see of those near them and of the first `count`, which are global: [heads, T,
+    head_dim], all of this shape."""
+    length, size = queries.shape[1], max(_PART, window.left)
+    places = torch.arange(length, device=queries.device)
+    found = torch.empty_like(queries)
+    for begin in range(0, length, size):
+        end = min(begin + size, length)
+        # Global tokens stand before all others that are seen, and are no others' neighbours.
+        low = max(begin - window.left, count)
+        high = max(min(end + window.right, length), low)
+        distances = places[low:high] - places[begin:end, None]
+        near = (distances >= -window.left) & (distances <= window.right)
+        seen = torch.cat((near.new_ones(end - begin, count), near), 1)
+        part, mask = queries[:, begin:end], seen[None, None]
+        ours, theirs = (torch.cat((x[:, :count], x[:, low:high]), 1)[None] for x in (keys, values))
+        found[:, begin:end] = F.scaled_dot_product_attention(part[None], ours, theirs, attn_mask=mask, scale=scale)[0]
+    return found

@@ -1,0 +1,98 @@
+"""DeBERTa, the first version: disentangled attention, and a bias for queries and values alone (arXiv:2006.03654)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.model.families.common import activation, even_head_dim, linear
+from engine.model.families.deberta_v2 import embedding, head_of, table
+from engine.model.families.encoder_only import stack_weights
+from engine.model.normalisation import Norm
+from engine.model.positions import Disentangled, DistanceVectors
+from engine.model.spec import Attention, Block, Dense, ModelSpec, Post, Stack
+from engine.model.table import Entry, Family, Interleaved, Sparse, WeightTable
+
+
+def spec(config: Any) -> ModelSpec:
+    if getattr(config, "talking_head", False):
+        raise UnsupportedModelError("talking_head must be false: no part mixes the scores of heads.")
+    layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
+    attention = _attention(config)
+    distances = None
+    if attention.content_bias:
+        longest = getattr(config, "max_relative_positions", -1)
+        distances = DistanceVectors(config.max_position_embeddings if longest < 1 else longest)
+    block = Block(
+        placement=Post(layer_norm, layer_norm),
+        attention=attention,
+        ffn=Dense(config.intermediate_size, activation(config.hidden_act), bias=True),
+    )
+    encoder = Stack(
+        hidden_size=config.hidden_size,
+        embedding=embedding(config, layer_norm),
+        blocks=(block,) * config.num_hidden_layers,
+        final_norm=None,
+        distances=distances,
+    )
+    return ModelSpec(encoder=encoder, decoder=None, head=head_of(config, layer_norm))
+
+
+def _attention(config: Any) -> Attention:
+    heads, terms = config.num_attention_heads, config.pos_att_type or ()
+    head_dim = even_head_dim(config.hidden_size, heads)
+    position = None
+    if config.relative_attention and ("c2p" in terms or "p2c" in terms):
+        position = Disentangled("c2p" in terms, "p2c" in terms)
+    return Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        # Every term that is named counts, computed or not.
+        scale=(head_dim * (1 + len(terms))) ** -0.5,
+        position=position,
+        causal=False,
+        qkv_bias=True,
+        out_bias=True,
+    )
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    stack = model.encoder
+    assert stack is not None
+    entries = stack_weights(model, "deberta", heads=_heads)
+    if stack.distances is not None:
+        entries.append(Entry("encoder.distances.weight", ("deberta.encoder.rel_embeddings.weight",)))
+    for i, block in enumerate(stack.blocks):
+        position = block.attention.position
+        target, source = f"encoder.blocks.{i}.attention.inner", f"deberta.encoder.layer.{i}.attention.self"
+        if isinstance(position, Disentangled) and position.content_to_position:
+            keys = linear(f"{target}.distance_keys", f"{source}.pos_proj", True, 0)
+            # What keys of distances add to all scores of a query alike, softmax would take no notice of.
+            entries += [keys[0], Entry(keys[1].target, keys[1].sources, default=0.0)]
+        if isinstance(position, Disentangled) and position.position_to_content:
+            entries += linear(f"{target}.distance_queries", f"{source}.pos_q_proj", True, 0)
+    return table(model, entries)
+
+
+def _heads(target: str, layer: str, part: Attention) -> list[Entry]:
+    """Queries, keys and values head by head in one matrix; keys have no bias."""
+    source, width = f"{layer}.attention.self", part.heads * part.head_dim
+    stored = Interleaved(part.heads, 1, part.head_dim)
+    biases = (f"{source}.q_bias", f"{source}.v_bias")
+    return [
+        Entry(f"{target}.weight", (f"{source}.in_proj.weight",), stored, shard_axis=0),
+        Entry(f"{target}.bias", biases, Sparse((width, width, width), stored=(0, 2)), shard_axis=0),
+    ]
+
+
+_KINDS = ("Model", "ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+
+FAMILY = Family(
+    name="DeBERTa",
+    architectures=tuple(f"Deberta{kind}" for kind in _KINDS),
+    headless=("DebertaModel",),
+    brings="disentangled attention, queries, keys and values head by head",
+    spec=spec,
+    weights=weights,
+)

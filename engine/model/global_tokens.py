@@ -1,0 +1,40 @@
+"""Attention in a window, and to and from an input's global tokens (Longformer, arXiv:2004.05150, 3.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata
+from engine.model import spec
+from engine.model.layers import Linear, SelfAttention
+from engine.model.place import Place
+
+
+class GlobalAttention(SelfAttention):
+    """The weights of self-attention whose global tokens have queries, keys and values of their own, one matrix, too."""
+
+    def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
+        super().__init__(part, hidden_size, backend, place)
+        self.global_qkv = Linear(hidden_size, 3 * part.heads * part.head_dim, part.qkv_bias, place)
+
+
+def find_global(part: spec.GlobalTokens, token_ids: Tensor, metadata: AttentionMetadata) -> list[range]:
+    """Which tokens of each row are global, by their places in it; found by the first layer of a step, for all.
+
+    Args:
+        token_ids: [Tp].
+    """
+    key = ("global tokens", part)
+    found = metadata.cache.get(key)
+    if found is None:
+        lengths = metadata.query_lens
+        match part.which:
+            case spec.FirstToken():
+                found = [range(min(1, length)) for length in lengths]
+            case spec.BeforeToken(id=token):
+                rows = torch.split(token_ids[: sum(lengths)], lengths)
+                ends = [(row == token).nonzero().flatten().tolist() for row in rows]
+                found = [range(places[0] if places else 0) for places in ends]
+        metadata.cache[key] = found
+    return found  # type: ignore[return-value]

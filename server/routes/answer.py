@@ -1,0 +1,129 @@
+"""POST /v1/answer, for models that find the answer to a question in a text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+
+from engine import InvalidRequestError, Pooled, PoolingParams
+from engine.pooled import MAX_WINDOWS, AnswerTerms, answers_of, read_question, token_input, windows_of
+from engine.text.processor import Encoding
+from server.admission import estimate_tokens
+from server.answering.encoding import need_tokenizer
+from server.answering.endpoints import require
+from server.answering.pooling import PoolingInput, PoolingRun, listed
+from server.api import examples
+from server.api.answer_schemas import AnswerRequest, AnswerResponse
+from server.api.reading import StrictJsonRoute
+from server.context import ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError
+
+MAX_CHARACTERS = 2**20  # of a question or a context: a tokenizer takes seconds for more
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post("/answer", include_in_schema=False)
+@router.post("/v1/answer", response_model=AnswerResponse, responses=ERROR_RESPONSES, summary="Find answers in a text")
+async def create_answer(
+    body: Annotated[AnswerRequest, Body(openapi_examples=examples.ANSWER)], request: Request, service: ServiceDep
+) -> Response:
+    """The parts of each context that answer a question. A context that is too long is read in windows that overlap.
+    Also at /answer."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    require(service, "/v1/answer")
+    body.refuse_unsupported()
+    terms = body.terms()
+    window = terms.window(service.client.info)
+    return await _AnswerRun(service, body, arrival, asked=_paired(body), answer_terms=terms, window=window).respond(
+        request
+    )
+
+
+def _paired(body: AnswerRequest) -> list[tuple[str, str]]:
+    """Each question with its context.
+
+    Raises:
+        ApiError: the numbers do not go together, or a text is too long.
+    """
+    questions, contexts = body.question, body.context
+    count = max(len(questions), len(contexts))
+    if {len(questions), len(contexts)} - {1, count}:
+        message = (
+            f"question and context must be one and one or several, or as many of one as of the other; got "
+            f"{len(questions)} and {len(contexts)}."
+        )
+        raise ApiError(400, message, param="context", code="invalid_value")
+    for name, texts in (("question", questions), ("context", contexts)):
+        if (longest := max(map(len, texts))) > MAX_CHARACTERS:
+            message = f"a {name} may have at most {MAX_CHARACTERS} characters, and one has {longest}. Cut it in parts."
+            raise ApiError(400, message, param=name, code="context_length_exceeded")
+    questions, contexts = (texts * count if len(texts) == 1 else texts for texts in (questions, contexts))
+    return list(zip(questions, contexts, strict=True))
+
+
+@dataclass(slots=True)
+class _AnswerRun(PoolingRun):
+    id_prefix = "answer"
+    body: AnswerRequest
+    asked: list[tuple[str, str]] = field(kw_only=True)
+    answer_terms: AnswerTerms = field(kw_only=True)
+    window: tuple[int, int] = field(kw_only=True)  # tokens of a window, and those that two share
+    windows: list[list[Encoding]] = field(default_factory=list)
+
+    def size(self) -> int:
+        size, overlap = self.window
+        total = 0
+        for question, context in self.asked:
+            first, second = estimate_tokens(question), estimate_tokens(context)
+            step = max(size - first - overlap, 1)
+            total += first + second if first + second <= size else size * min(-(-second // step), MAX_WINDOWS)
+        return total
+
+    async def inputs(self) -> list[PoolingInput]:
+        info, params = self.service.client.info, PoolingParams(task="answer")
+        total = 0
+        for index in range(len(self.asked)):
+            self.windows.append(await asyncio.to_thread(self._cut, index))
+            total += len(self.windows[-1])
+            if total > MAX_WINDOWS:
+                message = (
+                    f"the contexts make more than {MAX_WINDOWS} windows, which is the most that one request may have. "
+                    "Send fewer, raise max_seq_len, or lower doc_stride."
+                )
+                raise ApiError(400, message, param="context", code="context_length_exceeded")
+        return [
+            PoolingInput(token_input(window, info, "\n".join(texts)), params)
+            for windows, texts in zip(self.windows, self.asked, strict=True)
+            for window in windows
+        ]
+
+    def _cut(self, index: int) -> list[Encoding]:
+        tokenizer = need_tokenizer(self.service, "context")
+        try:
+            encoding = read_question(tokenizer, *self.asked[index])
+            return windows_of(encoding, *self.window, tokenizer.truncation_side)
+        except InvalidRequestError as problem:
+            where = f"{problem.param}[{index}]: " if len(self.asked) > 1 else ""
+            raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        rest = iter(answers)
+        found = ([next(rest) for _ in windows] for windows in self.windows)
+        return listed(self, (self._item(index, pooled) for index, pooled in enumerate(found)))
+
+    def _item(self, index: int, pooled: Sequence[Pooled]) -> dict[str, Any]:
+        cls = need_tokenizer(self.service, "context").cls_token_id
+        found = answers_of(pooled, self.windows[index], self.asked[index][1], self.answer_terms, cls)
+        return {
+            "index": index,
+            "answers": [
+                {"answer": each.answer, "score": each.score, "start": each.start, "end": each.end} for each in found
+            ],
+        }

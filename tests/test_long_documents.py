@@ -1,0 +1,73 @@
+"""Inputs of 16,384 tokens: memory grows with their length, not with its square."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+LENGTH = 16384
+LIMIT = 2 << 30  # bytes above what the loaded model takes
+
+# As wide as the published model, with fewer layers: what layers need they need one after the other.
+SIZE: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": LENGTH + 2,
+    "attention_window": 512,
+    "type_vocab_size": 1,
+    "pad_token_id": 1,
+    "sep_token_id": 2,
+}
+PROGRAM = """
+import json, resource, sys
+from engine import LLM, TokenInput, PoolingParams
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", show_progress=False)
+task, length = sys.argv[2], int(sys.argv[3])
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+def ask(length):
+    ids = [0, *(5 + 7 * i % 900 for i in range(length - 1))]
+    ids[40] = 2
+    llm.engine.add_request("a", TokenInput(ids), PoolingParams(task=task))
+    found = None
+    while llm.engine.has_unfinished_requests():
+        found = [d.pooled for d in llm.engine.step_deltas() if d.finished][-1]
+    return found
+ask(64)
+before = resident()
+found = ask(length)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"above": peak - before, "shape": found.shape, "first": found.values()[0].tolist()[:3]}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("LongformerModel", "embed"),
+        ("LongformerForSequenceClassification", "classify"),
+        ("LongformerForQuestionAnswering", "answer"),
+    ],
+)
+def test_memory_of_long_inputs(name: str, task: str, tmp_path: Path) -> None:
+    kind = getattr(transformers, name)
+    kind(transformers.LongformerConfig(**SIZE)).save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), task, str(LENGTH)],
+        capture_output=True, text=True, timeout=900, check=True, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["above"] < LIMIT, found
+    assert found["shape"][0] == (LENGTH if task == "answer" else 1)
+    assert all(number == number for number in found["first"])
