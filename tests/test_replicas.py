@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from server.app import create_app
 from server.assembly import Assembly
 from server.config.settings import ServerSettings, Settings
 from server.door.drain import Drain
-from server.door.keys import KeyRing
 from server.replicas import scaling
 from server.replicas.carried import CarriedByServe
 from server.replicas.options import _SERVES_OWN, DeploymentOptions, read_arguments
@@ -212,15 +210,15 @@ class Client(FakeClient):
 
 
 class TestReplica:
-    def replica(self, **settings: Any) -> tuple[Replica, Client, KeyRing]:
-        client, keys, made = Client(), KeyRing(), ServerSettings(**settings)
-        app = create_app(client, byte_tokenizer(), "m", settings=made, api_keys=keys)
+    def replica(self, **settings: Any) -> tuple[Replica, Client]:
+        client, made = Client(), ServerSettings(**settings)
+        app = create_app(client, byte_tokenizer(), "m", settings=made)
         assembly = Assembly(app, client, Drain())  # type: ignore[arg-type]
-        return Replica(assembly, made, keys), client, keys
+        return Replica(assembly, made), client
 
     def test_an_engine_that_hangs_or_has_failed_makes_it_unhealthy(self) -> None:
         async def scenario() -> None:
-            replica, client, _ = self.replica(liveness_timeout=5)
+            replica, client = self.replica(liveness_timeout=5)
             replica.check()
             client.told = Progress(idle=True, seconds=100)
             replica.check()
@@ -234,22 +232,6 @@ class TestReplica:
             await asyncio.sleep(0.01)
             with pytest.raises(UnhealthyError, match="no memory"):
                 replica.check()
-            replica.stop()
-
-        asyncio.run(scenario())
-
-    def test_keys_are_read_again(self, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            file = tmp_path / "keys"
-            file.write_text("one\n")
-            replica, _, keys = self.replica(api_key_file=str(file))
-            assert keys.find(b"one") is None
-            await replica.reread_keys()
-            assert keys.find(b"one") is not None
-            file.write_text("")
-            with pytest.raises(ConfigError, match="holds no key"):
-                await replica.reread_keys()
-            assert keys.find(b"one") is not None
             replica.stop()
 
         asyncio.run(scenario())

@@ -34,7 +34,6 @@ class Octavo:
 
     async def __init__(self, config: EngineConfig, settings: str):  # type: ignore[misc]  # Serve awaits it
         self._replica = await Replica.load(config, ServerSettings.model_validate_json(settings))
-        self._configured = False
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._replica.app
@@ -46,12 +45,6 @@ class Octavo:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve; `scaling` reads it."""
         return {scaling.WAITING: self._replica.num_waiting()}
-
-    async def reconfigure(self, user_config: Any) -> None:
-        """Called by Serve at the start, and where `keys_version` is another."""
-        if self._configured:
-            await self._replica.reread_keys()
-        self._configured = True
 
     def __del__(self) -> None:
         if hasattr(self, "_replica"):  # else it has not loaded
@@ -93,6 +86,5 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=options.health_check_period_s,
         health_check_timeout_s=10.0,
-        user_config={"keys_version": options.keys_version},
     )
     return deployment.bind(dataclasses.replace(config, show_progress=False), own.model_dump_json())

@@ -47,7 +47,8 @@ class DeploymentOptions(BaseModel):
         num_cpus: cores of a replica, and threads of its engine.
         num_gpus: GPUs of a replica.
         request_router: prefix, or power-of-two, which is Serve's own.
-        keys_version: any text; where it alone is another than before, replicas read the file of API keys again.
+        keys_version: any text; deployed with another one, replicas give way to new ones, which read the file of keys as
+            it is then.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

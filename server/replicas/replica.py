@@ -36,18 +36,16 @@ class Replica:
     Args:
         made: the service. Its client is driven by the running event loop from now on.
         settings: of the service.
-        api_keys: those of the app.
 
     Attributes:
         app: what answers.
     """
 
-    def __init__(self, made: Assembly, settings: ServerSettings, api_keys: KeyRing):
+    def __init__(self, made: Assembly, settings: ServerSettings):
         self.app: ASGIApp = CarriedByServe(made.app)
         self._client = made.client
         self._service: Service = made.app.state.service
         self._settings = settings
-        self._api_keys = api_keys
         self._failure: str | None = None
         self._watches = [self._watch(self._follow()), self._watch(self._restart_when_stuck())]
 
@@ -69,7 +67,7 @@ class Replica:
         made = await asyncio.to_thread(assemble, config, settings, model_id, version, log_format, api_keys)
         gc.collect()
         gc.freeze()  # as a server of our own does: a collection that looked through it would hold up every stream
-        return cls(made, settings, api_keys)
+        return cls(made, settings)
 
     def check(self) -> None:
         """Look whether all is well.
@@ -90,16 +88,6 @@ class Replica:
         """Requests that wait for rows or pages, or for their turn to go to the engine."""
         waiting = self._service.turns.num_waiting
         return waiting + self._client.stats().num_waiting if self._client.is_alive else waiting
-
-    async def reread_keys(self) -> None:
-        """Put the keys that the file has now in place of the old ones.
-
-        Raises:
-            ConfigError: the file cannot be used; the keys stay as they are.
-        """
-        keys = await asyncio.to_thread(read_api_keys, self._settings)
-        self._api_keys.replace(keys)
-        logger.info("The API keys have been read again; there are %d.", len(keys))
 
     def stop(self) -> None:
         """Watch the engine no longer; the app's lifespan closes it."""
