@@ -37,6 +37,7 @@ from engine.interface.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
 from engine.interface.request import (
     MAX_STOP_STRINGS,
     NUMBER_RANGES,
+    AudioInput,
     PixelInput,
     PoolingParams,
     SamplingParams,
@@ -81,6 +82,7 @@ __all__ = [
     "MAX_STOP_STRINGS",
     "MAX_TOP_K",
     "NUMBER_RANGES",
+    "AudioInput",
     "BeamMoves",
     "CacheFacts",
     "CacheMap",

@@ -166,7 +166,8 @@ def check_parameters(path: Path, model: ModelSpec) -> None:
         size = sum(file.stat().st_size for file in checkpoint.files)
         # Of MXFP4 a byte holds two.
         most = size + sum(checkpoint.shape(n).numel() for n in checkpoint.names if checkpoint.format(n) == "U8")
-    least = sum(_parameters(stack) for stack in (model.encoder, model.decoder) if stack is not None)
+    twin = None if model.twin is None else model.twin.encoder
+    least = sum(_parameters(stack) for stack in (model.encoder, model.decoder, twin) if stack is not None)
     table = model.trunk.embedding
     if isinstance(table, Tokens):
         least += table.vocab_size * table.width

@@ -139,8 +139,7 @@ def execute(operation: Operation, state: Pass) -> None:
 
 
 def _embed(operation: Embed, state: Pass) -> None:
-    inputs = state.inputs
-    state.values[operation.out] = operation.module(inputs.token_ids, inputs.positions, inputs.types)
+    state.values[operation.out] = operation.vectors(state.inputs)
 
 
 def _take(operation: Take, state: Pass) -> None:
