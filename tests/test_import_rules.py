@@ -34,6 +34,7 @@ LAYERS = {
     "engine.process.runner": 5,
     "engine.process.kv_events": 5,
     "engine.engine": 5,
+    "engine.images": 5,
     "engine.text": 5,
     "engine.pooled": 6,
     "engine.text.processor": 6,

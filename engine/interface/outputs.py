@@ -325,6 +325,8 @@ class EngineInfo:
         include_prompt: the tokens of such a prompt count in the vector.
         quantization: what matrices were made into, "int8" or "int4"; None: they have the dtype.
         catalogues: of titles that answers can be limited to.
+        filler: the token that fills texts up to max_model_len, for a model that was trained on texts of one length;
+            None: texts are as long as they are.
         signal: what its encoder, or one of its two, reads that is no token ids; None: it reads those alone. A model
             without a vocabulary (`vocab_size` is 0) reads nothing else.
     """
@@ -365,6 +367,7 @@ class EngineInfo:
     include_prompt: bool = True
     quantization: str | None = None
     catalogues: tuple[CatalogueInfo, ...] = ()
+    filler: int | None = None
     signal: SignalInfo | None = None
 
     @property

@@ -28,6 +28,7 @@ class Abilities:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     include_prompt: bool = True
+    filler: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """The fields by their names."""
@@ -51,6 +52,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
     """
     embedding = model.trunk.embedding
     found: dict[str, Any] = {"lower_case": pipeline.lower_case}
+    found["filler"] = model.filler
     found["token_types"] = embedding.token_types if isinstance(embedding, spec.Tokens) else 0
     both = model.encoder is not None and model.decoder is not None
     if pipeline.modes and (both or isinstance(model.head, spec.Classifier)):

@@ -472,7 +472,8 @@ class ModelSpec:
         shared_tokens: encoder and decoder have one token table.
         twin: an encoder of signals whose vectors lie in the same space as those of this one, which reads token ids
             (arXiv:2103.00020).
-        pads_texts: it was trained on texts of one length, and reads the tokens that fill them up like others.
+        filler: the token that fills texts up to the longest length: the model was trained on texts of that length
+            alone, and reads these tokens like others. None: texts are as long as they are.
     """
 
     encoder: Stack | None
@@ -481,7 +482,7 @@ class ModelSpec:
     context_length: int | None = None
     shared_tokens: bool = True
     twin: ModelSpec | None = None
-    pads_texts: bool = False
+    filler: int | None = None
 
     @property
     def trunk(self) -> Stack:

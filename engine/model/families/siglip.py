@@ -29,7 +29,7 @@ def _of_texts(config: Any, twin: ModelSpec | None = None) -> ModelSpec:
         decoder=None,
         head=Embedder(pooling="last", features=config.projection_size, bias=True),
         twin=twin,
-        pads_texts=True,
+        filler=config.pad_token_id,
     )
 
 
