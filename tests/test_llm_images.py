@@ -93,6 +93,6 @@ def test_a_preprocessor_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="makes images of 32 x 24 pixels, and the model reads 24 x 24"):
         llm.classify(picture(1))
     file.unlink()
-    with pytest.raises(InvalidRequestError, match="has no preprocessor_config.json"):
+    with pytest.raises(InvalidRequestError, match=r"has no preprocessor_config\.json"):
         llm.classify(picture(1))
     llm.close()

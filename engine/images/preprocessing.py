@@ -34,7 +34,7 @@ def preprocess(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXE
                 param="input",
                 code="image_too_large",
             )
-        image = image.resize((width, height), resample=steps.resample)  # type: ignore[arg-type]
+        image = image.resize((width, height), resample=steps.resample)
     pixels: NDArray[Any] = np.moveaxis(np.asarray(image), -1, 0)
     if steps.crop is not None:
         pixels = _middle(pixels, steps.crop)

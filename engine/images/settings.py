@@ -77,10 +77,9 @@ def read_preprocessing(folder: Path) -> Preprocessing | None:
         file = folder / name
         if file.is_file():
             values = _read(file)
-            if name == FILES[1]:
-                values = values.get("image_processor")
-            if isinstance(values, dict):
-                return parse(values, file)
+            own: Any = values.get("image_processor") if name == FILES[1] else values
+            if isinstance(own, dict):
+                return parse(own, file)
     return None
 
 

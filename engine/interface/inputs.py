@@ -133,6 +133,8 @@ def _read_signal(
     if wanted is None or wanted.kind != kind:
         raise _wrong_kind(input, info, param)
     signal = as_signal(input.signal)
+    if not signal.flags.writeable:  # bytes of a message, which torch would warn of
+        signal = signal.copy()
     if signal.shape != wanted.shape:
         raise InvalidRequestError(
             f"{info.model} reads {_KINDS[kind]} as numbers of shape {list(wanted.shape)}, got {list(signal.shape)}: "

@@ -132,7 +132,7 @@ def _check_input(value: Any) -> list[str | Image | list[int]]:
     """Any of the forms as a list of inputs."""
     given = [value] if isinstance(value, str | dict) or is_ids(value) else value
     if isinstance(given, list) and given:
-        inputs = [_read_object(item) if isinstance(item, dict) else item for item in given]
+        inputs: list[Any] = [_read_object(item) if isinstance(item, dict) else item for item in given]
         check_each(inputs, alone=given is not value)
         if all(isinstance(item, str) for item in inputs) or all(is_ids(item) for item in inputs):
             return inputs
