@@ -54,6 +54,30 @@ def test_whatever_holds_an_image(pair: tuple[ImageModel, LLM]) -> None:
         assert np.allclose(found.embedding, expected.embedding, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "least", "steps"),
+    [
+        ({"distributed_executor_backend": "mp"}, 0.99999, 1),
+        ({"max_num_batched_tokens": 8}, 0.99999, 4),
+        ({"dtype": "bfloat16"}, 0.999, 1),
+        ({"quantization": "int8", "quantization_cache": "off"}, 0.998, 1),
+    ],
+)
+def test_other_ways_to_compute(pair: tuple[ImageModel, LLM], settings: Any, least: float, steps: int) -> None:
+    """In a runner's process, an input a step, in fewer bits: near the reference's vectors, all of norm 1."""
+    model, _ = pair
+    inputs: list[Any] = [picture(1), "a cat", picture(2), "ships"]
+    llm = LLM(str(model.path), **({"device": "cpu", "dtype": "float32", "show_progress": False} | settings))
+    try:
+        found = llm.embed(inputs)
+        assert llm.stats().num_steps == steps
+    finally:
+        llm.close()
+    for answer, item in zip(found, inputs, strict=True):
+        expected = model.of_text(item) if isinstance(item, str) else model.of_image(item)
+        assert float(expected @ torch.tensor(answer.embedding)) >= least
+
+
 def test_classes_of_images(classifier: tuple[ImageModel, LLM]) -> None:
     model, llm = classifier
     for found, image in zip(llm.classify([picture(1), picture(2)]), (picture(1), picture(2)), strict=True):
