@@ -40,8 +40,9 @@ COUNTS: dict[str, tuple[int, int]] = {
         ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
          "d_kv", "head_dim", "d_ff", "intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim",
          "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "expansion_ratio",
-         "pooler_hidden_size", "relative_attention_num_buckets"), _FEATURES,
+         "pooler_hidden_size", "relative_attention_num_buckets", "projection_dim", "projection_size"), _FEATURES,
     ),
+    "num_channels": (1, 1 << 10),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "original_max_position_embeddings",

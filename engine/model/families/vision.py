@@ -12,6 +12,8 @@ from engine.model.positions import Learned
 from engine.model.spec import Attention, Block, Dense, Patches, Pre, Stack, Tokens
 from engine.model.table import Entry, Reshaped
 
+_MOST_PIXELS = 1 << 14  # of a side
+
 
 def pair(name: str, size: Any) -> tuple[int, int]:
     """Height and width, of a setting that is one number for both, or two.
@@ -20,9 +22,10 @@ def pair(name: str, size: Any) -> tuple[int, int]:
         UnsupportedModelError: it is neither.
     """
     both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, list | tuple) else ()
-    if len(both) != 2 or not all(isinstance(n, int) and n >= 1 for n in both):
+    if len(both) != 2 or not all(isinstance(n, int) and 1 <= n <= _MOST_PIXELS for n in both):
         raise UnsupportedModelError(
-            f"{name} of the config must be a number of pixels, or height and width, of at least 1; got {size!r}."
+            f"{name} of the config must be a number of pixels from 1 to {_MOST_PIXELS}, or height and width; got "
+            f"{size!r}."
         )
     return both[0], both[1]
 
