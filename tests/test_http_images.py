@@ -202,6 +202,16 @@ def test_a_decoder_that_takes_too_long(apis: Callable[[str], Api], monkeypatch: 
     assert api.ask(CLASSIFY, input={"image": data_url(picture(1))})["data"]
 
 
+def test_too_many_images(apis: Callable[[str], Api], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files become as many pixels as large ones."""
+    monkeypatch.setattr(reading, "MOST_PIXEL_BYTES", 2 * 4 * 3 * 24 * 24)
+    image = {"image": data_url(picture(1, 1, 1))}
+    found = apis("vit").error(CLASSIFY, input=[image] * 3)
+    assert found["code"] == "too_many_images"
+    assert "has 3 images, and at most 2 of this model's size" in found["message"]
+    assert len(apis("vit").ask(CLASSIFY, input=[image] * 2)["data"]) == 2
+
+
 def test_inputs_of_kinds_that_a_model_does_not_read(apis: Callable[[str], Api]) -> None:
     vit, clip = apis("vit"), apis("clip")
     for given in ("a text", [1, 2], ["a text", {"image": data_url(picture(1))}]):

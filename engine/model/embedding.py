@@ -74,9 +74,7 @@ class PatchEmbedding(nn.Module):
         self.norm = build_norm(part.norm, part.width, place)
 
     def forward(self, images: Sequence[Tensor], min_rows: int = 1) -> Tensor:
-        """Args:
-        min_rows: fewest rows of a matrix product.
-        """
+        """`min_rows`: fewest rows of a matrix product."""
         patches = torch.stack([self._pixels(image) for image in images]).to(self.patches.weight.dtype)
         rows = patches.flatten(0, 1)
         x: Tensor = self.patches(F.pad(rows, (0, 0, 0, max(min_rows - len(rows), 0))))[: len(rows)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from server.workers.pool import WorkerLostError, WorkerPool, shared_workers
 logger = logging.getLogger("octavo.server")
 
 TIME_LIMIT = 20.0  # seconds; the largest image that is allowed takes about one
+MOST_PIXEL_BYTES = 64 * 2**20  # of one request: a file of a few bytes may become as much as any other
 _AT_ONCE = 2  # images in work for all requests: each may take 400 MB
 
 
@@ -47,9 +49,19 @@ class ImageReading:
             images: `data:` URLs, or base64.
 
         Raises:
-            InvalidRequestError: one cannot be read, is too large, or names an address; says which.
+            InvalidRequestError: one cannot be read, is too large, or names an address; says which. Or there are too
+                many.
         """
         steps = need_steps(self._steps, self._info)
+        assert self._info.signal is not None
+        most = max(MOST_PIXEL_BYTES // (4 * math.prod(self._info.signal.shape)), 1)
+        if len(images) > most:
+            raise InvalidRequestError(
+                f"the request has {len(images)} images, and at most {most} of this model's size are allowed "
+                f"({MOST_PIXEL_BYTES} bytes of pixels). Send them in several requests.",
+                param="input",
+                code="too_many_images",
+            )
         found = []
         for place, content in enumerate(images):
             where = "" if len(images) == 1 else f" (image {place} of the request)"
