@@ -52,6 +52,11 @@ def need_steps(steps: Preprocessing | None, info: EngineInfo) -> Preprocessing:
     raise InvalidRequestError(f"{why}.", param="input", code=code)
 
 
+def pixels_of(data: bytes, shape: tuple[int, ...]) -> PixelInput:
+    """Pixels that another process has made: float32 in this machine's byte order."""
+    return PixelInput(np.frombuffer(data, np.float32).reshape(shape))
+
+
 class ImageReader:
     """Turns images of callers into what the engine takes.
 

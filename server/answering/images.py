@@ -7,10 +7,8 @@ import logging
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from engine import EngineInfo, InvalidRequestError, PixelInput, parse_bytes
-from engine.images.reader import need_steps, steps_for
+from engine.images import need_steps, pixels_of, steps_for
 from server.config.settings import ServerSettings
 from server.workers.images import Picture, Pixels
 from server.workers.pool import WorkerLostError, WorkerPool, shared_workers
@@ -79,7 +77,7 @@ class ImageReading:
             problem = "to decode the image took too much memory. Make it smaller."
         else:
             if read.problem is None:
-                return PixelInput(np.frombuffer(read.data, np.float32).reshape(read.shape))
+                return pixels_of(read.data, read.shape)
             problem, code = read.problem, read.code or "invalid_image"
         if code == "image_too_costly":
             logger.warning("An image of %d characters was given up: %s", len(picture.content), problem)

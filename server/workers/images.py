@@ -6,10 +6,8 @@ from __future__ import annotations
 import msgspec
 import PIL.Image
 
-from engine.errors import InvalidRequestError
-from engine.images.decoding import decode, read_text
-from engine.images.preprocessing import preprocess
-from engine.images.settings import Preprocessing
+from engine import InvalidRequestError
+from engine.images import Preprocessing, decode, preprocess, read_text
 
 PIL.Image.init()  # decoders are loaded before a worker is forked
 
