@@ -173,7 +173,7 @@ class Engine:
 
         Args:
             request_id: unique among unfinished requests.
-            input: token ids, or a `TokenInput`.
+            input: token ids, or one of `EngineInput`'s kinds.
             params: how to decode, or what to make of the input instead.
             priority: lower runs earlier.
             cache_salt: only requests of the same salt share cached pages.
@@ -203,7 +203,8 @@ class Engine:
                 f"params must be SamplingParams or PoolingParams, not {type(params).__name__}.", param="params"
             )
         check_task(self.info, "generate")
-        encoder_input, prompt = read_input(input, self.info, start=decoder_start(params, self.info))
+        read = read_input(input, self.info, start=decoder_start(params, self.info))
+        encoder_input, prompt = read.encoder_token_ids, read.token_ids
         params = self._catalogues.completed(params, len(prompt))
         decoding = resolve(
             params,
@@ -222,14 +223,16 @@ class Engine:
                 param="num_beams",
             )
         decoding = self._catalogues.constrained(params, decoding)
-        request = Request(prompt_token_ids=prompt, decoding=decoding, encoder_token_ids=encoder_input, **terms)
+        request = Request(
+            prompt_token_ids=prompt, decoding=decoding, encoder_token_ids=encoder_input, signal=read.signal, **terms
+        )
         self.scheduler.add(request)
         self._tell_crossing(request)
         self._outputs[request_id] = RequestOutput(
             request_id=request_id,
             prompt=input.text if isinstance(input, TokenInput) else None,
             prompt_token_ids=list(prompt),
-            encoder_token_ids=list(encoder_input) if encoder_input else None,
+            encoder_token_ids=list(encoder_input) if encoder_input and read.signal is None else None,
             outputs=[CompletionOutput(index=i) for i in range(decoding.n)],
             finished=False,
         )
@@ -257,23 +260,25 @@ class Engine:
 
     def _add_pooling(self, input: EngineInput, params: PoolingParams, terms: dict[str, Any]) -> None:
         check_task(self.info, params.task)
-        prompt, types = read_pooling_input(input, self.info)
+        read = read_pooling_input(input, self.info)
+        prompt = read.token_ids
         encoder_input: tuple[int, ...] = ()
         if self.info.repeats is not None:
             encoder_input, prompt = prompt, repeated(prompt, self.info.repeats)
         request = Request(
             prompt_token_ids=prompt,
             encoder_token_ids=encoder_input,
-            token_type_ids=types,
+            token_type_ids=read.token_type_ids,
+            signal=read.signal,
             decoding=Decoding(max_tokens=1, temperature=0.0),
-            pooling=resolve_pooling(params, self.info, prompt_len=len(prompt)),
+            pooling=resolve_pooling(params, self.info, prompt_len=len(read.token_ids)),
             **terms,
         )
         self.scheduler.add(request)
         self._outputs[request.request_id] = RequestOutput(
             request_id=request.request_id,
             prompt=input.text if isinstance(input, TokenInput) else None,
-            prompt_token_ids=list(prompt),
+            prompt_token_ids=list(prompt) if read.signal is None else [],
             encoder_token_ids=list(encoder_input) or None,
             outputs=[],
             finished=False,

@@ -19,6 +19,7 @@ from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server import errors
 from server.answering.formats import Formats, choose_formats
+from server.answering.images import ImageReading
 from server.answering.parsing import AnswerReader
 from server.answering.prompt import MAX_TOKENIZED, Room
 from server.api import documentation, openapi
@@ -193,6 +194,7 @@ def create_app(
         response_store=response_store,
         drain=drain,
         memory=memory,
+        images=None if client.info.signal is None else ImageReading(client.info, settings),
         settings=settings,
         created=int(time.time()) if created is None else created,
         version=version,

@@ -14,6 +14,7 @@ from engine.process.client import EngineClient
 from engine.text.processor import Tokenizer
 from server.answering.formats import Formats
 from server.answering.grammars import GrammarChecks
+from server.answering.images import ImageReading
 from server.answering.parsing import AnswerReader
 from server.answering.prompt import Prompt, Room
 from server.answering.rendering import ChatRenderer, Rendering
@@ -61,6 +62,7 @@ class Service:
         renderer: renders chat messages.
         answers: how the model's answers to them are read.
         grammars: tries what answers must look like, before the engine is asked.
+        images: reads those of requests; None where that is not needed.
         reading: held while a large body is read, so that memory is needed for one at a time.
         settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
@@ -81,6 +83,7 @@ class Service:
     renderer: ChatRenderer = field(default_factory=ChatRenderer)
     answers: AnswerReader = field(default_factory=lambda: AnswerReader(Formats()))
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    images: ImageReading | None = None
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = 0

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.image_text import make_image_model, picture
 from support.service import ROOT, Service, environment
 
 from server.config.settings import Settings
@@ -26,7 +27,7 @@ EXAMPLES = ROOT / "examples"
 LANGCHAIN = Path(sys.prefix) / "clients" / "langchain"  # tools/setup.py puts it there
 TESTED = {
     "openai_client.py", "tools.py", "langchain_chat.py", "curl.sh", "stream.mjs", "offline_batch.py",
-    "catalogue.py", "translate_with_beams.py",
+    "catalogue.py", "image_search.py", "translate_with_beams.py",
 }  # fmt: skip
 
 Start = Callable[..., str]
@@ -142,6 +143,23 @@ def test_a_catalogue() -> None:
         f"Now the {who} saw the {what}." for who in ("teacher", "tutor") for what in ("boat", "ship")
     }
     assert all(len(lines) == 5 for lines in (later, now))
+
+
+def test_image_search(tmp_path: Path) -> None:
+    """Over a tiny model, whose scores are the reference's."""
+    model = make_image_model("clip", tmp_path)
+    images = {f"{name}.{kind}": picture(seed) for seed, (name, kind) in enumerate((("a", "png"), ("b", "webp")))}
+    for name, image in images.items():
+        image.save(tmp_path / name, lossless=True)
+    text = model.of_text("a red boat")
+    expected = {name: float(text @ model.of_image(image)) for name, image in images.items()}
+    service = Service(str(model.path), "--device", "cpu", log=tmp_path / "log")
+    try:
+        files = [str(tmp_path / name) for name in images]
+        lines = run(sys.executable, "image_search.py", "--url", service.wait_ready(), "a red boat", *files)[""]
+    finally:
+        service.stop()
+    assert lines == [f"{expected[name]:+.3f}  {name}" for name in sorted(images, key=lambda name: -expected[name])]
 
 
 @pytest.mark.skipif("demo" not in Settings.model_fields, reason="no encoder-decoder model is bundled")

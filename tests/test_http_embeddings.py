@@ -294,7 +294,7 @@ def test_a_hopelessly_long_text_costs_little() -> None:
         ({"input": [[["a"]]]}, "input"),
         ({"input": 5}, "input"),
         ({"input": True}, "input"),
-        ({"input": {"text": "a"}}, "input"),
+        ({"input": {"text": "a", "text_pair": "b"}}, "input"),
         ({"input": [-1]}, "input"),
         ({"input": [VOCAB_SIZE]}, "input"),
         ({"input": [[1], [2, 10**30]]}, "input"),

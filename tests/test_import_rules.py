@@ -34,6 +34,7 @@ LAYERS = {
     "engine.process.runner": 5,
     "engine.process.kv_events": 5,
     "engine.engine": 5,
+    "engine.images": 5,
     "engine.text": 5,
     "engine.pooled": 6,
     "engine.text.processor": 6,
@@ -158,13 +159,14 @@ def test_the_engine_knows_no_web(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", cases("server", "cli"))
-def test_server_and_command_line_use_eight_doors_of_the_engine(path: Path) -> None:
+def test_server_and_command_line_use_nine_doors_of_the_engine(path: Path) -> None:
     inner = [name for name in imports(path) if below(name, "engine")]
     assert set(inner) <= {
         "engine",
         "engine.process.client",
         "engine.host.children",
         "engine.host.logs",
+        "engine.images",
         "engine.pooled",
         "engine.pooled.vectors",
         "engine.text.grammars",
@@ -186,8 +188,8 @@ MESSENGERS = (
     "engine.process.main", "engine.process.connection", "engine.process.messages", "engine.process.runner",
     "engine.process.kv_events",
     "engine.pooled.vectors", "server.api.reading", "server.processes.messages", "server.response_store",
-    "server.workers.child", "server.workers.frames", "server.workers.pool", "server.workers.templates",
-    "server.workers.texts",
+    "server.workers.child", "server.workers.frames", "server.workers.images", "server.workers.pool",
+    "server.workers.templates", "server.workers.texts",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import zmq
 
 from engine import (
     FILTERS,
+    AudioInput,
     ChoiceDelta,
     ConfigError,
     EngineConfig,
@@ -42,6 +43,7 @@ from engine.process.messages import (
     Join,
     News,
     Ready,
+    Signal,
     Start,
     decode_command,
     decode_news,
@@ -136,6 +138,33 @@ def test_other_inputs() -> None:
     assert isinstance(input, PixelInput)
     assert input.pixel_values.dtype == np.float32
     assert np.array_equal(input.pixel_values, pixels)
+    sound = added(AudioInput(pixels[0].T, decoder_token_ids=(7, 8)), SamplingParams()).input
+    assert isinstance(sound, AudioInput)
+    assert np.array_equal(sound.input_features, pixels[0].T)  # which does not lie in C order
+    assert list(sound.decoder_token_ids or ()) == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ([["a"]], "must be an array of numbers"),
+        ([[1.0], [1.0, 2.0]], "must be an array of numbers"),
+        (np.zeros(2**24 + 1, dtype=np.int8), f"at most {2**26} bytes as float32, got {2**26 + 4}"),
+    ],
+)
+def test_what_is_no_signal_is_not_sent(values: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        added(PixelInput(values), PoolingParams())
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (-2, -2), (2**62, 4)])
+def test_a_signal_whose_bytes_do_not_fit_its_shape(shape: tuple[int, ...]) -> None:
+    """It is refused as it is read; only that request is."""
+    message = Add(request_id="a", signal=Signal("image", shape, b"\0" * 16), pooling=PoolingParams())
+    command = decode_command(msgspec.msgpack.encode(message))
+    assert isinstance(command, Add)
+    with pytest.raises(InvalidRequestError, match="16 bytes are not the float32 numbers of a signal of shape"):
+        _ = command.input
 
 
 @pytest.mark.parametrize("choice", [None, 0, 5])

@@ -34,7 +34,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
 from engine import LLM, InvalidRequestError, SamplingParams, Seq2SeqInput, TokenInput
-from engine.interface.inputs import decoder_start, read_input
+from engine.interface.inputs import ReadInput, decoder_start, read_input
 from engine.process.messages import decode_command, encode_add
 from engine.text.languages import Languages
 from engine.text.processor import Tokenizer, load_tokenizer
@@ -255,7 +255,7 @@ def test_what_the_decoder_begins_with() -> None:
     with pytest.raises(InvalidRequestError, match="does not say what its decoder begins with") as refused:
         read_input([1], info, start=None)
     assert refused.value.param == "decoder_prompt"
-    assert read_input(Seq2SeqInput([1], [2]), info, start=None) == ((1,), (2,))
+    assert read_input(Seq2SeqInput([1], [2]), info, start=None) == ReadInput((2,), encoder_token_ids=(1,))
 
 
 # ---------------------------------------------------------------- admission

@@ -18,6 +18,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_PRETRAINING_MAPPING_NAMES,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
@@ -67,9 +68,16 @@ MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_PRETRAINING_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
 )
+# Classes that it lists nowhere.
+UNLISTED = {
+    "CLIPTextModelWithProjection": "clip_text_model",
+    "CLIPVisionModelWithProjection": "clip_vision_model",
+    "SiglipTextModel": "siglip_text_model",
+}
 # What the defaults of transformers lack to be a model.
 COMPLETED: dict[str, dict[str, int]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -145,10 +153,11 @@ def default_model(family: Family, architecture: str) -> tuple[Any, ModelSpec]:
         kind, settings = ELSEWHERE[family.name]
         config = CONFIG_MAPPING[kind](architectures=[architecture], **settings)
         return config, family.spec(config)
-    kinds: dict[str, str] = {}
+    listed: dict[str, str] = {}
     for mapping in MAPPINGS:
         named = {name: kind for kind, name in mapping.items() if isinstance(name, str)}
-        kinds = named | kinds  # the first mapping that has a name says what it is
+        listed = named | listed  # the first mapping that has a name says what it is
+    kinds = UNLISTED | listed
     # A name that only older checkpoints have stands for the family's first.
     known = [name for name in (architecture, *family.architectures) if name in kinds]
     if not known:

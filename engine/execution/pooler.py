@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.interface.outputs import Activation, PoolingMode
+from engine.interface.pooling import Pooling
 from engine.model import spec
 from engine.model.heads import classes
 from engine.scheduling.plan import Float64, Int32, PooledRow, PoolingRow, StepPlan
@@ -27,6 +29,7 @@ class Pooler:
         head: the model's.
         apply: the model's head over hidden states [N, hidden], float32.
         project: matrices after pooling, [N, modes * hidden] float32 to [N, features]; None for none.
+        gather: what an Embedder's probe makes of hidden states, given where each input's begin and end.
         activation: what makes probabilities of the head's numbers.
     """
 
@@ -36,8 +39,10 @@ class Pooler:
         apply: Callable[[Tensor], Tensor],
         *,
         project: Callable[[Tensor], Tensor] | None = None,
+        gather: Callable[[Tensor, Sequence[tuple[int, int]]], Tensor] | None = None,
         activation: Activation = "none",
     ):
+        self._gather = gather
         self._head = head
         self._apply = apply
         self._project = project
@@ -57,6 +62,8 @@ class Pooler:
         for task, rows in by_task.items():
             spans = [(int(starts[row.row]), int(starts[row.row + 1])) for row in rows]
             match task:
+                case "embed" if isinstance(self._head, spec.Embedder):
+                    found = self._embed_by_head(hidden, plan, rows, spans)
                 case "embed":
                     found = self._embed(hidden, rows, spans)
                 case "classify":
@@ -82,11 +89,22 @@ class Pooler:
             vector = (sums[i] / divisors[:, None]).ravel().astype(np.float32)
             if self._project is not None:
                 vector = self._project(torch.from_numpy(vector)[None].to(hidden.device))[0].cpu().numpy()
-            vector = vector[: pooling.dimensions]
-            if pooling.normalize:
-                vector = vector / max(float(np.linalg.norm(vector)), _TINY)
-            answers[i] = PooledRow(values=vector[None])
+            answers[i] = _finished(vector, pooling)
         return answers
+
+    def _embed_by_head(
+        self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
+    ) -> list[PooledRow]:
+        """The same of a model whose head says which state it is; its inputs are always whole."""
+        assert isinstance(self._head, spec.Embedder)
+        if self._gather is not None:
+            states = self._gather(hidden[: plan.num_tokens], spans)
+        else:
+            pooling = self._head.pooling
+            chosen = [_place(pooling, plan.token_ids[begin:end]) + begin for begin, end in spans]
+            states = hidden[torch.tensor(chosen, device=hidden.device)]
+        vectors = self._apply(states).cpu().numpy()
+        return [_finished(vector, row.pooling) for row, vector in zip(rows, vectors, strict=True)]
 
     def _classify(
         self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
@@ -141,6 +159,27 @@ class Pooler:
             answers.append(PooledRow(values=values[begin:end, :k], ids=ids[begin:end, :k]))
             begin = end
         return answers
+
+
+def _finished(vector: NDArray[np.float32], pooling: Pooling) -> PooledRow:
+    """A vector as it was asked for."""
+    vector = vector[: pooling.dimensions]
+    if pooling.normalize:
+        vector = vector / max(float(np.linalg.norm(vector)), _TINY)
+    return PooledRow(values=vector[None])
+
+
+def _place(pooling: object, tokens: Int32) -> int:
+    """Which of an input's hidden states its vector is made of."""
+    match pooling:
+        case "last":
+            return len(tokens) - 1
+        case spec.AtToken(id=None):
+            return int(tokens.argmax())
+        case spec.AtToken(id=wanted):
+            return int((tokens == wanted).argmax())
+        case _:
+            return 0
 
 
 def _state(head: spec.Classifier, states: Tensor, tokens: Int32, before: Float64 | None) -> Tensor:

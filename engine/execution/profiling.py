@@ -27,7 +27,7 @@ from engine.interface.outputs import EngineInfo
 from engine.interface.request import Decoding, Request
 from engine.model.spec import Lm
 from engine.scheduling.batch import build_plan
-from engine.scheduling.plan import EncoderBatch, StepPlan
+from engine.scheduling.plan import EncoderBatch, Float32, StepPlan
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import SequenceGroup, pages_needed
 
@@ -163,9 +163,14 @@ def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterat
     plan = build_plan(rows, [], size)
     if model.max_encoder_len is not None:
         length = min(model.max_encoder_len, max_tokens)
-        starts = np.append(np.arange(0, max_tokens, length), max_tokens).astype(np.int32)
-        token_ids, slots = np.zeros(max_tokens, dtype=np.int32), np.arange(max_tokens, dtype=np.int32) % size
-        plan = replace(plan, encoder=EncoderBatch(token_ids=token_ids, starts=starts, slots=slots))
+        signal, total = model.spec.signal, max_tokens
+        signals: tuple[Float32, ...] = ()
+        if signal is not None:  # all of one length
+            count = max(max_tokens // length, 1)
+            total, signals = count * length, (np.zeros(signal.shape, dtype=np.float32),) * count
+        starts = np.append(np.arange(0, total, length), total).astype(np.int32)
+        token_ids, slots = np.zeros(total, dtype=np.int32), np.arange(total, dtype=np.int32) % size
+        plan = replace(plan, encoder=EncoderBatch(token_ids=token_ids, starts=starts, slots=slots, signals=signals))
     yield plan
     if generates:
         yield score_plan(runner, min(max_tokens, longest))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,11 +21,12 @@ from engine.execution.recording import Recorder
 from engine.execution.sampler import sample, score_prompt
 from engine.interface.outputs import Activation
 from engine.model.experts import ExpertsFeedForward
+from engine.model.heads import Embedder
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import CrossPages
 from engine.model.spec import Lm
 from engine.model.transformer import Transformer
-from engine.scheduling.plan import EncoderBatch, Int32, SamplingBatch, StepPlan, StepResult
+from engine.scheduling.plan import EncoderBatch, Int32, PooledRow, SamplingBatch, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from engine.execution.sampler_device import DeviceSampler
@@ -93,7 +95,13 @@ class ModelRunner:
             self._sampler = DeviceSampler(device, first=self._sampled.data)
         self._last_cross: tuple[int, CrossPages] | None = None  # of the plan of this version
         self._logits = _Logits(model, min_rows)
-        self._pooler = Pooler(model.spec.head, self._logits, project=project, activation=activation)
+        self._pooler = Pooler(
+            model.spec.head, self._logits, project=project, gather=_gather(model, min_rows), activation=activation
+        )
+        self._twin_pooler = None
+        if model.twin is not None:
+            apply = _Logits(model.twin, min_rows)
+            self._twin_pooler = Pooler(model.twin.spec.head, apply, gather=_gather(model.twin, min_rows))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step."""
@@ -121,6 +129,8 @@ class ModelRunner:
             self._unfilled = None
         if plan.encoder is not None:
             self._encode(plan.encoder)
+        if self._twin_pooler is not None and plan.signals:
+            return PendingStep(candidates=StepResult.empty(), sampling=None, pooled=self._pool_both(plan))
         recorded = self.graphs if self.graphs is not None and self.graphs.serves(plan) else None
         hidden = self._hidden(plan) if recorded is None else recorded.run(plan)
         candidates: StepResult | LateResult | None = None
@@ -187,13 +197,26 @@ class ModelRunner:
         return samples
 
     def _hidden(self, plan: StepPlan) -> Tensor:
-        return self._read(plan) if plan.unchunked else self._forward(plan)
+        return self._read(plan, self.model) if plan.unchunked else self._forward(plan)
 
-    def _read(self, plan: StepPlan) -> Tensor:
+    def _pool_both(self, plan: StepPlan) -> tuple[PooledRow, ...]:
+        """What is asked for of inputs some of which are signals: those the model's twin reads."""
+        assert self.model.twin is not None
+        assert self._twin_pooler is not None
+        answers: dict[int, PooledRow] = {}
+        for model, pooler in ((self.model, self._pooler), (self.model.twin, self._twin_pooler)):
+            rows = [i for i, signal in enumerate(plan.signals) if (signal is not None) == (model is self.model.twin)]
+            if rows:
+                part = plan.of_rows(rows)
+                found = pooler.pool(self._read(part, model), part)
+                answers.update(zip([rows[wanted.row] for wanted in part.pooling], found, strict=True))
+        return tuple(answers[wanted.row] for wanted in plan.pooling)
+
+    def _read(self, plan: StepPlan, model: Transformer) -> Tensor:
         """Hidden states of whole inputs."""
         padded = max(plan.num_tokens, self.min_rows)
         lengths = np.diff(plan.query_start).tolist()
-        return self.model.read(
+        return model.read(
             self._token_ids.fill(plan.token_ids, padded),
             self._positions.fill(plan.positions, padded),
             AttentionMetadata.build(lengths, lengths, self.model.device),
@@ -201,6 +224,7 @@ class ModelRunner:
             min_rows=self.min_rows,
             types=None if plan.token_types is None else self._types.fill(plan.token_types, padded),
             rotary_positions=self._rotary_rows(plan, padded),
+            signals=[gpu.upload(signal, self.model.device) for signal in plan.signals if signal is not None],
         )
 
     def _encode(self, batch: EncoderBatch) -> None:
@@ -215,6 +239,7 @@ class ModelRunner:
             self._slots.fill(batch.slots),
             AttentionMetadata.build(lengths.tolist(), lengths.tolist(), self.model.device),
             self.min_rows,
+            [gpu.upload(signal, self.model.device) for signal in batch.signals],
         )
 
     def _cross(self, plan: StepPlan, query_lens: list[int]) -> CrossPages | None:
@@ -264,6 +289,12 @@ class ModelRunner:
         """[padded] rows of rotary tables; None where they are the positions."""
         rotary_positions = plan.rotary_positions
         return None if rotary_positions is None else self._rotary.fill(rotary_positions, padded)
+
+
+def _gather(model: Transformer, min_rows: int) -> Callable[[Tensor, Sequence[tuple[int, int]]], Tensor] | None:
+    """What a model's probe makes of hidden states; None where it has none."""
+    probe = model.head.probe if isinstance(model.head, Embedder) else None
+    return None if probe is None else partial(probe, min_rows=min_rows)
 
 
 def _rows(hidden: Tensor, rows: Int32, num_tokens: int) -> Tensor:

@@ -174,6 +174,7 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         encoder_only=spec.decoder is None,
         hidden_size=spec.trunk.output_size,
         quantization=resolved.quantization,
+        signal=spec.signal,
         **find_abilities(resolved.hf_config, spec, resolved.pipeline).facts(),
     )
     facts = ModelFacts(

@@ -9,10 +9,13 @@ import logging
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from engine.backends.attention.base import AttentionBackend
 from engine.backends.torch.attention_tiles import TILE
 from engine.execution.recording import CudaRecorder
 from engine.execution.runner import ModelRunner
+from engine.interface.outputs import SignalInfo
 from engine.interface.pooling import Pooling
 from engine.interface.request import Decoding, Request
 from engine.model.spec import Lm, MaskedLm
@@ -35,9 +38,9 @@ _SHORT = 0.05
 
 
 def trial(runner: ModelRunner) -> None:
-    """Run a step of one token; whatever it raises is no request's fault."""
+    """Run a step of one token, or of one signal; whatever it raises is no request's fault."""
     try:
-        runner.execute(_read_plan(runner, [1]) if runner.model.decoder is None else _plan(runner, 0, 1))
+        runner.execute(_short_plan(runner) if runner.model.decoder is None else _plan(runner, 0, 1))
     finally:
         runner.cache.clear_scratch()
 
@@ -120,6 +123,13 @@ def _measure_whole(
     runner: ModelRunner, most: int, timed: Callable[[StepPlan], tuple[StepWork, float]]
 ) -> tuple[Costs, Measured]:
     """The same for a model that reads whole inputs: one and several of as many tokens differ in pairs alone."""
+    if not runner.model.vocab_size:  # all inputs have one length: how much of the time is that of pairs never matters
+        signal = runner.model.spec.signal
+        assert signal is not None
+        inputs = max(min(_WHOLE, most) // signal.positions, 1)
+        return Costs(), [timed(_signal_plan(signal, 1)), *([timed(_signal_plan(signal, inputs))] * (inputs > 1))]
+    if runner.model.twin is not None and runner.model.spec.signal is not None:
+        runner.execute(_signal_plan(runner.model.spec.signal, 1))  # so that the first one waits for nothing
     count = min(_TOKENS, most)
     inputs = max(min(_WHOLE, most) // count, 1)
     one, several = timed(_read_plan(runner, [1])), timed(_read_plan(runner, [count] * inputs))
@@ -132,6 +142,29 @@ def _measure_whole(
         score = max(scored[1] - short[1], 0.0) / count / token
     costs = Costs(pair=max(joined[1] - several[1], 0.0) / pairs / token if pairs else 0.0, score=score)
     return costs, [one, several, joined]
+
+
+def _short_plan(runner: ModelRunner) -> StepPlan:
+    """The shortest input of a model that reads whole ones."""
+    signal = runner.model.spec.signal
+    if runner.model.vocab_size or signal is None:
+        return _read_plan(runner, [1])
+    return _signal_plan(signal, 1)
+
+
+def _signal_plan(signal: SignalInfo, count: int) -> StepPlan:
+    """So many whole inputs that are signals."""
+    rows = []
+    for number in range(count):
+        request = Request(
+            request_id="",
+            prompt_token_ids=(0,) * signal.positions,
+            decoding=Decoding(max_tokens=1),
+            signal=np.zeros(signal.shape, dtype=np.float32),
+        )
+        group = SequenceGroup(request, number, b"", unchunked=True)
+        rows.append(Row(group, group.sequences[0], 0, signal.positions, 0))
+    return build_plan(rows, [], 1)
 
 
 def _read_plan(runner: ModelRunner, lengths: list[int], *, scored: bool = False) -> StepPlan:

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import InvalidRequestError
 from engine.interface.generation import check_ids
-from engine.interface.outputs import EngineInfo, RepeatedInput
-from engine.interface.request import EngineInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
+from engine.interface.outputs import EngineInfo, RepeatedInput, SignalKind
+from engine.interface.request import AudioInput, EngineInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
+
+# Most bytes of a signal: an image of 2304 x 2304 pixels in three channels, or an hour of sound.
+MOST_SIGNAL_BYTES = 64 * 2**20
+
+_KINDS: dict[SignalKind, str] = {"image": "images", "audio": "sound"}
 
 
-def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The encoder's input, () for a decoder-only model, and the (first) tokens of the decoder.
+@dataclass(frozen=True, slots=True)
+class ReadInput:
+    """What a request is about, checked.
+
+    Attributes:
+        token_ids: the (first) tokens of the decoder, or what an encoder alone reads.
+        encoder_token_ids: what the encoder of an encoder-decoder model reads; () of other models.
+        token_type_ids: the segment of each token; () where all are of the first.
+        signal: float32, what an encoder reads instead of tokens; those are zeros then, one for each position.
+    """
+
+    token_ids: tuple[int, ...]
+    encoder_token_ids: tuple[int, ...] = ()
+    token_type_ids: tuple[int, ...] = ()
+    signal: NDArray[np.float32] | None = None
+
+
+def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> ReadInput:
+    """The input of a request that generates.
 
     Args:
         start: what the decoder of this encoder-decoder model begins with, None if the model does not say.
@@ -21,15 +48,19 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> tu
         InvalidRequestError: not the kind of input that the model takes, empty, too long, or outside the vocabulary.
     """
     if info.max_encoder_len is None:
-        if isinstance(input, Seq2SeqInput | PixelInput):
-            raise _wrong_kind(input, info.model, "a decoder-only")
+        if isinstance(input, Seq2SeqInput | PixelInput | AudioInput):
+            raise _wrong_kind(input, info, "prompt")
         if not isinstance(input, TokenInput):
-            return (), _checked("prompt", input, info.vocab_size)
+            return ReadInput(_checked("prompt", input, info.vocab_size))
         tokens = _checked("prompt", input.token_ids, info.vocab_size)
         _token_types(input.token_type_ids, len(tokens), info)  # none but the first segment, which changes nothing
-        return (), tokens
-    if isinstance(input, PixelInput):
-        raise _wrong_kind(input, info.model, "an encoder-decoder")
+        return ReadInput(tokens)
+    if isinstance(input, PixelInput | AudioInput):
+        signal, positions = _read_signal(input, info, "prompt")
+        first = input.decoder_token_ids if isinstance(input, AudioInput) else None
+        return ReadInput(_decoder_begin(first or (), info, start), (0,) * positions, signal=signal)
+    if info.signal is not None:
+        raise _wrong_kind(input, info, "prompt")
     begin: Sequence[int] = ()
     ids: Any = input
     if isinstance(input, Seq2SeqInput):
@@ -45,17 +76,20 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> tu
             param="prompt",
             code="context_length_exceeded",
         )
-    return encoder_input, _decoder_begin(begin, info, start)
+    return ReadInput(_decoder_begin(begin, info, start), encoder_input)
 
 
-def read_pooling_input(input: EngineInput, info: EngineInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens of an input to pool, and their segments; () where all are of the first.
+def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
+    """An input to pool.
 
     Raises:
         InvalidRequestError: not the kind of input that the model takes, empty, too long, or outside the vocabulary.
     """
-    if isinstance(input, Seq2SeqInput | PixelInput):
-        raise _wrong_kind(input, info.model, "no encoder-decoder")
+    if isinstance(input, PixelInput | AudioInput):
+        signal, positions = _read_signal(input, info, "input")
+        return ReadInput((0,) * positions, signal=signal)
+    if isinstance(input, Seq2SeqInput) or not info.vocab_size:
+        raise _wrong_kind(input, info, "input")
     ids: Any = input.token_ids if isinstance(input, TokenInput) else input
     tokens = _checked("input", ids, info.vocab_size)
     if len(tokens) > info.max_model_len:
@@ -65,7 +99,52 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> tuple[tuple[int,
             param="input",
             code="context_length_exceeded",
         )
-    return tokens, _token_types(input.token_type_ids, len(tokens), info) if isinstance(input, TokenInput) else ()
+    types = _token_types(input.token_type_ids, len(tokens), info) if isinstance(input, TokenInput) else ()
+    return ReadInput(tokens, token_type_ids=types)
+
+
+def as_signal(values: Any) -> NDArray[np.float32]:
+    """An array of numbers as float32 in C order.
+
+    Raises:
+        InvalidRequestError: it is no such array, or larger than `MOST_SIGNAL_BYTES`.
+    """
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"a signal must be an array of numbers: {error}.", param="input") from error
+    if found.dtype.kind not in "fiu":
+        raise InvalidRequestError(
+            f"a signal must be an array of numbers, got a {type(values).__name__} of {found.dtype}.", param="input"
+        )
+    if 4 * found.size > MOST_SIGNAL_BYTES:
+        raise InvalidRequestError(
+            f"a signal may have at most {MOST_SIGNAL_BYTES} bytes as float32, got {4 * found.size}.", param="input"
+        )
+    return np.ascontiguousarray(found, dtype=np.float32)
+
+
+def _read_signal(
+    input: PixelInput | AudioInput, info: EngineInfo, param: Literal["input", "prompt"]
+) -> tuple[NDArray[np.float32], int]:
+    """The array, and how many positions it becomes."""
+    kind: SignalKind = "image" if isinstance(input, PixelInput) else "audio"
+    wanted = info.signal
+    if wanted is None or wanted.kind != kind:
+        raise _wrong_kind(input, info, param)
+    signal = as_signal(input.signal)
+    if not signal.flags.writeable:  # bytes of a message, which torch would warn of
+        signal = signal.copy()
+    if signal.shape != wanted.shape:
+        raise InvalidRequestError(
+            f"{info.model} reads {_KINDS[kind]} as numbers of shape {list(wanted.shape)}, got {list(signal.shape)}: "
+            "its preprocessor makes them.",
+            param=param,
+            code="invalid_value",
+        )
+    if not math.isfinite(float(np.sum(signal, dtype=np.float64))):  # NaN and infinities go through a sum
+        raise InvalidRequestError("a signal must hold finite numbers.", param=param, code="invalid_value")
+    return signal, wanted.positions
 
 
 def repeated(tokens: tuple[int, ...], repeats: RepeatedInput) -> tuple[int, ...]:
@@ -137,9 +216,16 @@ def decoder_tokens(begin: Sequence[int], start: int | None) -> tuple[int, ...]:
     return tuple(begin) if start is None or tuple(begin[:1]) == (start,) else (start, *begin)
 
 
-def _wrong_kind(input: object, model: str, kind: str) -> InvalidRequestError:
+def _wrong_kind(input: object, info: EngineInfo, param: str) -> InvalidRequestError:
+    kinds = [] if info.signal is None else [_KINDS[info.signal.kind]]
+    if info.vocab_size and (info.signal is None or info.max_encoder_len is None):
+        kinds.append("token ids")
+    kind = "an encoder" if info.encoder_only else "a decoder-only model"
+    if info.max_encoder_len is not None:
+        kind = "an encoder-decoder model"
+    name = "list of token ids" if isinstance(input, Sequence) else type(input).__name__
     return InvalidRequestError(
-        f"{model} is {kind} model and takes token ids, not a {type(input).__name__}.", param="prompt"
+        f"{info.model} is {kind} and takes {' and '.join(kinds)}, not a {name}.", param=param, code="invalid_value"
     )
 
 

@@ -1,4 +1,4 @@
-"""What `LLM` makes of texts without writing any: vectors, scores, classes, answers, masked tokens."""
+"""What `LLM` makes of texts and images without writing any: vectors, scores, classes, answers, masked tokens."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class PoolingMethods:
         vLLM's method of this name takes `pooling`, `normalize` and `dimensions` as `pooling_params`.
 
         Args:
-            inputs: text, token ids, a `TokenInput`, or a list of these.
+            inputs: text, token ids, a `TokenInput`, of models that read images also an image (of PIL's, an array
+                [height, width, 3] of uint8, or a `PixelInput`), or a list of these.
             pooling, normalize, dimensions: see `PoolingParams`; None: the model's own.
             prompt_name: put that prompt of the model's sentence-transformers config in front of the texts (token ids
                 stay as they are); None: its default prompt, if it has one; "": none.
@@ -85,7 +86,7 @@ class PoolingMethods:
         info = self.engine.info
         check_task(info, "embed")
         terms: dict[str, Any] = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
-        sources, limit = read_sources(inputs), longest(truncate_prompt_tokens, info)
+        sources, limit = read_sources(inputs, images=True), longest(truncate_prompt_tokens, info)
         readings, pooled = self._embedded(sources, find_prompt(info, prompt_name), limit, terms, use_tqdm)
         return [
             EmbeddingOutput(prompt_token_ids=reading.encoding.ids, embedding=vector_of(answer))
@@ -153,7 +154,8 @@ class PoolingMethods:
 
         Args:
             inputs: text, token ids, a `TokenInput`, or a list of these; of classifiers of whole inputs also pairs of
-                texts, as tuples or {"text": ..., "text_pair": ...}. A tuple of two texts is a pair.
+                texts, as tuples or {"text": ..., "text_pair": ...}, and of models that read images images, as for
+                `embed`. A tuple of two texts is a pair.
             use_activation: False gives the head's own numbers; None or True what the model's config makes of them,
                 probabilities as a rule. The scores of spans follow it.
             aggregation: how tokens are joined to spans (see `spans_of`).
@@ -169,7 +171,7 @@ class PoolingMethods:
         if not by_token:
             check_task(info, "classify")
         check_aggregation(aggregation)
-        sources = read_sources(inputs, pairs=not by_token)
+        sources = read_sources(inputs, pairs=not by_token, images=not by_token)
         reader = Reader(self.tokenizer, info, longest(truncate_prompt_tokens, info))
         readings = [reader.read(source) for source in sources]
         params = PoolingParams(task="token_classify" if by_token else "classify", use_activation=use_activation)

@@ -20,6 +20,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Task = Literal["generate", "embed", "classify", "token_classify", "answer", "fill_mask"]
 PoolingMode = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"]
 Activation = Literal["softmax", "sigmoid", "none"]
+SignalKind = Literal["image", "audio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,21 @@ class CatalogueInfo:
         return self.longest + 2
 
 
+@dataclass(frozen=True, slots=True)
+class SignalInfo:
+    """What an encoder reads instead of token ids.
+
+    Attributes:
+        kind: what is sent.
+        shape: of the array of numbers: channels, height and width; mel bins and frames.
+        positions: how many positions of the encoder it becomes, which count as its tokens.
+    """
+
+    kind: SignalKind
+    shape: tuple[int, ...]
+    positions: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about a loaded engine that do not change.
@@ -326,6 +342,10 @@ class EngineInfo:
         include_prompt: the tokens of such a prompt count in the vector.
         quantization: what matrices were made into, "int8" or "int4"; None: they have the dtype.
         catalogues: of titles that answers can be limited to.
+        filler: the token that fills texts up to max_model_len, for a model that was trained on texts of one length;
+            None: texts are as long as they are.
+        signal: what its encoder, or one of its two, reads that is no token ids; None: it reads those alone. A model
+            without a vocabulary (`vocab_size` is 0) reads nothing else.
     """
 
     model: str
@@ -366,6 +386,8 @@ class EngineInfo:
     include_prompt: bool = True
     quantization: str | None = None
     catalogues: tuple[CatalogueInfo, ...] = ()
+    filler: int | None = None
+    signal: SignalInfo | None = None
 
     @property
     def format(self) -> str:

@@ -105,6 +105,12 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
     check_task(info, params.task)
     modes = info.pooling_modes if params.pooling is None else (params.pooling,)
     size = info.embedding_size
+    if modes and not info.pooling_modes:
+        raise InvalidRequestError(
+            f"pooling is {params.pooling!r}, but this model has a head that makes its vectors. Leave pooling out.",
+            param="pooling",
+            code="invalid_value",
+        )
     if modes != info.pooling_modes:
         if info.has_projection and len(modes) != len(info.pooling_modes):
             raise InvalidRequestError(

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.interface.constraints import Constraint
 from engine.interface.pooling import Pooling, PoolingParams
 from engine.interface.sampling_table import FILTERS, REQUESTED
@@ -27,8 +30,8 @@ from engine.interface.values import (
 )
 
 __all__ = [
-    "BIAS_RANGE", "NUMBER_RANGES", "Decoding", "EarlyStopping", "EngineInput", "PixelInput", "PoolingParams", "Request",
-    "SamplingParams", "Seq2SeqInput", "TokenInput",
+    "BIAS_RANGE", "NUMBER_RANGES", "AudioInput", "Decoding", "EarlyStopping", "EngineInput", "PixelInput",
+    "PoolingParams", "Request", "SamplingParams", "Seq2SeqInput", "TokenInput",
 ]  # fmt: skip
 
 EarlyStopping = bool | Literal["never"]
@@ -85,14 +88,33 @@ class Seq2SeqInput:
     decoder_token_ids: Sequence[int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PixelInput:
-    """An image as pixel values of shape [channels, height, width] (vision encoders)."""
+    """An image as its preprocessor leaves it: numbers [channels, height, width] (vision encoders)."""
 
     pixel_values: Any
 
+    @property
+    def signal(self) -> Any:
+        """The array that the encoder reads."""
+        return self.pixel_values
 
-EngineInput = TokenInput | Seq2SeqInput | PixelInput | Sequence[int]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioInput:
+    """Sound as its feature extractor leaves it: numbers [mel bins, frames] (speech encoders), and optionally the start
+    of the decoder's answer."""
+
+    input_features: Any
+    decoder_token_ids: Sequence[int] | None = None
+
+    @property
+    def signal(self) -> Any:
+        """The array that the encoder reads."""
+        return self.input_features
+
+
+EngineInput = TokenInput | Seq2SeqInput | PixelInput | AudioInput | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,6 +368,8 @@ class Request:
         request_id: the caller's name for it, unique among unfinished requests.
         prompt_token_ids: the prompt; of an encoder-decoder model the beginning of the decoder's tokens.
         encoder_token_ids: the encoder's input, for an encoder-decoder model.
+        signal: float32, what an encoder reads instead of token ids; then those that it would read are zeros, one for
+            each position that the signal becomes.
         decoding: how to decode, all defaults filled in.
         pooling: what is wanted of the prompt's hidden states, instead of an answer; None: an answer.
         token_type_ids: the segment of each token of the prompt; () where all are of the first.
@@ -367,6 +391,7 @@ class Request:
     encoder_token_ids: tuple[int, ...] = ()
     pooling: Pooling | None = None
     token_type_ids: tuple[int, ...] = ()
+    signal: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
     def reach(self) -> int:

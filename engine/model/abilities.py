@@ -29,6 +29,7 @@ class Abilities:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     include_prompt: bool = True
+    filler: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """The fields by their names."""
@@ -52,6 +53,7 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
     """
     embedding = model.trunk.embedding
     found: dict[str, Any] = {"lower_case": pipeline.lower_case}
+    found["filler"] = model.filler
     found["token_types"] = embedding.token_types if isinstance(embedding, spec.Tokens) else 0
     both = model.encoder is not None and model.decoder is not None
     if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan)):
@@ -76,11 +78,20 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
             tasks = ("generate", "embed")
         case spec.MaskedLm():
             tasks = ("fill_mask", "embed")
+        case spec.Embedder(features=features):
+            if pipeline.modes is not None:
+                raise UnsupportedModelError(
+                    f"{pipeline.transformer}: {MODULES} says how vectors are made, but the model has a head for that. "
+                    "Remove the file."
+                )
+            return Abilities(tasks=("embed",), embedding_size=features or model.trunk.output_size, **found)
         case _:
             tasks = ("embed",)
     if pipeline.modes is None:
         # A decoder's last token alone has seen all others.
-        found["pooling_modes"] = ("mean",) if model.decoder is None else ("last",)
+        # Where a learned vector stands before an image's patches, it is that which has learned to speak for all.
+        has_class = isinstance(embedding, spec.Patches) and embedding.first > 0
+        found["pooling_modes"] = ("last",) if model.decoder is not None else ("cls",) if has_class else ("mean",)
         return Abilities(tasks=tasks, embedding_size=model.trunk.output_size, **found)
     if not pipeline.modes:
         raise UnsupportedModelError(

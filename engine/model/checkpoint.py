@@ -32,6 +32,8 @@ _PATTERNS = (
     "*.safetensors.index.json",
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",

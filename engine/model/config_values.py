@@ -57,8 +57,10 @@ COUNTS: dict[str, tuple[int, int]] = {
          "n_inner", "dff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "emb_dim",
          "intra_bottleneck_size", "shared_expert_intermediate_size", "expansion_ratio",
          "pooler_hidden_size", "relative_attention_num_buckets", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
-         "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp"), _FEATURES,
+         "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "projection_dim", "projection_size"),
+         _FEATURES,
     ),
+    "num_channels": (1, 1 << 10),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "original_max_position_embeddings",
@@ -186,7 +188,8 @@ def check_parameters(path: Path, model: ModelSpec) -> None:
         size = sum(file.stat().st_size for file in checkpoint.files)
         # Of MXFP4 a byte holds two.
         most = size + sum(checkpoint.shape(n).numel() for n in checkpoint.names if checkpoint.format(n) == "U8")
-    least = sum(_parameters(stack) for stack in (model.encoder, model.decoder) if stack is not None)
+    twin = None if model.twin is None else model.twin.encoder
+    least = sum(_parameters(stack) for stack in (model.encoder, model.decoder, twin) if stack is not None)
     table = model.trunk.embedding
     if isinstance(table, Tokens):
         least += table.vocab_size * table.width

@@ -1,6 +1,8 @@
-"""What a stack begins with: token ids to vectors."""
+"""What a stack begins with: token ids, or an image's patches, to vectors."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -102,3 +104,56 @@ def count_placed(token_ids: Tensor, positions: Tensor, unplaced: int) -> Tensor:
     first = torch.arange(len(positions), device=positions.device) - positions
     before = total[first] - skipped[first].long()
     return (positions - (total - before)).masked_fill(skipped, -1).to(positions.dtype)
+
+
+class PatchEmbedding(nn.Module):
+    """Images [channels, height, width] to vectors [positions, hidden] each, laid end to end."""
+
+    def __init__(self, part: spec.Patches, place: Place):
+        super().__init__()
+        self.part = part
+        self.patches = Linear(part.channels * part.patch[0] * part.patch[1], part.width, part.bias, place)
+        self.first = place.parameter(part.first, part.width) if part.first else None
+        self.positions = None
+        self.offset = 0
+        if part.positions is not None:
+            self.positions = place.parameter(part.positions.size, part.width)
+            self.offset = part.positions.offset
+        self.norm = build_norm(part.norm, part.width, place)
+
+    def forward(self, images: Sequence[Tensor], min_rows: int = 1) -> Tensor:
+        """`min_rows`: fewest rows of a matrix product."""
+        patches = torch.stack([self._pixels(image) for image in images]).to(self.patches.weight.dtype)
+        rows = patches.flatten(0, 1)
+        x: Tensor = self.patches(F.pad(rows, (0, 0, 0, max(min_rows - len(rows), 0))))[: len(rows)]
+        x = x.view(*patches.shape[:2], self.part.width)
+        if self.first is not None:
+            x = torch.cat((self.first.expand(len(x), -1, -1), x), dim=1)
+        if self.positions is not None:
+            x = x + self.positions[self.offset : self.offset + x.shape[1]]
+        x = x.flatten(0, 1)
+        return x if self.norm is None else self.norm(x)
+
+    def _pixels(self, image: Tensor) -> Tensor:
+        """[patches, channels * height * width of one], row by row."""
+        height, width = self.part.patch
+        rows, columns = image.shape[1] // height, image.shape[2] // width
+        whole = image[:, : rows * height, : columns * width]
+        split = whole.reshape(len(image), rows, height, columns, width)
+        return split.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+
+
+Embedding = TokenEmbedding | PatchEmbedding
+
+
+def build_embedding(part: spec.Embedding, place: Place, shared: nn.Parameter | None = None) -> Embedding:
+    """The module of a stack's embedding.
+
+    Args:
+        shared: a token table that another module owns.
+    """
+    match part:
+        case spec.Tokens():
+            return TokenEmbedding(part, place, shared)
+        case spec.Patches():
+            return PatchEmbedding(part, place)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.torch.executor import TorchExecutor
 from engine.model import spec
-from engine.model.activations import activate
+from engine.model.activations import activate, activate_by_name
 from engine.model.executor import Executor, fastest
 from engine.model.layers import Linear
 from engine.model.normalisation import Norm
@@ -65,11 +68,64 @@ class Head(nn.Module):
         return self.output.in_float32(near) + self.beyond.in_float32(far)
 
 
-def build_head(model: spec.ModelSpec, table: nn.Parameter, place: Place) -> nn.Module | None:
+class Probe(nn.Module):
+    """What a learned query makes of the hidden states of an input."""
+
+    def __init__(self, part: spec.Probe, hidden: int, place: Place):
+        super().__init__()
+        self.heads = part.heads
+        self.query = place.parameter(hidden)
+        self.qkv = Linear(hidden, 3 * hidden, True, place)
+        self.out = Linear(hidden, hidden, True, place)
+        self.norm = build_norm(part.norm, hidden, place)
+        self.up = Linear(hidden, part.ffn.width, part.ffn.bias, place)
+        self.down = Linear(part.ffn.width, hidden, part.ffn.bias, place)
+        self.activation = part.ffn.activation
+
+    def forward(self, states: Tensor, spans: Sequence[tuple[int, int]], min_rows: int = 1) -> Tensor:
+        """[N, hidden] of hidden states [T, hidden] of N inputs.
+
+        Args:
+            spans: where each input's states begin and end.
+            min_rows: fewest rows of a matrix product.
+        """
+        heads = padded(self.qkv, torch.cat((self.query[None], states)), min_rows)
+        queries, keys_of_all, values_of_all = heads.view(len(heads), 3, self.heads, -1).permute(1, 2, 0, 3)
+        query, found = queries[:, :1] * queries.shape[-1] ** -0.5, []
+        for begin, end in spans:  # each by itself, so that none depends on the others
+            keys, values = (rows[:, 1 + begin : 1 + end] for rows in (keys_of_all, values_of_all))
+            scores = query @ keys.transpose(1, 2)
+            found.append((scores.softmax(-1) @ values).reshape(-1))
+        x = padded(self.out, torch.stack(found), min_rows)
+        assert self.norm is not None
+        up = padded(self.up, self.norm(x), min_rows)
+        return x + padded(self.down, activate_by_name(self.activation, up), min_rows)
+
+
+class Embedder(nn.Module):
+    """Vectors of inputs: where a probe makes them, and the matrix that maps them."""
+
+    def __init__(self, part: spec.Embedder, hidden: int, place: Place):
+        super().__init__()
+        self.probe = Probe(part.pooling, hidden, place) if isinstance(part.pooling, spec.Probe) else None
+        self.output = None if part.features is None else Linear(hidden, part.features, part.bias, place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [N, features] of vectors [N, hidden]."""
+        return x.float() if self.output is None else self.output.in_float32(x)
+
+
+def padded(linear: Linear, x: Tensor, min_rows: int) -> Tensor:
+    """A product of at least so many rows; the padding is left out of the result."""
+    result: Tensor = linear(F.pad(x, (0, 0, 0, max(min_rows - len(x), 0))))[: len(x)]
+    return result
+
+
+def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) -> nn.Module | None:
     """The module of a model's head; None where the hidden states themselves are the answer.
 
     Args:
-        table: the token table, which a tied head shares.
+        table: the token table, which a tied head shares; None where the model reads no tokens.
     """
     hidden, part = model.trunk.output_size, model.head
     sizes: tuple[int, int | None, int]
@@ -83,6 +139,7 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter, place: Place) -> nn.M
                 sizes, layer.activation, layer.norm, place, dense_bias=layer.bias, bias=part.bias, shared=shared
             )
         case spec.MaskedLm():
+            assert table is not None
             sizes = (hidden, part.width or table.shape[1], model.vocab_size)
             shared = table if part.tied else None
             return Head(
@@ -108,6 +165,8 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter, place: Place) -> nn.M
         case spec.AnswerSpan():
             width = None if part.activation is None else hidden
             return Head((hidden, width, 2), part.activation, part.norm, place, dense_bias=part.dense_bias, bias=True)
+        case spec.Embedder():
+            return Embedder(part, hidden, place)
         case spec.Pool():
             return None
 

@@ -15,13 +15,22 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
         missing.append("language-model heads over an encoder")
     if model.decoder is not None and isinstance(model.head, spec.MaskedLm):
         missing.append("MaskedLm heads over a decoder")
-    part = model.head.layer if isinstance(model.head, spec.Lm) else model.head
-    head = None if part is None or isinstance(part, spec.Pool) else part.activation
+    head: spec.Activation | None = None
+    match model.head:
+        case spec.MaskedLm() | spec.Classifier():
+            head = model.head.activation
+        case spec.Lm(layer=spec.HeadLayer() as layer):
+            head = layer.activation
+        case spec.Embedder(pooling=spec.Probe() as probe):
+            head = probe.ffn.activation
+        case spec.Embedder() if model.decoder is not None:
+            missing.append("Embedder heads over a decoder")
+        case _:
+            pass
     if head is not None and head not in ACTIVATIONS:
         missing.append(f"activation {head}")
     for stack in (model.encoder, model.decoder):
         if stack is not None:
-            missing.extend(_unsupported_embedding(stack.embedding))
             for block in stack.blocks:
                 missing.extend(_unsupported_block(block))
             for attention in stack.attentions:
@@ -35,14 +44,14 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
         # An encoder's inputs have lengths of their own, which no plan tells.
         missing.append("rotary factors that depend on length beside cross-attention")
     if model.decoder is not None:
+        if not isinstance(model.decoder.embedding, spec.Tokens):
+            missing.append("a decoder that reads no token ids")
         missing.extend(_unsupported_decoder(model.decoder, has_encoder=model.encoder is not None))
+    if model.twin is not None:
+        missing.extend(unsupported(model.twin))
+        if model.decoder is not None or model.twin.decoder is not None or model.twin.signal is None:
+            missing.append("a twin of other models than encoders, or one that reads no signals")
     return list(dict.fromkeys(missing))
-
-
-def _unsupported_embedding(part: spec.Embedding) -> list[str]:
-    if isinstance(part, spec.Patches):
-        return ["image patches"]
-    return []
 
 
 def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:

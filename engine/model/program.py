@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged, Sight
 from engine.backends.native.program import Rows
 from engine.model import spec
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
-from engine.model.embedding import TokenEmbedding
+from engine.model.embedding import Embedding, PatchEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
 from engine.model.global_tokens import GlobalAttention
 from engine.model.kernels import LIBRARY, RowForm
@@ -67,6 +68,7 @@ class Inputs:
         adapters: None where no row has one.
         form: how a token alone is computed on a GPU.
         given: [Tp, features] rows that a program takes instead of embedding tokens (`Take`).
+        signals: float32, what each row is made of where that is no tokens; `token_ids` are zeros then.
     """
 
     token_ids: Tensor
@@ -82,6 +84,7 @@ class Inputs:
     adapters: Adapters | None = None
     form: RowForm = LIBRARY
     given: Tensor | None = None
+    signals: Sequence[Tensor] = ()
 
     @staticmethod
     def of_rows(x: Tensor) -> Inputs:
@@ -127,11 +130,19 @@ class HasRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embed(HasRows):
-    """out = the vectors of token ids, with positions and segments."""
+    """out = the vectors of token ids, with positions and segments, or those of signals."""
 
     WRITES = ("out",)
-    module: TokenEmbedding
+    module: Embedding
     out: Rows
+
+    def vectors(self, inputs: Inputs) -> Tensor:
+        """[Tp, features] of what a pass is given."""
+        if not isinstance(self.module, PatchEmbedding):
+            x: Tensor = self.module(inputs.token_ids, inputs.positions, inputs.types, inputs.metadata, inputs.tokens)
+            return x
+        x = self.module(inputs.signals, inputs.min_rows)
+        return F.pad(x, (0, 0, 0, len(inputs.token_ids) - len(x)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -513,7 +524,7 @@ def last_uses(operations: Sequence[HasRows], result: Rows) -> list[tuple[int, ..
 
 
 def compile_stack(
-    embedding: TokenEmbedding,
+    embedding: Embedding,
     blocks: Iterable[nn.Module],
     final_norm: nn.Module | None,
     projection: Linear | None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.backends.attention.base import Chunks, Sight
-from engine.interface.outputs import RepeatedInput
+from engine.interface.outputs import RepeatedInput, SignalInfo
 from engine.model.normalisation import Norm
 from engine.model.positions import (
     AttentionPosition,
@@ -485,14 +485,34 @@ class Tokens:
     projects_sum: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Patches:
-    """Square image patches to vectors, by one matrix over the patch's pixels (arXiv:2010.11929)."""
+    """An image's patches to vectors of `width` features, row by row, by one matrix over a patch's pixels
+    (arXiv:2010.11929). What no whole patch covers at the right and at the bottom is left out.
 
-    size: int
+    Attributes:
+        image, patch: height and width, in pixels.
+        channels: of the image.
+        bias: the matrix has one.
+        first: learned vectors that come before those of the patches: of a class, for example.
+        positions: added to all of them.
+        norm: applied to the sum.
+    """
+
+    image: tuple[int, int]
+    patch: tuple[int, int]
     channels: int
     width: int
+    bias: bool = True
+    first: int = 0
     positions: Positions | None = None
+    norm: Norm | None = None
+
+    @property
+    def signal(self) -> SignalInfo:
+        """What it reads, and how many vectors that becomes."""
+        rows, columns = (pixels // size for pixels, size in zip(self.image, self.patch, strict=True))
+        return SignalInfo("image", (self.channels, *self.image), self.first + rows * columns)
 
 
 Embedding = Tokens | Patches
@@ -643,7 +663,47 @@ class Pool:
     """No head: the hidden states themselves are the answer."""
 
 
-Head = Lm | MaskedLm | Classifier | AnswerSpan | Pool
+@dataclass(frozen=True, slots=True)
+class AtToken:
+    """The hidden state of an input's first token of an id; where it has none, that of its first token.
+
+    Attributes:
+        id: None for the largest id that the input has (arXiv:2103.00020).
+    """
+
+    id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """a + ffn(norm(a)), where a is what a learned query finds by attention to all hidden states (arXiv:1810.00825).
+
+    Attributes:
+        heads: of the attention, whose matrices have biases.
+        norm, ffn: as above.
+    """
+
+    heads: int
+    norm: Norm
+    ffn: Dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedder:
+    """One vector of an input.
+
+    Attributes:
+        pooling: which hidden state it is, or what is made of all.
+        features: what a matrix maps it to; None for no matrix.
+        bias: of that matrix.
+    """
+
+    pooling: Literal["cls", "last"] | AtToken | Probe
+    features: int | None = None
+    bias: bool = False
+
+
+Head = Lm | MaskedLm | Classifier | AnswerSpan | Pool | Embedder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -655,6 +715,10 @@ class ModelSpec:
         context_length: tokens of context that the model was made for; None if its config does not say.
         shared_tokens: encoder and decoder have one token table.
         repeats: what the decoder reads of the encoder's input, where both read it to classify it.
+        twin: an encoder of signals whose vectors lie in the same space as those of this one, which reads token ids
+            (arXiv:2103.00020).
+        filler: the token that fills texts up to the longest length: the model was trained on texts of that length
+            alone, and reads these tokens like others. None: texts are as long as they are.
     """
 
     encoder: Stack | None
@@ -663,6 +727,8 @@ class ModelSpec:
     context_length: int | None = None
     shared_tokens: bool = True
     repeats: RepeatedInput | None = None
+    twin: ModelSpec | None = None
+    filler: int | None = None
 
     @property
     def trunk(self) -> Stack:
@@ -684,6 +750,12 @@ class ModelSpec:
         windows = [part.window for part in parts if part.causal and part.window is not None]
         reaches = [window.size if isinstance(window, Chunks) else window.left + 1 for window in windows]
         return max(reaches, default=None) if len(windows) == len(parts) else None
+
+    @property
+    def signal(self) -> SignalInfo | None:
+        """What its encoder, or its twin's, reads instead of token ids; None: it reads those alone."""
+        encoder = self.encoder if self.twin is None else self.twin.encoder
+        return None if encoder is None or isinstance(encoder.embedding, Tokens) else encoder.embedding.signal
 
     @property
     def encoder_vocab_size(self) -> int:

@@ -12,7 +12,7 @@ from engine.model import spec
 from engine.model.bias import BiasTable, BucketTable
 from engine.model.blocks import build_block
 from engine.model.distances import DistanceTable
-from engine.model.embedding import TokenEmbedding
+from engine.model.embedding import TokenEmbedding, build_embedding
 from engine.model.executor import Executor, fastest
 from engine.model.layers import CrossAttention, Linear
 from engine.model.norms import build_norm
@@ -49,8 +49,7 @@ class TransformerStack(nn.Module):
         tokens: nn.Parameter | None = None,
     ):
         super().__init__()
-        assert isinstance(stack.embedding, spec.Tokens)  # `unsupported` refused anything else
-        self.embedding = TokenEmbedding(stack.embedding, place, shared=tokens)
+        self.embedding = build_embedding(stack.embedding, place, shared=tokens)
         self.blocks = nn.ModuleList(
             build_block(block, stack.hidden_size, memory_size, backend, place) for block in stack.blocks
         )
@@ -91,8 +90,18 @@ class TransformerStack(nn.Module):
     def make_ready(self) -> None:
         """Let the fastest executor for the device run the program from now on. Weights have been filled and laid out,
         and stay as they are."""
-        tokens = self.embedding.tokens
-        self.executor = fastest(self.program, self.tables, tokens.dtype, tokens.device)
+        first = self.first_parameter
+        self.executor = fastest(self.program, self.tables, first.dtype, first.device)
+
+    @property
+    def first_parameter(self) -> nn.Parameter:
+        """One of the embedding's: all have its format and its device."""
+        return next(self.embedding.parameters())
+
+    @property
+    def tokens(self) -> nn.Parameter | None:
+        """The token table, if it reads tokens."""
+        return self.embedding.tokens if isinstance(self.embedding, TokenEmbedding) else None
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Hidden states [Tp, features]."""

@@ -6,6 +6,7 @@ is read, and where a source goes in its parameter, so that nothing is assembled 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -79,15 +80,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
-    """The same values in another shape: a vector as a column, a kernel of one feature each with an axis more."""
+    """Tensors of these shapes, whose elements follow each other as in the parameter: kernels, or single vectors."""
 
-    stored: tuple[int, ...]
+    stored: tuple[tuple[int, ...], ...]
 
     def shapes(self, target: Size) -> list[Size]:
-        return [Size(self.stored)]
+        return [Size(shape) for shape in self.stored]
 
     def fill(self, target: Tensor, place: int, source: Tensor) -> None:
-        target.copy_(source.reshape(target.shape))
+        sizes = [math.prod(shape) for shape in self.stored]
+        torch.split(target.view(-1), sizes)[place].copy_(source.reshape(-1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from engine.backends.attention.base import AttentionBackend, AttentionMetadata, 
 from engine.backends.attention.formats import PageShape
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.model import quantisation, spec
-from engine.model.embedding import count_placed
+from engine.model.embedding import TokenEmbedding, count_placed
 from engine.model.experts import ExpertMatrices, ExpertsFeedForward
 from engine.model.heads import Head, build_head
 from engine.model.kernels import LIBRARY, RowForm
@@ -69,6 +69,7 @@ class Transformer(nn.Module):
         limits = [limit for limit in model.rotary_limits if limit < max_model_len]
         starts = accumulate(limits, initial=max_model_len)
         self.rotary_shifts = tuple(zip(limits, starts, strict=False))
+        self.encoder_length = max_model_len
         memory_size = 0 if model.encoder is None else model.encoder.output_size
         self.decoder = None
         if model.decoder is not None:
@@ -77,21 +78,27 @@ class Transformer(nn.Module):
             )
         self.encoder = None
         if model.encoder is not None:
-            shared = None if self.decoder is None or not model.shared_tokens else self.decoder.embedding.tokens
+            shared = self.decoder.tokens if self.decoder is not None and model.shared_tokens else None
             blocks = () if self.decoder is None else self.decoder.blocks
             found = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in blocks)
             readers = [next(each, None) for each in found]  # one per layer, None where it attends to itself alone
+            signal = None if isinstance(model.encoder.embedding, spec.Tokens) else model.encoder.embedding.signal
+            self.encoder_length = max_model_len if signal is None else signal.positions
             self.encoder = TransformerStack(
-                model.encoder, backend, max_model_len, place, limits=limits, readers=readers, tokens=shared
+                model.encoder, backend, self.encoder_length, place, limits=limits, readers=readers, tokens=shared
             )
-        self.head = build_head(model, self.tokens, place)
+        self.head = build_head(model, self.trunk.tokens, place)
+        self.twin = None
+        if model.twin is not None and model.twin.signal is not None:
+            length = model.twin.signal.positions
+            self.twin = Transformer(model.twin, backend, length, device=device, dtype=dtype)
 
     @property
-    def tokens(self) -> nn.Parameter:
-        """The token table of the stack whose hidden states the head reads."""
+    def trunk(self) -> TransformerStack:
+        """The stack whose hidden states the head reads."""
         stack = self.decoder or self.encoder
         assert stack is not None
-        return stack.embedding.tokens
+        return stack
 
     def pack(self, quantization: Quantization | None = None) -> None:
         """Make ready what has been filled: all matrices are laid out for the CPU's kernels, one after the other, and
@@ -106,9 +113,14 @@ class Transformer(nn.Module):
                     module.pack(kind, amx=module in many)
                 else:
                     module.pack(kind)
+        self._make_ready()
+
+    def _make_ready(self) -> None:
         for part in (self.encoder, self.decoder, self.head):
             if isinstance(part, TransformerStack | Head):
                 part.make_ready()
+        if self.twin is not None:
+            self.twin._make_ready()
 
     def weight_bytes(self, quantization: Quantization | None = None) -> int:
         """Size of the parameters, those of few bits included."""
@@ -128,11 +140,10 @@ class Transformer(nn.Module):
         bits."""
         kept = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
-        head = [] if self.head is None else list(self.head.modules())
-        plain = {
-            id(module)
-            for module in (*kept, *(head if isinstance(self.spec.head, spec.Classifier | spec.AnswerSpan) else ()))
-        }
+        heads = [model.head for model in (self, self.twin) if model is not None and model.head is not None]
+        head = [module for part in heads for module in part.modules()]
+        own = isinstance(self.spec.head, spec.Classifier | spec.AnswerSpan)
+        plain = {id(module) for module in (*kept, *(head if own else ()))}
         careful = {id(module) for module in head}
         for module in self.modules():
             if isinstance(module, Linear | ExpertMatrices):
@@ -147,16 +158,16 @@ class Transformer(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Format of weights and activations; the cache may have another."""
-        return self.tokens.dtype
+        return self.trunk.first_parameter.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.tokens.device
+        return self.trunk.first_parameter.device
 
     @property
     def max_encoder_len(self) -> int | None:
         """Most tokens of an encoder's input that a decoder goes on from; None for other models."""
-        return None if self.encoder is None or self.decoder is None else self.max_model_len
+        return None if self.encoder is None or self.decoder is None else self.encoder_length
 
     def kv_shapes(self) -> list[PageShape]:
         """What each decoder layer keeps of a token; empty for a model without a decoder."""
@@ -173,6 +184,7 @@ class Transformer(nn.Module):
         slots: Tensor,
         metadata: AttentionMetadata,
         min_rows: int = 1,
+        signals: Sequence[Tensor] = (),
     ) -> Tensor:
         """Run the encoder over whole inputs, and store what the decoder's layers attend to in pages.
 
@@ -182,6 +194,7 @@ class Transformer(nn.Module):
             slots: [T] int64, where K and V of each token go.
             metadata: the inputs that the T tokens form, as contexts of their own length.
             min_rows: fewest rows of a matrix product; Tp is no less.
+            signals: float32, what the inputs are where that is no tokens.
 
         Returns:
             The encoder's hidden states, [Tp, features].
@@ -195,6 +208,7 @@ class Transformer(nn.Module):
             min_rows=min_rows,
             caches=caches,
             slots=slots,
+            signals=signals,
         )
         return self.encoder(inputs)  # type: ignore[no-any-return]
 
@@ -208,6 +222,7 @@ class Transformer(nn.Module):
         min_rows: int = 1,
         types: Tensor | None = None,
         rotary_positions: Tensor | None = None,
+        signals: Sequence[Tensor] = (),
     ) -> Tensor:
         """Hidden states [Tp, hidden] of whole inputs, of a model without a decoder.
 
@@ -216,6 +231,7 @@ class Transformer(nn.Module):
             metadata: the inputs that the T tokens form, as contexts of their own length.
             types: [Tp] the segment of each token; None: all are of the first.
             rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.
+            signals: float32, what the inputs are where that is no tokens.
         """
         assert self.encoder is not None
         inputs = Inputs(
@@ -226,13 +242,15 @@ class Transformer(nn.Module):
             min_rows=min_rows,
             types=types,
             rotary_positions=rotary_positions,
+            signals=signals,
         )
         return self.encoder(inputs)  # type: ignore[no-any-return]
 
     def _placed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Positions of whole inputs, some of whose tokens may have none."""
         assert self.encoder is not None
-        unplaced = self.encoder.embedding.unplaced
+        embedding = self.encoder.embedding
+        unplaced = embedding.unplaced if isinstance(embedding, TokenEmbedding) else None
         return positions if unplaced is None else count_placed(token_ids, positions, unplaced)
 
     def forward(

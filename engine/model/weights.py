@@ -117,7 +117,10 @@ def _as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> 
         logger.info("%s: no masked-language-model head is stored, so masks cannot be filled.", checkpoint.path)
         return replace(model, head=Pool())
     target = EMBEDDING if model.decoder is not None else ENCODER_EMBEDDING
-    embedding = next(entry.sources[0] for entry in table.chosen(checkpoint.names) if entry.target == target)
+    tables = (entry.sources[0] for entry in table.chosen(checkpoint.names) if entry.target == target)
+    embedding = next(tables, None)
+    if embedding is None:  # it reads no tokens
+        return model
     if isinstance(model.head, Lm | MaskedLm) and model.head.tied and _differs(checkpoint, table.head, embedding):
         level = logging.INFO if table.expects_head else logging.WARNING
         message = "%s: tie_word_embeddings is true, but %s is stored with values of its own, which are used."

@@ -1,4 +1,5 @@
-"""What callers of `LLM` hand in to be pooled: texts, pairs of texts and token ids, and how the model reads them."""
+"""What callers of `LLM` hand in to be pooled: texts, pairs of texts, token ids and images, and how the model reads
+them."""
 
 from __future__ import annotations
 
@@ -7,25 +8,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequestError
+from engine.images.reader import ImageReader, is_image
 from engine.interface.outputs import EngineInfo
-from engine.interface.request import TokenInput
+from engine.interface.request import PixelInput, TokenInput
 from engine.interface.values import brief
 from engine.pooled import token_input
 from engine.text.encoding import Encoding
 from engine.text.tokenizer import Tokenizer
 
-# One input: a text, its tokens, or (see `LLM.classify`) a pair of texts.
-Input = str | Sequence[int] | TokenInput | tuple[str, str] | Mapping[str, str]
+# One input: a text, its tokens, (see `LLM.classify`) a pair of texts, or an image: of PIL's, an array of uint8 [height,
+# width, 3], or pixels as a preprocessor leaves them.
+Input = str | Sequence[int] | TokenInput | PixelInput | tuple[str, str] | Mapping[str, str] | Any
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input as it came: a text, perhaps with a second one, or ids, perhaps with segments."""
+    """One input as it came: a text, perhaps with a second one, ids, perhaps with segments, or an image."""
 
     text: str | None = None
     pair: str | None = None
     ids: tuple[int, ...] = ()
     type_ids: tuple[int, ...] | None = None
+    image: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +37,38 @@ class Reading:
     """One input as the model reads it.
 
     Attributes:
-        encoding: its tokens.
-        text: the first text as it was tokenised, None where ids came.
+        encoding: its tokens; none of an image.
+        text: the first text as it was tokenised, None where no text came.
         input: the same for the engine.
     """
 
     encoding: Encoding
     text: str | None
-    input: TokenInput
+    input: TokenInput | PixelInput
 
 
-def read_sources(inputs: Any, *, pairs: bool = False) -> list[Source]:
+def read_sources(inputs: Any, *, pairs: bool = False, images: bool = False) -> list[Source]:
     """One input or a list of them; a tuple of two texts is a pair where `pairs` are taken.
+
+    Args:
+        images: are taken, too.
 
     Raises:
         InvalidRequestError: not what can be read.
     """
-    single = isinstance(inputs, (str, TokenInput, Mapping)) or (pairs and _is_pair(inputs))
+    single = isinstance(inputs, (str, TokenInput, Mapping)) or is_image(inputs) or (pairs and _is_pair(inputs))
     if not single and not isinstance(inputs, Sequence):
         raise _refused(inputs, pairs)
     if not single and inputs and all(_is_id(item) for item in inputs):
         single = True
-    return [_source(item, pairs) for item in ([inputs] if single else inputs)]
+    return [_source(item, pairs, images) for item in ([inputs] if single else inputs)]
 
 
-def _source(item: Any, pairs: bool) -> Source:
+def _source(item: Any, pairs: bool, images: bool) -> Source:
     if isinstance(item, str):
         return Source(text=item)
+    if images and is_image(item):
+        return Source(image=item)
     if isinstance(item, TokenInput):
         types = None if item.token_type_ids is None else tuple(item.token_type_ids)
         return Source(ids=tuple(item.token_ids), type_ids=types)
@@ -107,6 +116,7 @@ class Reader:
         self._info = info
         self._max_length = max_length
         self._prompt = prompt
+        self._images: ImageReader | None = None
 
     def read(self, source: Source) -> Reading:
         """One input as the model reads it.
@@ -115,6 +125,9 @@ class Reader:
             InvalidRequestError: a text without a tokenizer, or one that cannot be read (see `Tokenizer.encode_input`).
         """
         tokenizer, info = self._tokenizer, self._info
+        if source.image is not None:
+            self._images = self._images or ImageReader(info)
+            return Reading(Encoding.of_ids(()), None, self._images.read(source.image))
         if source.text is None:
             side, added = (
                 ("right", frozenset()) if tokenizer is None else (tokenizer.truncation_side, tokenizer.frame_ids)

@@ -11,6 +11,7 @@ per step.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,8 +25,17 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, OctavoError
 from engine.host.logs import LogFormat
 from engine.interface.cache_map import CacheMap
-from engine.interface.outputs import EngineInfo, EngineStats, RequestDelta
-from engine.interface.request import EngineInput, PixelInput, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
+from engine.interface.inputs import as_signal
+from engine.interface.outputs import EngineInfo, EngineStats, RequestDelta, SignalKind
+from engine.interface.request import (
+    AudioInput,
+    EngineInput,
+    PixelInput,
+    PoolingParams,
+    SamplingParams,
+    Seq2SeqInput,
+    TokenInput,
+)
 
 T = TypeVar("T")
 
@@ -82,11 +92,47 @@ class Failed(msgspec.Struct, tag=True):
         return kind(self.message)
 
 
-class Pixels(msgspec.Struct):
-    """A `PixelInput`: float32 values in C order."""
+class Signal(msgspec.Struct, omit_defaults=True):
+    """A `PixelInput` or an `AudioInput`: float32 values in C order.
 
+    Attributes:
+        kind: which of the two.
+        decoder_token_ids: of an `AudioInput`.
+    """
+
+    kind: SignalKind
     shape: tuple[int, ...]
     data: bytes
+    decoder_token_ids: list[int] | None = None
+
+    @classmethod
+    def of(cls, input: PixelInput | AudioInput) -> Signal:
+        """The message for an input.
+
+        Raises:
+            InvalidRequestError: it holds no numbers, or more than `MOST_SIGNAL_BYTES`.
+        """
+        values = as_signal(input.signal)
+        if isinstance(input, PixelInput):
+            return cls("image", values.shape, values.tobytes())
+        begin = input.decoder_token_ids
+        return cls("audio", values.shape, values.tobytes(), None if begin is None else list(begin))
+
+    @property
+    def input(self) -> PixelInput | AudioInput:
+        """The input again.
+
+        Raises:
+            InvalidRequestError: the bytes are not so many numbers.
+        """
+        if any(size < 0 for size in self.shape) or 4 * math.prod(self.shape) != len(self.data):
+            raise InvalidRequestError(
+                f"{len(self.data)} bytes are not the float32 numbers of a signal of shape {list(self.shape)}.",
+                param="input",
+                code="invalid_value",
+            )
+        values = np.frombuffer(self.data, np.float32).reshape(self.shape)
+        return PixelInput(values) if self.kind == "image" else AudioInput(values, self.decoder_token_ids)
 
 
 class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
@@ -96,7 +142,7 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     request_id: str
     tokens: TokenInput | None = None
     seq2seq: Seq2SeqInput | None = None
-    pixels: Pixels | None = None
+    signal: Signal | None = None
     sampling: SamplingParams | None = None
     pooling: PoolingParams | None = None
     priority: int = 0
@@ -107,8 +153,8 @@ class Add(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     @property
     def input(self) -> EngineInput:
         """What `add_request` takes as its input."""
-        if self.pixels is not None:
-            return PixelInput(np.frombuffer(self.pixels.data, np.float32).reshape(self.pixels.shape))
+        if self.signal is not None:
+            return self.signal.input
         given = self.tokens or self.seq2seq
         assert given is not None  # `encode_add` sets one
         return given
@@ -207,9 +253,8 @@ def encode_add(request_id: str, input: EngineInput, params: SamplingParams | Poo
     try:
         if isinstance(input, Seq2SeqInput):
             message.seq2seq = input
-        elif isinstance(input, PixelInput):
-            values = np.ascontiguousarray(input.pixel_values, dtype=np.float32)
-            message.pixels = Pixels(values.shape, values.tobytes())
+        elif isinstance(input, PixelInput | AudioInput):
+            message.signal = Signal.of(input)
         else:
             given = input if isinstance(input, TokenInput) else TokenInput(input)
             message.tokens = replace(given, text=None)

@@ -111,6 +111,7 @@ def build_plan(
         pooling=() if decoding else _pooling(rows),
         unchunked=unchunked,
         token_types=None if decoding else _token_types(rows),
+        signals=_signals(rows) if unchunked else (),
         sources=_sources(rows, query_start, pending) if pending else None,
         shifts=_int32([group.shift for group in groups]) if any(group.shift for group in groups) else None,
     )
@@ -164,6 +165,11 @@ def _token_types(rows: Seq[Row]) -> Int32 | None:
     )
 
 
+def _signals(rows: Seq[Row]) -> tuple[Float32 | None, ...]:
+    found = tuple(row.group.request.signal for row in rows)
+    return found if any(signal is not None for signal in found) else ()
+
+
 def _encoder(inputs: Seq[EncoderInput], block_size: int) -> EncoderBatch:
     slots = []
     for encoder_input in inputs:
@@ -175,6 +181,7 @@ def _encoder(inputs: Seq[EncoderInput], block_size: int) -> EncoderBatch:
         token_ids=np.concatenate([encoder_input.tokens for encoder_input in inputs]),
         starts=starts,
         slots=np.concatenate(slots),
+        signals=tuple(encoder_input.signal for encoder_input in inputs if encoder_input.signal is not None),
     )
 
 

@@ -45,6 +45,12 @@ class PageHasher:
         """Hash of the page that holds token_ids and follows the page hashed as parent."""
         return hashlib.blake2b(parent + token_ids.tobytes(), key=self._key, digest_size=16).digest()
 
+    def of_signal(self, parent: PageHash, signal: NDArray[np.float32]) -> PageHash:
+        """Hash of what follows parent and is no token ids."""
+        digest = hashlib.blake2b(parent, key=self._key, digest_size=16)
+        digest.update(np.ascontiguousarray(signal).data)
+        return digest.digest()
+
 
 class PoolListener(Protocol):
     """Is told what can no longer be found."""

@@ -34,7 +34,7 @@ class EncoderCache:
         root = self._hasher.root(request.cache_salt)
         if not self._config.enable_prefix_caching:
             root = self._hasher.extend(root, np.array([arrival], dtype=np.int32))
-        return EncoderInput(request.encoder_token_ids, root, self._hasher, self._config.block_size)
+        return EncoderInput(request.encoder_token_ids, root, self._hasher, self._config.block_size, request.signal)
 
     def may_start(self, step: Step, group: SequenceGroup) -> bool:
         """The encoder need not run for this request, or may run in this step."""

@@ -1,4 +1,4 @@
-"""What the scheduler knows of an encoder input: its tokens, and the pages that its K and V lie in.
+"""What the scheduler knows of an encoder input: its length, what it is, and the pages that its K and V lie in.
 
 An input is encoded once, whole, by the step that first runs its request, and its K and V for all layers of the
 decoder lie in pages of the same pool. They are never written again: all beams and answers read them, and requests with
@@ -12,26 +12,37 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.scheduling.block_pool import PageHash, PageHasher
-from engine.scheduling.plan import Int32
+from engine.scheduling.plan import Float32, Int32
 
 
 class EncoderInput:
     """A request's encoder input.
 
     Attributes:
-        tokens: the input.
+        tokens: the input; zeros where it is a signal, one for each position.
+        signal: what is read instead of tokens, if it is.
         key: hash of the whole input and what its root covers.
         hashes: one per page.
         pages: where K and V are, or will be after this step; empty while the request waits.
         num_cached: tokens that were encoded already when the request was first admitted; None before.
     """
 
-    __slots__ = ("hashes", "key", "num_cached", "pages", "tokens")
+    __slots__ = ("hashes", "key", "num_cached", "pages", "signal", "tokens")
 
-    def __init__(self, tokens: Sequence[int], root: PageHash, hasher: PageHasher, block_size: int):
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        root: PageHash,
+        hasher: PageHasher,
+        block_size: int,
+        signal: Float32 | None = None,
+    ):
         self.tokens: Int32 = np.array(tokens, dtype=np.int32)
+        self.signal = signal
         # No token is -1: neither hash is one of a decoder's page.
         self.key = hasher.extend(root, np.array([-1, *tokens], dtype=np.int32))
+        if signal is not None:
+            self.key = hasher.of_signal(self.key, signal)
         count = -(-len(tokens) // block_size)
         self.hashes = [hasher.extend(self.key, np.array([-1, page], dtype=np.int32)) for page in range(count)]
         self.pages: list[int] = []

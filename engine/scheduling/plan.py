@@ -5,7 +5,7 @@ T tokens run in R rows (a row is one sequence's chunk); S of the T tokens are sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,11 +85,14 @@ class EncoderBatch:
         token_ids: [E].
         starts: [N + 1] first flat token of each input.
         slots: [E] where each token's K and V for the decoder's layers go.
+        signals: what is read of each input instead of its tokens, which are zeros then; () where all are tokens. A
+            model's inputs are all of one kind.
     """
 
     token_ids: Int32
     starts: Int32
     slots: Int32
+    signals: tuple[Float32, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +153,8 @@ class StepPlan:
         pooling: the rows whose hidden states are wanted, in the order of the rows.
         unchunked: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
         token_types: [T] segments, for models that tell them apart; None where all tokens are of the first.
+        signals: what is read of each row instead of its tokens, which are zeros then; None for a row of tokens. ()
+            where all rows are.
         shifts: [R] how many rows after its position the angles of each of a row's tokens are in rotary tables; None:
             positions are the rows of all.
         version: a plan of the same version as that of the step before has the same rows, each one token further: the
@@ -170,9 +175,30 @@ class StepPlan:
     pooling: tuple[PoolingRow, ...] = ()
     unchunked: bool = False
     token_types: Int32 | None = None
+    signals: tuple[Float32 | None, ...] = ()
     sources: Int32 | None = None
     shifts: Int32 | None = None
     version: int = field(default_factory=new_version)
+
+    def of_rows(self, rows: Sequence[int]) -> StepPlan:
+        """Some rows of an unchunked plan alone, in their order."""
+        chosen = list(rows)
+        counts = np.diff(self.query_start)
+        places = np.concatenate([np.arange(*self.query_start[row : row + 2]) for row in chosen])
+        numbers = {row: number for number, row in enumerate(chosen)}
+        return replace(
+            self,
+            token_ids=self.token_ids[places],
+            positions=self.positions[places],
+            query_start=np.cumsum([0, *counts[chosen]], dtype=np.int32),
+            context_lens=self.context_lens[chosen],
+            block_tables=self.block_tables[chosen],
+            pooling=tuple(replace(wanted, row=numbers[wanted.row]) for wanted in self.pooling if wanted.row in numbers),
+            token_types=None if self.token_types is None else self.token_types[places],
+            signals=tuple(self.signals[row] for row in chosen) if self.signals else (),
+            shifts=None if self.shifts is None else self.shifts[chosen],
+            version=new_version(),
+        )
 
     @property
     def rotary_positions(self) -> Int32 | None:

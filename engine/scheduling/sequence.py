@@ -269,6 +269,7 @@ class SequenceGroup:
         self.pooled: Float64 | None = None
         self.token_types: Int32 = np.array(request.token_type_ids, dtype=np.int32)
         source = request.encoder_token_ids or request.prompt_token_ids
+        source = () if request.signal is not None else source  # it has no tokens that an answer could repeat
         self.source: Int32 = np.array(source if decoding.encoder_no_repeat_ngram_size else (), dtype=np.int32)
         self.favoured: Int32 = np.unique(
             np.array(source if decoding.encoder_repetition_penalty != 1.0 else (), dtype=np.int32)

@@ -6,11 +6,12 @@ import asyncio
 import functools
 from collections.abc import Sequence
 
-from engine import EngineInfo, TokenInput
+from engine import EngineInfo, PixelInput, TokenInput
 from engine.pooled import token_input
 from engine.text.processor import Encoding, Tokenizer
 from server.admission import estimate_tokens
 from server.answering.prompt import check_token_ids, count_beyond
+from server.api.pooling_schemas import Image
 from server.context import Service
 from server.errors import ApiError
 
@@ -19,15 +20,35 @@ Text = str | tuple[str, str]  # a text, or a pair of texts that is one input
 _AT_ONCE = 64  # texts between two looks at whether the client is still there
 
 
-def estimate(inputs: Sequence[Text | list[int]], info: EngineInfo) -> int:
-    """About how many tokens these inputs have, each at most what the model takes."""
-    return sum(min(_estimate(item), info.max_model_len) for item in inputs)
+def estimate(inputs: Sequence[Text | Image | list[int]], info: EngineInfo) -> int:
+    """About how many tokens these inputs have, each text at most what the model takes."""
+    positions = 0 if info.signal is None else info.signal.positions
+    images = sum(isinstance(item, Image) for item in inputs)
+    texts = (item for item in inputs if not isinstance(item, Image))
+    return images * positions + sum(min(_estimate(item), info.max_model_len) for item in texts)
 
 
 def _estimate(item: Text | list[int]) -> int:
     if isinstance(item, str):
         return estimate_tokens(item)
     return sum(map(estimate_tokens, item)) if isinstance(item, tuple) else len(item)
+
+
+async def read_images(service: Service, inputs: Sequence[object]) -> dict[int, PixelInput]:
+    """The images among the inputs, by their places, as the engine takes them.
+
+    Raises:
+        ApiError: the model reads no images.
+        InvalidRequestError: one cannot be read.
+    """
+    found = {place: item for place, item in enumerate(inputs) if isinstance(item, Image)}
+    if not found:
+        return {}
+    if service.images is None:
+        message = f"{service.model_id} reads no images: send text or token ids."
+        raise ApiError(400, message, param="input", code="unsupported_input")
+    read = await service.images.read([str(image) for image in found.values()])
+    return dict(zip(found, read, strict=True))
 
 
 async def encode_all(
@@ -78,6 +99,7 @@ async def read_inputs(
     Raises:
         ApiError: as `encode_all`; or there are ids outside the vocabulary.
     """
+    _need_vocabulary(service, param)
     texts = [prompt + item for item in given if isinstance(item, str)]
     if texts:
         read = await encode_all(service, texts, param, add_special_tokens=add_special_tokens, truncate=truncate)
@@ -115,12 +137,19 @@ def need_tokenizer(service: Service, param: str) -> Tokenizer:
     """The model's tokenizer.
 
     Raises:
-        ApiError: there is none.
+        ApiError: there is none, or the model reads no texts.
     """
+    _need_vocabulary(service, param)
     if service.tokenizer is None:
         message = f"{service.model_id} has no tokenizer: send {param} as token ids, where the endpoint takes them."
         raise ApiError(400, message, param=param, code="no_tokenizer")
     return service.tokenizer
+
+
+def _need_vocabulary(service: Service, param: str) -> None:
+    if not service.client.info.vocab_size:
+        message = f'{service.model_id} reads images alone: send {param} as {{"image": "data:..."}}.'
+        raise ApiError(400, message, param=param, code="unsupported_input")
 
 
 def too_long(param: str, name: str | None, place: int | None, length: str, longest: int) -> ApiError:

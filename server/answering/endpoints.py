@@ -25,7 +25,7 @@ def _completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     if "generate" in info.tasks:
         return None
     if info.encoder_only:
-        return "it is an encoder-only model, which reads texts and writes none"
+        return f"it is an encoder-only model, which reads {_reads(info)} and writes no texts"
     return f"{_kind(info)}, and it writes no texts"
 
 
@@ -113,11 +113,17 @@ def require(service: Service, endpoint: str) -> None:
         raise ApiError(400, message, param="model", code="unsupported_endpoint")
 
 
+def _reads(info: EngineInfo) -> str:
+    """What a model reads."""
+    kinds = ["texts"] if info.vocab_size else []
+    return " and ".join(kinds if info.signal is None else [*kinds, "images"])
+
+
 def _kind(info: EngineInfo) -> str:
     """What the model is, as the beginning of a reason."""
     for task, words in _HEADS.items():
         if task in info.tasks:
-            return words
+            return words if info.vocab_size else f"its head tells classes of {_reads(info)} apart"
     if info.max_encoder_len is not None:
         return "it is an encoder-decoder model"
     if "generate" in info.tasks:

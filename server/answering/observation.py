@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from fastapi import Request
 
-from engine import InvalidRequestError, TokenInput
+from engine import InvalidRequestError, PixelInput, TokenInput
 from engine.text.processor import ChoiceText
 from server.answering.prompt import Prompt
 from server.errors import ApiError
@@ -213,9 +213,16 @@ class PoolingRecord(RequestRecord):
             self, id=id, path=path, model=model, stream=False, n=1, arrival=arrival, log_prompts=log_prompts
         )
 
-    def input(self, source: TokenInput) -> PromptTimes:
-        """An input of the request will go to the engine; what is to be filled as it is answered."""
-        return self.prompt(Prompt(list(source.token_ids), source.text), 0)
+    def input(self, source: TokenInput | PixelInput, num_tokens: int) -> PromptTimes:
+        """An input of the request, which counts as so many tokens, will go to the engine; what is to be filled as it is
+        answered."""
+        if isinstance(source, TokenInput):
+            return self.prompt(Prompt(list(source.token_ids), source.text), 0)
+        times = PromptTimes(self.arrival, num_tokens, 0)
+        self._times.append(times)
+        if self.log_prompts:
+            self._prompts.append(Prompt([], "[image]"))
+        return times
 
     def phases(self) -> dict[str, tuple[float, float | None]]:
         """It queues until a step first has room for one of its inputs; what is computed then lasts until the last of

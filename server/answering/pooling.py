@@ -20,7 +20,17 @@ from typing import Any, ClassVar, Self
 
 from fastapi import Request, Response
 
-from engine import InvalidRequestError, OctavoError, Pooled, PoolingParams, RequestDelta, RequestFailedError, TokenInput
+from engine import (
+    EngineInfo,
+    InvalidRequestError,
+    OctavoError,
+    PixelInput,
+    Pooled,
+    PoolingParams,
+    RequestDelta,
+    RequestFailedError,
+    TokenInput,
+)
 from server.answering.observation import PoolingRecord
 from server.answering.streaming import ClientGoneError, Wanted
 from server.answering.terms import DeadlineError, Terms, read_terms
@@ -39,10 +49,23 @@ class PoolingInput:
 
     Attributes:
         source: its `text` is for the log only.
+        positions: of an image: how many tokens it counts as.
     """
 
-    source: TokenInput
+    source: TokenInput | PixelInput
     params: PoolingParams
+    positions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the engine reads."""
+        return self.positions if isinstance(self.source, PixelInput) else len(self.source.token_ids)
+
+
+def image_input(image: PixelInput, params: PoolingParams, info: EngineInfo) -> PoolingInput:
+    """An image with what is asked of it."""
+    assert info.signal is not None
+    return PoolingInput(image, params, info.signal.positions)
 
 
 @dataclass(slots=True)
@@ -131,9 +154,9 @@ class PoolingRun(ABC):
     async def _answer(self, ticket: Place) -> bytes:
         with self._working(ticket):
             inputs = await self.inputs()
-            sizes = [len(item.source.token_ids) for item in inputs]
-            longest = self.service.client.info.max_model_len  # of what is longer the engine will say so
-            await ticket.measured([sum(min(size, longest) for size in sizes)])
+            sizes = [item.num_tokens for item in inputs]
+            longest = self.service.client.info.max_model_len  # of a text that is longer the engine will say so
+            await ticket.measured([sum(item.positions or min(item.num_tokens, longest) for item in inputs)])
             self.num_tokens = sum(sizes)
             answers = _Answers(self.service, self.request_id, inputs, self.terms, self.record, ticket)
             with self._public_names(), answers:
@@ -200,7 +223,8 @@ class _Answers(Lane):
         self._terms = terms.keywords()
         self.tenant = terms.tenant
         self._runs = [
-            _Run(f"{request_id}-{index}", item, record.input(item.source)) for index, item in enumerate(inputs)
+            _Run(f"{request_id}-{index}", item, record.input(item.source, item.num_tokens))
+            for index, item in enumerate(inputs)
         ]
         self._next = 0
         self._found: list[Pooled | None] = [None] * len(inputs)
@@ -300,7 +324,7 @@ class _Run:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.input.source.token_ids)
+        return self.input.num_tokens
 
 
 _write = functools.partial(json.dumps, separators=(",", ":"), allow_nan=False)

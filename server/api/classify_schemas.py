@@ -8,7 +8,16 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from engine.pooled import Aggregation
-from server.api.pooling_schemas import TEXT_SCHEMA, ActivatedBody, PoolingUsage, check_each, either, several
+from server.api.pooling_schemas import (
+    IMAGE_SCHEMA,
+    TEXT_SCHEMA,
+    ActivatedBody,
+    PoolingUsage,
+    check_each,
+    either,
+    read_image,
+    several,
+)
 from server.api.schemas import IDS_SCHEMA, is_ids
 
 
@@ -19,16 +28,16 @@ class Pair(tuple[str, str]):
 
 
 def _check_inputs(value: Any) -> list[str | Pair | list[int]]:
-    """Any of the forms as a list of texts, pairs and lists of ids."""
+    """Any of the forms as a list of texts, images, pairs and lists of ids."""
     given = [value] if isinstance(value, str | dict) or is_ids(value) else value
     if isinstance(given, list) and given:
-        inputs = [_read_pair(item) if isinstance(item, dict) else item for item in given]
+        inputs = [(read_image(item) or _read_pair(item)) if isinstance(item, dict) else item for item in given]
         if all(isinstance(item, str | Pair) for item in inputs) or all(is_ids(item) for item in inputs):
             return check_each(inputs, alone=given is not value)
     raise PydanticCustomError(
         "inputs",
-        'must be a string, an object such as {"text": "...", "text_pair": "..."}, a list of these, a list of token ids '
-        "or a list of such lists, none empty",
+        'must be a string, an object such as {"text": "...", "text_pair": "..."} or {"image": "data:..."}, a list of '
+        "these, a list of token ids or a list of such lists, none empty",
     )
 
 
@@ -52,7 +61,8 @@ _INPUTS_SCHEMA = {
     "anyOf": [
         TEXT_SCHEMA,
         _PAIR_SCHEMA,
-        several({"anyOf": [TEXT_SCHEMA, _PAIR_SCHEMA]}),
+        IMAGE_SCHEMA,
+        several({"anyOf": [TEXT_SCHEMA, _PAIR_SCHEMA, IMAGE_SCHEMA]}),
         IDS_SCHEMA,
         several(IDS_SCHEMA),
     ]
@@ -63,8 +73,9 @@ class ClassifyRequest(ActivatedBody):
     """Body of POST /v1/classify. Null means the default, for every field but input."""
 
     input: Annotated[Any, PlainValidator(_check_inputs), WithJsonSchema(_INPUTS_SCHEMA)] = Field(
-        description="One input or several: text, two texts that the model reads as a pair (text, text_pair), or token "
-        "ids, which are taken as they are."
+        description="One input or several: text, two texts that the model reads as a pair (text, text_pair), token "
+        "ids, which are taken as they are, or, of models that read them, images (image: a data: URL or base64; no "
+        "address is ever fetched)."
     )
     add_special_tokens: bool | None = Field(
         None, description="Add the special tokens to each text that the tokenizer puts there (true)."

@@ -14,7 +14,10 @@ from server.api.pooling_schemas import Inputs, PoolingBody, PoolingUsage
 class EmbeddingRequest(PoolingBody):
     """Body of POST /v1/embeddings. Null means the default, for every field but the input."""
 
-    input: Inputs = Field(description="One input or several, as text or as token ids. Ids are taken as they are.")
+    input: Inputs = Field(
+        description="One input or several: text, token ids, which are taken as they are, or, of models that read them, "
+        "images (image: a data: URL or base64; no address is ever fetched)."
+    )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="A list of numbers (float), or base64 of float32 in little-endian order."
     )

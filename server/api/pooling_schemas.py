@@ -107,16 +107,48 @@ def check_each(inputs: list[Any], *, alone: bool) -> list[Any]:
     return inputs
 
 
-def _check_input(value: Any) -> list[str | list[int]]:
-    """Any of the four forms as a list of inputs."""
-    inputs = [value] if isinstance(value, str) or is_ids(value) else value
-    if isinstance(inputs, list) and inputs:
-        check_each(inputs, alone=inputs is not value)
+class Image(str):
+    """An image as it was sent: a data: URL, or base64."""
+
+    __slots__ = ()
+
+
+IMAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"image": TEXT_SCHEMA},
+    "required": ["image"],
+    "additionalProperties": False,
+}
+_OBJECT_SCHEMA = {"type": "object", "properties": {"text": TEXT_SCHEMA}, "required": ["text"]}
+
+
+def read_image(item: dict[Any, Any]) -> Image | None:
+    """The image of an object; None where it is none."""
+    image = item.get("image")
+    return Image(image) if isinstance(image, str) and set(item) == {"image"} else None
+
+
+def _read_object(item: dict[Any, Any]) -> Image | str | None:
+    """An object's image or text, as Jina's embeddings have it."""
+    text = item.get("text")
+    return text if isinstance(text, str) and set(item) == {"text"} else read_image(item)
+
+
+def _check_input(value: Any) -> list[str | Image | list[int]]:
+    """Any of the forms as a list of inputs."""
+    given = [value] if isinstance(value, str | dict) or is_ids(value) else value
+    if isinstance(given, list) and given:
+        inputs: list[Any] = [_read_object(item) if isinstance(item, dict) else item for item in given]
+        check_each(inputs, alone=given is not value)
         if all(isinstance(item, str) for item in inputs) or all(is_ids(item) for item in inputs):
-            return list(inputs)
-    message = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
+            return inputs
+    message = (
+        'must be a string, an object such as {"text": "..."} or {"image": "data:..."}, a list of these, a list of '
+        "token ids or a list of such lists, none empty"
+    )
     raise PydanticCustomError("input", message)
 
 
-_INPUT_SCHEMA = {"anyOf": [TEXT_SCHEMA, several(TEXT_SCHEMA), IDS_SCHEMA, several(IDS_SCHEMA)]}
+_ITEM_SCHEMA = {"anyOf": [TEXT_SCHEMA, _OBJECT_SCHEMA, IMAGE_SCHEMA]}
+_INPUT_SCHEMA = {"anyOf": [*_ITEM_SCHEMA["anyOf"], several(_ITEM_SCHEMA), IDS_SCHEMA, several(IDS_SCHEMA)]}
 Inputs = Annotated[Any, PlainValidator(_check_input), WithJsonSchema(_INPUT_SCHEMA)]

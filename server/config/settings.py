@@ -103,6 +103,8 @@ class ServerSettings(BaseModel):
             connection.
         grammar_timeout: seconds that it may take to compile what an answer must look like (a JSON schema, a regular
             expression, a grammar).
+        max_image_bytes: largest file of an image, in bytes or as "10MiB"; as base64 it takes a third more of the body.
+        max_image_pixels: most pixels of an image, and of what it is resized to.
         max_n: most answers per prompt that a request may ask for.
         enable_playground: serve a page to try the model with at /; it needs no key, what it asks for does.
         enable_cache_map: tell clients that may read /metrics what each page of the KV cache holds, a few times a second
@@ -156,6 +158,8 @@ class ServerSettings(BaseModel):
     stream_keepalive: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     grammar_timeout: float = Field(default=2.0, gt=0, le=60, allow_inf_nan=False)
+    max_image_bytes: int | str = "10MiB"
+    max_image_pixels: int = Field(default=32_000_000, ge=1, le=100_000_000)
     max_n: int = Field(default=128, ge=1)
     enable_playground: bool = True
     enable_cache_map: bool = True
@@ -272,7 +276,7 @@ class ServerSettings(BaseModel):
             )
         return value
 
-    @check_field("max_body_size", "max_answer_size", "max_header_size", "response_store_max_size")
+    @check_field("max_body_size", "max_answer_size", "max_header_size", "max_image_bytes", "response_store_max_size")
     @classmethod
     def _check_size(cls, value: int | str, info: ValidationInfo) -> int | str:
         parse_bytes(value, info.field_name or "")

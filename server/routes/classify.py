@@ -13,9 +13,9 @@ from fastapi import APIRouter, Body, Request, Response
 from engine import Pooled, PoolingParams
 from engine.pooled import Aggregation, labels_of, longest, spans_of, token_input
 from engine.text.processor import Encoding
-from server.answering.encoding import encode_all, estimate, read_inputs
+from server.answering.encoding import encode_all, estimate, read_images, read_inputs
 from server.answering.endpoints import require
-from server.answering.pooling import PoolingInput, PoolingRun, listed
+from server.answering.pooling import PoolingInput, PoolingRun, image_input, listed
 from server.api import examples
 from server.api.classify_schemas import (
     ClassifyRequest,
@@ -32,7 +32,9 @@ _NEEDS_TEXT = ("first", "average", "max")  # ways to join tokens that go by word
 
 
 @router.post("/classify", include_in_schema=False)
-@router.post("/v1/classify", response_model=ClassifyResponse, responses=ERROR_RESPONSES, summary="Classify texts")
+@router.post(
+    "/v1/classify", response_model=ClassifyResponse, responses=ERROR_RESPONSES, summary="Classify texts or images"
+)
 async def create_classification(
     body: Annotated[ClassifyRequest, Body(openapi_examples=examples.CLASSIFY)], request: Request, service: ServiceDep
 ) -> Response:
@@ -60,6 +62,13 @@ class _ClassifyRun(PoolingRun):
 
     async def read(self, params: PoolingParams) -> list[PoolingInput]:
         """The inputs, once what is asked of each is known; notes their encodings."""
+        images = await read_images(self.service, self.body.input)
+        if images:
+            info = self.service.client.info
+            if len(images) < len(self.body.input):
+                message = f"{self.service.model_id} classifies images alone; send no texts among them."
+                raise ApiError(400, message, param="input", code="unsupported_input")
+            return [image_input(image, params, info) for image in images.values()]
         if isinstance(self.body.input[0], list):
             sources = await read_inputs(self.service, self.body.input, truncate=self.truncate)
             self.encodings = await asyncio.to_thread(self._by_tokens, [source.token_ids for source in sources])

@@ -9,14 +9,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
 
-from engine import Pooled, PoolingParams, resolve_pooling
+from engine import Pooled, PoolingParams, TokenInput, resolve_pooling
 from engine.pooled import find_prompt, longest, prompt_tokens
 from engine.pooled.vectors import json_vectors
-from server.answering.encoding import estimate, need_tokenizer, read_inputs
+from server.answering.encoding import estimate, need_tokenizer, read_images, read_inputs
 from server.answering.endpoints import require
-from server.answering.pooling import PoolingInput, PoolingRun, joined
+from server.answering.pooling import PoolingInput, PoolingRun, image_input, joined
 from server.api import examples
 from server.api.embedding_schemas import EmbeddingRequest, EmbeddingResponse
+from server.api.pooling_schemas import Image
 from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError
@@ -25,7 +26,9 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 
 @router.post("/embeddings", include_in_schema=False)
-@router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=ERROR_RESPONSES, summary="Texts to vectors")
+@router.post(
+    "/v1/embeddings", response_model=EmbeddingResponse, responses=ERROR_RESPONSES, summary="Texts and images to vectors"
+)
 async def create_embeddings(
     body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)],
     request: Request,
@@ -71,23 +74,30 @@ class _EmbeddingRun(PoolingRun):
 
     @property
     def texts(self) -> bool:
-        """The inputs are texts."""
-        return isinstance(self.body.input[0], str)
+        """There are texts among the inputs."""
+        return any(isinstance(item, str) and not isinstance(item, Image) for item in self.body.input)
 
     def size(self) -> int:
         return estimate(self.body.input, self.service.client.info)
 
     async def inputs(self) -> Sequence[PoolingInput]:
-        special = self.body.add_special_tokens is not False
-        inputs = await read_inputs(
-            self.service, self.body.input, add_special_tokens=special, truncate=self.truncate, prompt=self.prompt
-        )
-        params = self.params
+        special, info = self.body.add_special_tokens is not False, self.service.client.info
+        images = await read_images(self.service, self.body.input)
+        others = [item for item in self.body.input if not isinstance(item, Image)]
+        params, read = self.params, list[TokenInput]()
+        if others:
+            read = await read_inputs(
+                self.service, others, add_special_tokens=special, truncate=self.truncate, prompt=self.prompt
+            )
         if self.texts:
             tokenizer = need_tokenizer(self.service, "input")
-            count = prompt_tokens(tokenizer, self.service.client.info, self.prompt, add_special_tokens=special)
+            count = prompt_tokens(tokenizer, info, self.prompt, add_special_tokens=special)
             params = replace(params, skip_tokens=count)
-        return [PoolingInput(source, params) for source in inputs]
+        rest = iter(read)
+        return [
+            image_input(images[place], self.params, info) if place in images else PoolingInput(next(rest), params)
+            for place in range(len(self.body.input))
+        ]
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         written = json_vectors(answers, as_base64=self.body.encoding_format == "base64")

@@ -19,6 +19,7 @@ import msgspec
 from engine import StructuredOutputsParams
 from server.workers.frames import LENGTH, Job, Outcome, framed
 from server.workers.grammars import try_grammar
+from server.workers.images import Picture, read_picture
 from server.workers.templates import Conversation, render
 from server.workers.texts import Text, tokenize
 
@@ -26,6 +27,7 @@ MEMORY = 512 * 1024 * 1024  # bytes that a worker may have beyond what it begins
 
 _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
     "grammar": (StructuredOutputsParams, try_grammar),
+    "image": (Picture, read_picture),
     "render": (Conversation, render),
     "tokenize": (Text, tokenize),
 }

@@ -174,7 +174,7 @@ def fill_randomly(model: Any, seed: int) -> None:
                 continue  # tied, or a sinusoid
             done.add(id(parameter))
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if parameter.dim() < 2:
                 # Norms are made with weights of 1, or of 0 where 1 is added later; biases with 0.
                 centre = 0.0 if isinstance(module, nn.Linear) else round(float(parameter.mean()))
                 parameter.copy_(centre + 0.3 * noise)

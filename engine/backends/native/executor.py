@@ -138,6 +138,7 @@ def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
         metadata=AttentionMetadata.build(lens, contexts, places.device),
         types=None if types is None else types[places],
         rotary_positions=None if rotary is None else rotary[places],
+        signals=[inputs.signals[row] for row in order] if inputs.signals else (),
     )
     return made, places
 
@@ -208,9 +209,7 @@ class NativeExecutor:
         self._bind(inputs)
         stream, result = self._program.stream, self._program.result
         if isinstance(self._first, Embed):
-            x = self._first.module(
-                inputs.token_ids, inputs.positions, inputs.types, inputs.metadata, inputs.tokens
-            ).contiguous()
+            x = self._first.vectors(inputs).contiguous()
         else:
             assert inputs.given is not None
             x = inputs.given.contiguous()

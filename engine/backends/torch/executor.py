@@ -156,10 +156,7 @@ def execute(operation: Operation, state: Pass) -> None:
 
 
 def _embed(operation: Embed, state: Pass) -> None:
-    inputs = state.inputs
-    state.values[operation.out] = operation.module(
-        inputs.token_ids, inputs.positions, inputs.types, inputs.metadata, inputs.tokens
-    )
+    state.values[operation.out] = operation.vectors(state.inputs)
 
 
 def _take(operation: Take, state: Pass) -> None:

@@ -104,10 +104,10 @@ def _layer(target: str, source: str, block: Block, features: int) -> list[Entry]
         Entry(
             f"{attention}.spans.neighbours",
             (f"{separable}.depthwise.weight",),
-            Reshaped((features, 1, part.spans.kernel)),
+            Reshaped(((features, 1, part.spans.kernel),)),
         ),
         Entry(f"{attention}.spans.mix.weight", (f"{separable}.pointwise.weight",), Taps(1)),
-        Entry(f"{attention}.spans.mix.bias", (f"{separable}.bias",), Reshaped((width, 1))),
+        Entry(f"{attention}.spans.mix.bias", (f"{separable}.bias",), Reshaped(((width, 1),))),
         *linear(f"{attention}.spans.scores", f"{stored}.conv_kernel_layer", True, 0),
         *linear(f"{attention}.spans.values", f"{stored}.conv_out_layer", True, 0),
         *linear(f"{attention}.out", f"{source}.attention.output.dense", True, 1),

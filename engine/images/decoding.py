@@ -1,0 +1,135 @@
+"""Files of images to pixels, within limits that are looked at before anything is decoded.
+
+Nothing is ever fetched: what names an image by an address is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import warnings
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+MAX_BYTES = 10 * 2**20
+MAX_PIXELS = 32_000_000  # three times as many bytes, twice while they are turned
+
+# Of more than 8 bits, which no conversion to RGB keeps.
+_DEEP = ("I", "F")
+_DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+)?((?:;[a-z0-9-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
+_ADDRESS = re.compile(r"\s*([a-z][a-z0-9+.-]*):", re.IGNORECASE)
+
+
+def read_text(text: str, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The file in a `data:` URL, or in base64.
+
+    Raises:
+        InvalidRequestError: an address of another kind, no base64, or more than `max_bytes`.
+    """
+    found = _DATA_URL.match(text[:256])
+    if found is not None:
+        if found[3] is None:
+            raise _refused("a data: URL of an image must hold it as base64: data:image/png;base64,...")
+        text = text[found.end() :]
+    elif (address := _ADDRESS.match(text[:64])) is not None:
+        scheme = address[1].lower()
+        if scheme == "data":
+            raise _refused("a data: URL of an image must begin as in data:image/png;base64,...")
+        raise _refused(
+            f"images are not fetched, and this one is a URL that begins with {scheme}: . Send the file itself, as a "
+            "data: URL or as base64.",
+            code="image_url_not_fetched",
+        )
+    most = 4 * -(-max_bytes // 3) + 4
+    if len(text) > most + len(text) // 32:  # lines may be broken
+        raise _too_large(3 * len(text) // 4, max_bytes)
+    try:
+        data = base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _refused(f"the image is no valid base64 ({error}).") from error
+    if len(data) > max_bytes:
+        raise _too_large(len(data), max_bytes)
+    return data
+
+
+def decode(data: bytes, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS) -> Image:
+    """An image in RGB, turned as its EXIF data says; of several in a file the first. As `transformers` loads it.
+
+    Raises:
+        InvalidRequestError: larger than a limit, of a format that is not read, damaged, or of more than 8 bits a
+            channel.
+    """
+    import PIL.Image
+
+    if len(data) > max_bytes:
+        raise _too_large(len(data), max_bytes)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # our own limit is another
+            image: Any = PIL.Image.open(BytesIO(data), formats=FORMATS)
+    except MemoryError:
+        raise
+    except PIL.Image.DecompressionBombError as error:
+        raise _refused(
+            f"the image has far more than the {max_pixels} pixels that are allowed (max_image_pixels).",
+            code="image_too_large",
+        ) from error
+    except Exception as error:  # whatever a decoder raises on a file that is none of its own
+        raise _refused(f"the image cannot be read: it is none of {', '.join(FORMATS)}, or is damaged.") from error
+    check_pixels(image, max_pixels)
+    try:
+        image.load()
+        return rgb(image)
+    except (MemoryError, InvalidRequestError):
+        raise
+    except Exception as error:
+        raise _refused(f"the image is damaged: {str(error) or type(error).__name__}.") from error
+
+
+def rgb(image: Image) -> Image:
+    """An image of PIL's in RGB, turned as its EXIF data says.
+
+    Raises:
+        InvalidRequestError: it has more than 8 bits a channel.
+    """
+    import PIL.ImageOps
+
+    if image.mode in _DEEP or image.mode.startswith("I;"):
+        raise _refused(
+            f"the image has more than 8 bits a channel (Pillow's mode {image.mode}), which is not implemented. "
+            "Convert it to 8 bits."
+        )
+    return PIL.ImageOps.exif_transpose(image).convert("RGB")
+
+
+def check_pixels(image: Image, max_pixels: int = MAX_PIXELS) -> None:
+    """Refuse an image that has more pixels, before they are decoded.
+
+    Raises:
+        InvalidRequestError: it has.
+    """
+    if image.width * image.height > max_pixels:
+        raise _refused(
+            f"the image has {image.width} x {image.height} pixels, and at most {max_pixels} are allowed "
+            "(max_image_pixels). Make it smaller, or raise --max-image-pixels.",
+            code="image_too_large",
+        )
+
+
+def _too_large(size: int, most: int) -> InvalidRequestError:
+    return _refused(
+        f"the image has {size} bytes, and at most {most} are allowed (max_image_bytes). Make it smaller, or raise "
+        "--max-image-bytes.",
+        code="image_too_large",
+    )
+
+
+def _refused(message: str, code: str = "invalid_image") -> InvalidRequestError:
+    return InvalidRequestError(message, param="input", code=code)

@@ -1,0 +1,70 @@
+"""An image's pixels to what an encoder reads, as the PIL backend of `transformers`' image processors makes it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import InvalidRequestError
+from engine.images.decoding import MAX_PIXELS
+from engine.images.settings import Preprocessing
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def preprocess(image: Image, steps: Preprocessing, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.float32]:
+    """float32 [3, height, width] of an image in RGB.
+
+    Args:
+        max_pixels: that it may have after it is resized: one that is very narrow gets very long.
+
+    Raises:
+        InvalidRequestError: it would have more.
+    """
+    if steps.size is not None:
+        height, width = _resized(image.height, image.width, steps.size)
+        if height * width > max(max_pixels, 1 << 20):
+            raise InvalidRequestError(
+                f"the image of {image.width} x {image.height} pixels would be resized to {width} x {height}, and at "
+                f"most {max_pixels} pixels are allowed (max_image_pixels). Cut off what is too long.",
+                param="input",
+                code="image_too_large",
+            )
+        image = image.resize((width, height), resample=steps.resample)
+    pixels: NDArray[Any] = np.moveaxis(np.asarray(image), -1, 0)
+    if steps.crop is not None:
+        pixels = _middle(pixels, steps.crop)
+    if steps.rescale is not None:
+        pixels = (pixels.astype(np.float64) * steps.rescale).astype(np.float32)
+    pixels = pixels.astype(np.float32)
+    if steps.mean is not None:
+        mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (steps.mean, steps.std))
+        pixels = (pixels - mean) / std
+    return np.ascontiguousarray(pixels)
+
+
+def _resized(height: int, width: int, size: tuple[int, int] | int) -> tuple[int, int]:
+    if isinstance(size, tuple):
+        return size
+    short, long = sorted((height, width))
+    longer = int(size * long / short)
+    return (longer, size) if width <= height else (size, longer)
+
+
+def _middle(pixels: NDArray[Any], crop: tuple[int, int]) -> NDArray[Any]:
+    """[channels, *crop] of the middle; where the image is smaller, zeros stand around it."""
+    for axis, wanted in enumerate(crop, start=1):
+        have = pixels.shape[axis]
+        if have < wanted:
+            before = math.ceil((wanted - have) / 2)
+            widths = [(0, 0)] * 3
+            widths[axis] = (before, wanted - have - before)
+            pixels = np.pad(pixels, widths)
+        else:
+            first = (have - wanted) // 2
+            pixels = pixels.take(range(first, first + wanted), axis=axis)
+    return pixels

@@ -1,0 +1,99 @@
+"""Images for one model: what its folder says of them, and pixels made by that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.errors import InvalidRequestError, UnsupportedModelError
+from engine.images.decoding import MAX_PIXELS, check_pixels, rgb
+from engine.images.preprocessing import preprocess
+from engine.images.settings import FILES, Preprocessing, read_preprocessing
+from engine.interface.outputs import EngineInfo
+from engine.interface.request import PixelInput
+from engine.interface.values import brief
+
+
+def steps_for(info: EngineInfo) -> Preprocessing | None:
+    """How images are made ready for a model; None for one that reads none, or does not say how.
+
+    Raises:
+        UnsupportedModelError: a setting that is not implemented, or images of another size than the model reads.
+    """
+    if info.signal is None or info.signal.kind != "image" or info.signal.shape[0] != 3:
+        return None
+    folder = Path(info.model_path)
+    steps = read_preprocessing(folder)
+    if steps is None or steps.output in (None, info.signal.shape[1:]):
+        return steps
+    made, read = (" x ".join(map(str, size)) for size in (steps.output, info.signal.shape[1:]))
+    raise UnsupportedModelError(
+        f"{folder}: the preprocessor makes images of {made} pixels, and the model reads {read}. Positions of other "
+        "sizes are not interpolated: correct size or crop_size of preprocessor_config.json."
+    )
+
+
+def need_steps(steps: Preprocessing | None, info: EngineInfo) -> Preprocessing:
+    """How images are made ready.
+
+    Raises:
+        InvalidRequestError: the model reads none, or does not say how.
+    """
+    if steps is not None:
+        return steps
+    if info.signal is None or info.signal.kind != "image":
+        why, code = f"{info.model} reads no images", "unsupported_input"
+    elif info.signal.shape[0] != 3:
+        why, code = f"{info.model} reads images of {info.signal.shape[0]} channels, not of three", "no_preprocessor"
+    else:
+        why, code = f"{info.model} has no {FILES[0]}, which says how its images are made ready", "no_preprocessor"
+    raise InvalidRequestError(f"{why}.", param="input", code=code)
+
+
+def pixels_of(data: bytes, shape: tuple[int, ...]) -> PixelInput:
+    """Pixels that another process has made: float32 in this machine's byte order."""
+    return PixelInput(np.frombuffer(data, np.float32).reshape(shape))
+
+
+class ImageReader:
+    """Turns images of callers into what the engine takes.
+
+    Raises:
+        UnsupportedModelError: as `steps_for`.
+    """
+
+    def __init__(self, info: EngineInfo):
+        self._info = info
+        self._steps = steps_for(info)
+
+    def read(self, image: Any) -> PixelInput:
+        """An image of PIL's, an array [height, width, 3] of uint8, or a `PixelInput`, which is taken as it is.
+
+        Raises:
+            InvalidRequestError: another array, or an image that is too large or that this model cannot read.
+        """
+        if isinstance(image, PixelInput):
+            return image
+        steps = need_steps(self._steps, self._info)
+        if isinstance(image, np.ndarray):
+            import PIL.Image
+
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+                raise InvalidRequestError(
+                    "an image's array must have the shape [height, width, 3] and the type uint8, got "
+                    f"{brief(list(image.shape))} of {image.dtype}.",
+                    param="inputs",
+                    code="invalid_value",
+                )
+            image = PIL.Image.fromarray(image)
+        check_pixels(image, MAX_PIXELS)
+        return PixelInput(preprocess(rgb(image), steps))
+
+
+def is_image(item: Any) -> bool:
+    """It is a single image as `ImageReader.read` takes it."""
+    if isinstance(item, PixelInput | np.ndarray):
+        return True
+    return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(item).__mro__)

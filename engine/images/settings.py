@@ -1,0 +1,194 @@
+"""What a checkpoint's preprocessor does with an image: preprocessor_config.json, and what its class does by itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+_MOST_BYTES = 2**20
+_MOST_PIXELS = 1 << 14  # of a side
+
+_STANDARD = (0.5, 0.5, 0.5)
+_OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+_BILINEAR, _BICUBIC = 2, 3
+_FILTERS = range(6)  # Pillow's numbers: nearest, Lanczos, bilinear, bicubic, box, Hamming
+
+# What the classes of transformers do where the file does not say; by the beginnings of their names.
+_CLASSES: dict[str, dict[str, Any]] = {
+    "ViT": {
+        "size": {"height": 224, "width": 224}, "resample": _BILINEAR, "image_mean": _STANDARD, "image_std": _STANDARD,
+    },
+    "DeiT": {
+        "size": {"height": 256, "width": 256}, "resample": _BICUBIC, "do_center_crop": True,
+        "crop_size": {"height": 224, "width": 224}, "image_mean": _STANDARD, "image_std": _STANDARD,
+    },
+    "CLIP": {
+        "size": {"shortest_edge": 224}, "resample": _BICUBIC, "do_center_crop": True,
+        "crop_size": {"height": 224, "width": 224}, "image_mean": _OPENAI[0], "image_std": _OPENAI[1],
+    },
+    "Siglip": {
+        "size": {"height": 224, "width": 224}, "resample": _BICUBIC, "image_mean": _STANDARD, "image_std": _STANDARD,
+    },
+}  # fmt: skip
+# Those of them that take a size of one number for the shorter side.
+_SHORTEST = ("CLIP",)
+_MEANT = {"do_resize": True, "do_center_crop": False, "do_rescale": True, "do_normalize": True, "do_pad": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preprocessing:
+    """The steps, in their order; None for one that is left out.
+
+    Attributes:
+        size: height and width that an image is resized to, or a number for its shorter side.
+        resample: Pillow's number of the filter.
+        crop: height and width of the middle that is kept; zeros stand around an image that is smaller.
+        rescale: multiplies the numbers, which are from 0 to 255.
+        mean, std: of each channel: subtracted, and divided by.
+    """
+
+    size: tuple[int, int] | int | None
+    resample: int
+    crop: tuple[int, int] | None
+    rescale: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+    @property
+    def output(self) -> tuple[int, int] | None:
+        """Height and width of what it gives; None where that depends on the image."""
+        return self.crop or (self.size if isinstance(self.size, tuple) else None)
+
+
+def read_preprocessing(folder: Path) -> Preprocessing | None:
+    """What a checkpoint's folder says; None where it says nothing.
+
+    Raises:
+        UnsupportedModelError: a setting that is not implemented, or no setting at all; names it.
+    """
+    for name in FILES:
+        file = folder / name
+        if file.is_file():
+            values = _read(file)
+            own: Any = values.get("image_processor") if name == FILES[1] else values
+            if isinstance(own, dict):
+                return parse(own, file)
+    return None
+
+
+def parse(values: Mapping[str, Any], file: Path) -> Preprocessing:
+    """The settings of such a file.
+
+    Raises:
+        UnsupportedModelError: as `read_preprocessing`.
+    """
+    kind = values.get("image_processor_type") or values.get("feature_extractor_type") or ""
+    known = next((name for name in _CLASSES if isinstance(kind, str) and kind.startswith(name)), None)
+    if known is None or "Hybrid" in kind:
+        raise UnsupportedModelError(
+            f"{file}: image_processor_type is {kind!r}; implemented are the image processors of {', '.join(_CLASSES)}."
+        )
+    settings = _Settings(_MEANT | _CLASSES[known] | {k: v for k, v in values.items() if v is not None}, file)
+    if settings.switch("do_pad"):
+        raise UnsupportedModelError(f"{file}: do_pad is true, which is not implemented.")
+    normalizes = settings.switch("do_normalize")
+    return Preprocessing(
+        size=settings.size("size", shortest=known in _SHORTEST) if settings.switch("do_resize") else None,
+        resample=settings.filter(),
+        crop=settings.crop() if settings.switch("do_center_crop") else None,
+        rescale=settings.factor() if settings.switch("do_rescale") else None,
+        mean=settings.channels("image_mean") if normalizes else None,
+        std=settings.channels("image_std") if normalizes else None,
+    )
+
+
+class _Settings:
+    """Values of a file, each checked when it is asked for."""
+
+    def __init__(self, values: Mapping[str, Any], file: Path):
+        self._values = values
+        self._file = file
+
+    def switch(self, name: str) -> bool:
+        value = self._values[name]
+        if not isinstance(value, bool):
+            raise self._refused(name, "true or false")
+        return value
+
+    def size(self, name: str, *, shortest: bool = False) -> tuple[int, int] | int:
+        """Height and width, or the shorter side, which one number alone means where `shortest` is set."""
+        value = self._values.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = {"shortest_edge": value} if shortest else {"height": value, "width": value}
+        if isinstance(value, list | tuple) and len(value) == 2:
+            value = {"height": value[0], "width": value[1]}
+        if isinstance(value, Mapping):
+            sides = {k: v for k, v in value.items() if v is not None}
+            if all(_is_side(side) for side in sides.values()):
+                if set(sides) == {"height", "width"}:
+                    return sides["height"], sides["width"]
+                if set(sides) == {"shortest_edge"}:
+                    return int(sides["shortest_edge"])
+        wanted = f"a number of pixels up to {_MOST_PIXELS}, or height and width, or shortest_edge"
+        raise self._refused(name, wanted)
+
+    def crop(self) -> tuple[int, int]:
+        """Height and width."""
+        size = self.size("crop_size")
+        if isinstance(size, int):
+            raise self._refused("crop_size", "a number of pixels, or height and width")
+        return size
+
+    def filter(self) -> int:
+        """A filter's number."""
+        value = self._values["resample"]
+        if isinstance(value, bool) or value not in _FILTERS:
+            raise self._refused("resample", f"one of Pillow's filters, {_FILTERS.start} to {_FILTERS.stop - 1}")
+        return int(value)
+
+    def factor(self) -> float:
+        """What numbers are multiplied by."""
+        value = self._values.get("rescale_factor", 1 / 255)
+        if not _is_number(value):
+            raise self._refused("rescale_factor", "a number")
+        return float(value)
+
+    def channels(self, name: str) -> tuple[float, ...]:
+        """A number for each of three channels; a single one is that of all."""
+        value = self._values[name]
+        values = [value] * 3 if _is_number(value) else value
+        good = isinstance(values, list | tuple) and len(values) == 3 and all(map(_is_number, values))
+        if not good or (name == "image_std" and 0 in values):
+            raise self._refused(name, "a number for each of the three channels" + (", none 0" * (name == "image_std")))
+        return tuple(float(number) for number in values)
+
+    def _refused(self, name: str, wanted: str) -> UnsupportedModelError:
+        shown = ascii(self._values.get(name))[:80]
+        return UnsupportedModelError(f"{self._file}: {name} must be {wanted}; got {shown}.")
+
+
+def _is_side(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_PIXELS
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise UnsupportedModelError(f"{file} cannot be read: it has more than {_MOST_BYTES} bytes.")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedModelError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise UnsupportedModelError(f"{file} cannot be read: it holds a {type(values).__name__}, not an object.")
+    return values

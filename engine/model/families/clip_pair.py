@@ -1,0 +1,104 @@
+"""CLIP: a causal encoder of texts and one of images, whose vectors lie in one space (arXiv:2103.00020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.model.families.common import norm
+from engine.model.families.vision import PreNormLayer, kernel, layer_weights, patches, pre_norm_encoder
+from engine.model.normalisation import Norm
+from engine.model.positions import Learned
+from engine.model.spec import AtToken, Embedder, ModelSpec, Patches, Tokens
+from engine.model.table import Entry, Family, Reshaped, WeightTable
+
+
+def spec(config: Any) -> ModelSpec:
+    name = config.architectures[0]
+    if name == "CLIPModel":
+        images = _of_images(config.vision_config, config.projection_dim)
+        return _of_texts(config.text_config, config.projection_dim, images)
+    features = config.projection_dim if name.endswith("WithProjection") else None
+    return _of_images(config, features) if name.startswith("CLIPVision") else _of_texts(config, features)
+
+
+def _of_texts(config: Any, features: int | None, twin: ModelSpec | None = None) -> ModelSpec:
+    end = config.eos_token_id
+    if not isinstance(end, int):
+        raise UnsupportedModelError(f"eos_token_id of the text's config must be one token id, got {end!r}.")
+    embedding = Tokens(
+        vocab_size=config.vocab_size, width=config.hidden_size, positions=Learned(config.max_position_embeddings)
+    )
+    return ModelSpec(
+        encoder=pre_norm_encoder(config, embedding, causal=True),
+        decoder=None,
+        # Configs of the first checkpoints have 2, which their tokenizers do not use: the largest id ends a text there.
+        head=Embedder(pooling=AtToken(None if end == 2 else end), features=features),
+        twin=twin,
+    )
+
+
+def _of_images(config: Any, features: int | None) -> ModelSpec:
+    embedding = patches(config, bias=False, first=1, layer_norm=Norm("layer", config.layer_norm_eps, bias=True))
+    encoder = pre_norm_encoder(config, embedding)
+    return ModelSpec(encoder=encoder, decoder=None, head=Embedder(pooling="cls", features=features))
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    assert model.encoder is not None
+    # Buffers of old checkpoints; the scale of similarities, which only losses and probabilities of pairs have.
+    ignored = (r"(text|vision)_model\.embeddings\.position_ids", r"logit_scale")
+    if isinstance(model.encoder.embedding, Patches):
+        return WeightTable(_image_entries(model), prefix="vision_model.", ignored=ignored)
+    entries = _text_entries(model)
+    if model.twin is None:
+        return WeightTable(entries, prefix="text_model.", ignored=ignored)
+    return WeightTable(entries + _image_entries(model.twin, "twin."), ignored=ignored)
+
+
+def _text_entries(model: ModelSpec) -> tuple[Entry, ...]:
+    assert model.encoder is not None
+    assert isinstance(model.head, Embedder)
+    source = "text_model"
+    return (
+        Entry("encoder.embedding.tokens", (f"{source}.embeddings.token_embedding.weight",), shard_axis=0),
+        Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
+        *layer_weights(model.encoder, f"{source}.encoder.layers", PreNormLayer()),
+        *norm("encoder.final_norm", f"{source}.final_layer_norm", bias=True),
+        *([Entry("head.output.weight", ("text_projection.weight",), shard_axis=0)] if model.head.features else ()),
+    )
+
+
+def _image_entries(model: ModelSpec, target: str = "") -> tuple[Entry, ...]:
+    """The weights of the encoder of images.
+
+    Args:
+        target: what the names of parameters begin with.
+    """
+    assert model.encoder is not None
+    assert isinstance(model.head, Embedder)
+    embedding = model.encoder.embedding
+    assert isinstance(embedding, Patches)
+    source, ours = "vision_model", f"{target}encoder"
+    first = Reshaped(((embedding.width,),))
+    projection = Entry(f"{target}head.output.weight", ("visual_projection.weight",), shard_axis=0)
+    return (
+        *kernel(f"{ours}.embedding.patches", f"{source}.embeddings.patch_embedding", embedding),
+        Entry(f"{ours}.embedding.first", (f"{source}.embeddings.class_embedding",), first),
+        Entry(f"{ours}.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
+        *norm(f"{ours}.embedding.norm", f"{source}.pre_layrnorm", bias=True),
+        *layer_weights(model.encoder, f"{source}.encoder.layers", PreNormLayer(), ours),
+        *norm(f"{ours}.final_norm", f"{source}.post_layernorm", bias=True),
+        *([projection] if model.head.features else ()),
+    )
+
+
+FAMILY = Family(
+    name="CLIP",
+    architectures=(
+        "CLIPModel", "CLIPTextModel", "CLIPTextModelWithProjection", "CLIPVisionModel", "CLIPVisionModelWithProjection",
+    ),
+    brings="texts and images in one space: two encoders in one model, vectors made by heads",
+    spec=spec,
+    weights=weights,
+)  # fmt: skip

@@ -1,0 +1,130 @@
+"""What families of image encoders have in common: patches, blocks with a norm before each sublayer, their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.model.families.common import activation, even_head_dim, linear, norm, qkv
+from engine.model.normalisation import Norm
+from engine.model.positions import Learned
+from engine.model.spec import Attention, Block, Dense, Patches, Pre, Stack, Tokens
+from engine.model.table import Entry, Reshaped
+
+_MOST_PIXELS = 1 << 14  # of a side
+
+
+def pair(name: str, size: Any) -> tuple[int, int]:
+    """Height and width, of a setting that is one number for both, or two.
+
+    Raises:
+        UnsupportedModelError: it is neither.
+    """
+    both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, list | tuple) else ()
+    if len(both) != 2 or not all(isinstance(n, int) and 1 <= n <= _MOST_PIXELS for n in both):
+        raise UnsupportedModelError(
+            f"{name} of the config must be a number of pixels from 1 to {_MOST_PIXELS}, or height and width; got "
+            f"{size!r}."
+        )
+    return both[0], both[1]
+
+
+def patches(config: Any, *, bias: bool, first: int, layer_norm: Norm | None = None) -> Patches:
+    """Patches of `image_size` and `patch_size`, with a learned position for each vector.
+
+    Args:
+        first: learned vectors before them.
+        layer_norm: of the sum.
+
+    Raises:
+        UnsupportedModelError: no patch fits into an image.
+    """
+    image, patch = pair("image_size", config.image_size), pair("patch_size", config.patch_size)
+    if image[0] < patch[0] or image[1] < patch[1]:
+        raise UnsupportedModelError(
+            f"image_size of the config is {config.image_size}, less than its patch_size {config.patch_size}."
+        )
+    count = (image[0] // patch[0]) * (image[1] // patch[1])
+    return Patches(
+        image=image,
+        patch=patch,
+        channels=config.num_channels,
+        width=config.hidden_size,
+        bias=bias,
+        first=first,
+        positions=Learned(first + count),
+        norm=layer_norm,
+    )
+
+
+def pre_norm_encoder(config: Any, embedding: Tokens | Patches, *, qkv_bias: bool = True, causal: bool = False) -> Stack:
+    """Blocks with a norm before each sublayer, and one at the end (arXiv:2010.11929).
+
+    Raises:
+        UnsupportedModelError: the heads cannot share hidden_size evenly, or an activation is not implemented.
+    """
+    head_dim = even_head_dim(config.hidden_size, config.num_attention_heads)
+    layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
+    block = Block(
+        placement=Pre(layer_norm, layer_norm),
+        attention=Attention(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_attention_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            causal=causal,
+            qkv_bias=qkv_bias,
+            out_bias=True,
+        ),
+        ffn=Dense(config.intermediate_size, activation(config.hidden_act), bias=True),
+    )
+    return Stack(
+        hidden_size=config.hidden_size,
+        embedding=embedding,
+        blocks=(block,) * config.num_hidden_layers,
+        final_norm=layer_norm,
+    )
+
+
+def kernel(target: str, source: str, part: Patches) -> list[Entry]:
+    """The matrix of patches, stored as a convolution's kernel and its bias."""
+    stored = (part.width, part.channels, *part.patch)
+    entries = [Entry(f"{target}.weight", (f"{source}.weight",), Reshaped((stored,)), shard_axis=0)]
+    return entries + ([Entry(f"{target}.bias", (f"{source}.bias",), shard_axis=0)] if part.bias else [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreNormLayer:
+    """What a family calls the parts of a layer."""
+
+    queries: str = "self_attn.q_proj"
+    keys: str = "self_attn.k_proj"
+    values: str = "self_attn.v_proj"
+    out: str = "self_attn.out_proj"
+    attention_norm: str = "layer_norm1"
+    up: str = "mlp.fc1"
+    down: str = "mlp.fc2"
+    ffn_norm: str = "layer_norm2"
+
+
+def layer_weights(stack: Stack, source: str, names: PreNormLayer, target: str = "encoder") -> list[Entry]:
+    """The layers of `pre_norm_encoder`.
+
+    Args:
+        source: of its layers, by their numbers.
+        target: the stack.
+    """
+    entries: list[Entry] = []
+    for i, block in enumerate(stack.blocks):
+        ours, theirs = f"{target}.blocks.{i}", f"{source}.{i}"
+        projections = (f"{theirs}.{names.queries}", f"{theirs}.{names.keys}", f"{theirs}.{names.values}")
+        entries += [
+            *qkv(f"{ours}.attention.inner.qkv", projections, block.attention),
+            *linear(f"{ours}.attention.inner.out", f"{theirs}.{names.out}", True, 1),
+            *norm(f"{ours}.attention.before", f"{theirs}.{names.attention_norm}", bias=True),
+            *linear(f"{ours}.ffn.inner.up", f"{theirs}.{names.up}", True, 0),
+            *linear(f"{ours}.ffn.inner.down", f"{theirs}.{names.down}", True, 1),
+            *norm(f"{ours}.ffn.before", f"{theirs}.{names.ffn_norm}", bias=True),
+        ]
+    return entries

@@ -1,0 +1,84 @@
+"""Images of requests to what the model reads, by workers whose memory and time are bounded. None is ever fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+
+from engine import EngineInfo, InvalidRequestError, PixelInput, parse_bytes
+from engine.images import need_steps, pixels_of, steps_for
+from server.config.settings import ServerSettings
+from server.workers.images import Picture, Pixels
+from server.workers.pool import WorkerLostError, WorkerPool, shared_workers
+
+logger = logging.getLogger("octavo.server")
+
+TIME_LIMIT = 20.0  # seconds; the largest image that is allowed takes about one
+MOST_PIXEL_BYTES = 64 * 2**20  # of one request: a file of a few bytes may become as much as any other
+_AT_ONCE = 2  # images in work for all requests: each may take 400 MB
+
+
+class ImageReading:
+    """Reads the images of all requests, a few at a time.
+
+    Args:
+        info: of the model.
+        settings: with the limits of an image.
+        workers: by default those that all jobs share.
+
+    Raises:
+        UnsupportedModelError: the model's preprocessor is not implemented.
+    """
+
+    def __init__(self, info: EngineInfo, settings: ServerSettings, workers: WorkerPool | None = None):
+        self._info = info
+        self._steps = steps_for(info)
+        self._max_bytes = parse_bytes(settings.max_image_bytes, "max_image_bytes")
+        self._max_pixels = settings.max_image_pixels
+        self._workers = workers or shared_workers()
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def read(self, images: Sequence[str]) -> list[PixelInput]:
+        """Each as the engine takes it, in their order.
+
+        Args:
+            images: `data:` URLs, or base64.
+
+        Raises:
+            InvalidRequestError: one cannot be read, is too large, or names an address; says which. Or there are too
+                many.
+        """
+        steps = need_steps(self._steps, self._info)
+        assert self._info.signal is not None
+        most = max(MOST_PIXEL_BYTES // (4 * math.prod(self._info.signal.shape)), 1)
+        if len(images) > most:
+            raise InvalidRequestError(
+                f"the request has {len(images)} images, and at most {most} of this model's size are allowed "
+                f"({MOST_PIXEL_BYTES} bytes of pixels). Send them in several requests.",
+                param="input",
+                code="too_many_images",
+            )
+        found = []
+        for place, content in enumerate(images):
+            where = "" if len(images) == 1 else f" (image {place} of the request)"
+            found.append(await self._read(Picture(content, steps, self._max_bytes, self._max_pixels), where))
+        return found
+
+    async def _read(self, picture: Picture, where: str) -> PixelInput:
+        problem, code = "", "image_too_costly"
+        try:
+            async with self._turns:
+                read = await self._workers.run("image", picture, Pixels, TIME_LIMIT)
+        except TimeoutError:
+            problem = f"to decode the image took more than {TIME_LIMIT:g} seconds."
+        except WorkerLostError:
+            problem = "to decode the image took too much memory. Make it smaller."
+        else:
+            if read.problem is None:
+                return pixels_of(read.data, read.shape)
+            problem, code = read.problem, read.code or "invalid_image"
+        if code == "image_too_costly":
+            logger.warning("An image of %d characters was given up: %s", len(picture.content), problem)
+        raise InvalidRequestError(f"{problem.removesuffix('.')}{where}.", param="input", code=code)

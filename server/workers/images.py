@@ -1,0 +1,57 @@
+"""Images that clients send to what the model reads: the job of a worker, since a small file may hold a large image, and
+decoders are the code that hostile files aim at."""
+
+from __future__ import annotations
+
+import msgspec
+import PIL.Image
+
+from engine import InvalidRequestError
+from engine.images import Preprocessing, decode, preprocess, read_text
+
+PIL.Image.init()  # decoders are loaded before a worker is forked
+
+
+class Picture(msgspec.Struct, array_like=True):
+    """What is read.
+
+    Attributes:
+        content: a data: URL, or base64.
+        steps: of the model's preprocessor.
+        max_bytes, max_pixels: what it may have.
+    """
+
+    content: str
+    steps: Preprocessing
+    max_bytes: int
+    max_pixels: int
+
+
+class Pixels(msgspec.Struct, array_like=True):
+    """What came of it.
+
+    Attributes:
+        shape: channels, height, width.
+        data: float32, in this machine's byte order.
+        problem, code: why it was refused, if it was.
+    """
+
+    shape: tuple[int, int, int] = (0, 0, 0)
+    data: bytes = b""
+    problem: str | None = None
+    code: str | None = None
+
+
+def read_picture(picture: Picture) -> Pixels:
+    """The pixels as the model reads them, or what is wrong with the image."""
+    try:
+        image = decode(
+            read_text(picture.content, max_bytes=picture.max_bytes),
+            max_bytes=picture.max_bytes,
+            max_pixels=picture.max_pixels,
+        )
+        pixels = preprocess(image, picture.steps, max_pixels=picture.max_pixels)
+    except InvalidRequestError as refusal:
+        return Pixels(problem=str(refusal), code=refusal.code)
+    channels, height, width = pixels.shape
+    return Pixels((channels, height, width), pixels.tobytes())

@@ -1,0 +1,84 @@
+"""Encoders of images as parts: what configs are made of, and what of them is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import CLIPConfig, CLIPTextConfig, SiglipConfig, ViTConfig
+
+from engine.errors import UnsupportedModelError
+from engine.interface.outputs import SignalInfo
+from engine.model.families import build_spec
+from engine.model.missing import unsupported
+from engine.model.spec import AtToken, Classifier, Embedder, ModelSpec, Patches, Pool, Probe
+
+
+def test_vit_by_default() -> None:
+    model = build_spec(ViTConfig(architectures=["ViTForImageClassification"], num_labels=7))
+    assert model.encoder is not None
+    embedding = model.encoder.embedding
+    assert isinstance(embedding, Patches)
+    assert (embedding.image, embedding.patch, embedding.channels, embedding.first) == ((224, 224), (16, 16), 3, 1)
+    assert model.signal == SignalInfo("image", (3, 224, 224), 197)
+    assert model.max_positions == 197
+    assert model.vocab_size == 0
+    assert model.head == Classifier(labels=7, pooling="cls")
+    assert build_spec(ViTConfig(architectures=["ViTModel"])).head == Pool()
+
+
+def test_clip_by_default() -> None:
+    """Two encoders; the first checkpoints name another end of a text than their tokenizers have."""
+    model = build_spec(CLIPConfig(architectures=["CLIPModel"]))
+    assert model.twin is not None
+    assert model.signal == model.twin.signal == SignalInfo("image", (3, 224, 224), 50)
+    assert model.head == Embedder(pooling=AtToken(49407), features=512)
+    assert model.twin.head == Embedder(pooling="cls", features=512)
+    assert model.vocab_size == 49408
+    assert model.max_positions == 77
+    old = build_spec(CLIPTextConfig(architectures=["CLIPTextModelWithProjection"], eos_token_id=2))
+    assert old.head == Embedder(pooling=AtToken(None), features=512)
+
+
+def test_siglip_by_default() -> None:
+    model = build_spec(SiglipConfig(architectures=["SiglipModel"]))
+    assert model.twin is not None
+    assert model.filler == 1
+    assert isinstance(model.twin.head, Embedder)
+    assert isinstance(model.twin.head.pooling, Probe)
+    assert model.twin.signal == SignalInfo("image", (3, 224, 224), 196)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (
+            ViTConfig(architectures=["ViTModel"], image_size=8),
+            "image_size of the config is 8, less than its patch_size",
+        ),
+        (ViTConfig(architectures=["ViTModel"], image_size=10**6), "image_size .* from 1 to 16384"),
+        (
+            ViTConfig(architectures=["ViTModel"], patch_size=0),
+            "patch_size .* from 1 to 16384, or height and width; got",
+        ),
+        (ViTConfig(architectures=["ViTModel"], num_attention_heads=7), "768 hidden features, which 7 attention heads"),
+        (ViTConfig(architectures=["ViTModel"], hidden_act="swish2"), "activation 'swish2'"),
+        (ViTConfig(architectures=["ViTForImageClassification"], num_labels=0), "num_labels of the config is 0"),
+        (CLIPTextConfig(architectures=["CLIPTextModel"], eos_token_id=[1, 2]), "eos_token_id of the text's config"),
+        (ViTConfig(architectures=["ViTForMaskedImageModeling"]), "'ViTForMaskedImageModeling' is not supported"),
+    ],
+)
+def test_what_is_refused(config: Any, problem: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=problem):
+        build_spec(config)
+
+
+def test_twins_that_have_no_module() -> None:
+    """Only encoders have twins, and these read signals."""
+    texts = build_spec(CLIPTextConfig(architectures=["CLIPTextModel"]))
+    assert unsupported(ModelSpec(encoder=texts.encoder, decoder=None, head=Pool(), twin=texts)) == [
+        "a twin of other models than encoders, or one that reads no signals"
+    ]
+    images = build_spec(ViTConfig(architectures=["ViTModel"]))
+    found = unsupported(ModelSpec(encoder=None, decoder=images.encoder, head=Pool()))
+    assert "a decoder that reads no token ids" in found
