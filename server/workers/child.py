@@ -19,6 +19,7 @@ import msgspec
 from engine import StructuredOutputsParams
 from server.workers.frames import LENGTH, Job, Outcome, framed
 from server.workers.grammars import try_grammar
+from server.workers.sound import SoundPart, decode
 from server.workers.templates import Conversation, render
 from server.workers.texts import Text, tokenize
 
@@ -27,6 +28,7 @@ MEMORY = 512 * 1024 * 1024  # bytes that a worker may have beyond what it begins
 _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
     "grammar": (StructuredOutputsParams, try_grammar),
     "render": (Conversation, render),
+    "sound": (SoundPart, decode),
     "tokenize": (Text, tokenize),
 }
 # Jobs that give way to what computes answers, by how much; their workers end with them, since none can take it back.
