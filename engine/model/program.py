@@ -22,7 +22,7 @@ from engine.backends.attention.base import AttentionBackend, AttentionMetadata, 
 from engine.backends.native.program import Rows
 from engine.model import spec
 from engine.model.blocks import ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
-from engine.model.embedding import Embedding, PatchEmbedding
+from engine.model.embedding import Embedding, TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.layers import (
@@ -131,7 +131,7 @@ class Embed(HasRows):
 
     def vectors(self, inputs: Inputs) -> Tensor:
         """[Tp, features] of what a pass is given."""
-        if not isinstance(self.module, PatchEmbedding):
+        if isinstance(self.module, TokenEmbedding):
             return self.module(inputs.token_ids, inputs.positions, inputs.types)  # type: ignore[no-any-return]
         x = self.module(inputs.signals, inputs.min_rows)
         return F.pad(x, (0, 0, 0, len(inputs.token_ids) - len(x)))

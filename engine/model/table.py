@@ -105,6 +105,22 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedBut:
+    """Parts of these lengths, one after the other along the first axis, of which one is not stored: it is zeros."""
+
+    lengths: tuple[int, ...]
+    missing: int
+
+    def shapes(self, target: Size) -> list[Size]:
+        return [Size((length, *target[1:])) for i, length in enumerate(self.lengths) if i != self.missing]
+
+    def fill(self, target: Tensor, place: int, source: Tensor) -> None:
+        parts = torch.split(target, list(self.lengths))
+        parts[place if place < self.missing else place + 1].copy_(source)
+        parts[self.missing].zero_()
+
+
+@dataclass(frozen=True, slots=True)
 class Swapped:
     """The two halves along the first axis in the other order."""
 

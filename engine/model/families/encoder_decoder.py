@@ -121,7 +121,7 @@ def weights(model: ModelSpec) -> WeightTable:
         if stack.final_norm is not None:
             entries += norm(f"{name}.final_norm", f"{source}.layer_norm", bias=True)
         for i, block in enumerate(stack.blocks):
-            entries += _block(f"{name}.blocks.{i}", f"{source}.layers.{i}", block)
+            entries += block_weights(f"{name}.blocks.{i}", f"{source}.layers.{i}", block)
     return WeightTable(
         tuple(entries),
         prefix="model.",
@@ -135,7 +135,8 @@ def weights(model: ModelSpec) -> WeightTable:
     )
 
 
-def _block(target: str, source: str, block: Block) -> list[Entry]:
+def block_weights(target: str, source: str, block: Block) -> list[Entry]:
+    """Names of a layer's tensors."""
     place = "before" if isinstance(block.placement, Pre) else "outer"
     own = [f"{source}.self_attn.{name}_proj" for name in ("q", "k", "v", "out")]
     entries = [
