@@ -41,6 +41,7 @@ from server.memory import MemoryGuard
 from server.metrics.loop_lag import watch_event_loop
 from server.response_store import ResponseStore, open_store
 from server.routes import (
+    audio,
     chat,
     classify,
     completions,
@@ -205,6 +206,7 @@ def create_app(
         scoring,
         classify,
         fill_mask,
+        audio,
         models,
         operations,
         live,
@@ -253,6 +255,7 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (chat, commons.generating),
         (responses, commons.generating),
         (messages, commons.generating),
+        (audio, commons.generating),
         (embeddings, commons.pooling),
         (scoring, commons.pooling),
         (classify, commons.pooling),

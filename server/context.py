@@ -59,6 +59,7 @@ class Service:
         answers: how the model's answers to them are read.
         grammars: tries what answers must look like, before the engine is asked.
         reading: held while a large body is read, so that memory is needed for one at a time.
+        decoding: held while a file of sound is decoded, which takes the memory of its bytes several times.
         settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
     """
@@ -78,6 +79,7 @@ class Service:
     answers: AnswerReader = field(default_factory=lambda: AnswerReader(Formats()))
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    decoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = 0
 

@@ -43,6 +43,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v1/classify": {"input": "a"},
     "/v1/fill-mask": {"input": "a"},
+    "/v1/audio/transcriptions": {},
+    "/v1/audio/translations": {},
 }
 
 

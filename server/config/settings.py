@@ -101,6 +101,7 @@ class ServerSettings(BaseModel):
             connection.
         grammar_timeout: seconds that it may take to compile what an answer must look like (a JSON schema, a regular
             expression, a grammar).
+        max_audio_seconds: longest sound that /v1/audio takes, in seconds.
         max_n: most answers per prompt that a request may ask for.
         enable_playground: serve a page to try the model with at /; it needs no key, what it asks for does.
         enable_cache_map: tell clients that may read /metrics what each page of the KV cache holds, a few times a second
@@ -153,6 +154,7 @@ class ServerSettings(BaseModel):
     stream_keepalive: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     stream_stall_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     grammar_timeout: float = Field(default=2.0, gt=0, le=60, allow_inf_nan=False)
+    max_audio_seconds: float = Field(default=3600.0, gt=0, le=86400, allow_inf_nan=False)
     max_n: int = Field(default=128, ge=1)
     enable_playground: bool = True
     enable_cache_map: bool = True
