@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from engine.audio.transcribing import Thresholds, Transcription
 from engine.config import DEFAULT_NUM_SEQS, EngineConfig, parse_bytes
 from engine.errors import (
     ConfigError,
@@ -121,10 +122,12 @@ __all__ = [
     "Seq2SeqInput",
     "Span",
     "StructuredOutputsParams",
+    "Thresholds",
     "TokenClassificationOutput",
     "TokenInput",
     "TokenLogprobs",
     "TorchFacts",
+    "Transcription",
     "UnsupportedModelError",
     "available_memory",
     "compute_in_one_thread",

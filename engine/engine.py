@@ -28,6 +28,7 @@ from engine.interface.kv_events import default_topic
 from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
 from engine.interface.pooling import check_task, resolve_pooling
 from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
+from engine.interface.speech import timed
 from engine.interface.structured import StructuredOutputsParams
 from engine.model.checkpoint import read_config
 from engine.scheduling.block_pool import BlockPool
@@ -135,6 +136,7 @@ class Engine:
             default_max_new_tokens=values.get("max_new_tokens"),
             default_num_beams=int(values.get("num_beams", 1)),
             default_max_length=values.get("max_length"),
+            speech=self.defaults.speech if info.max_encoder_len is not None else None,
         )
         self._grammars = Grammars(
             partial(_load_tokenizer, config, info),
@@ -223,6 +225,8 @@ class Engine:
                 param="num_beams",
             )
         decoding = self._catalogues.constrained(params, decoding)
+        if params.timestamps:
+            decoding = timed(decoding, self.info.speech, self.info.vocab_size)
         request = Request(
             prompt_token_ids=prompt, decoding=decoding, encoder_token_ids=encoder_input, signal=read.signal, **terms
         )

@@ -43,6 +43,7 @@ from server.metrics.loop_lag import watch_event_loop
 from server.response_store import ResponseStore, open_store
 from server.routes import (
     answer,
+    audio,
     chat,
     classify,
     completions,
@@ -212,6 +213,7 @@ def create_app(
         answer,
         fill_mask,
         translate,
+        audio,
         models,
         operations,
         live,
@@ -261,6 +263,7 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (responses, commons.generating),
         (messages, commons.generating),
         (translate, commons.generating),
+        (audio, commons.generating),
         (embeddings, commons.pooling),
         (scoring, commons.pooling),
         (classify, commons.pooling),

@@ -64,6 +64,7 @@ class Service:
         grammars: tries what answers must look like, before the engine is asked.
         images: reads those of requests; None where that is not needed.
         reading: held while a large body is read, so that memory is needed for one at a time.
+        decoding: held while a file of sound is decoded, which takes the memory of its bytes several times.
         settings: of the service.
         created: Unix seconds, shown as the model's time of creation.
         version: of the service.
@@ -85,6 +86,7 @@ class Service:
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     images: ImageReading | None = None
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    decoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     settings: ServerSettings = field(default_factory=ServerSettings)
     created: int = 0
     version: str = "0"

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import soundfile
 from support.image_text import make_image_model, picture
 from support.service import ROOT, Service, environment
+from support.speech import RATE, make_speech_checkpoint, noise
 
 from server.config.settings import Settings
 
@@ -27,7 +29,7 @@ EXAMPLES = ROOT / "examples"
 LANGCHAIN = Path(sys.prefix) / "clients" / "langchain"  # tools/setup.py puts it there
 TESTED = {
     "openai_client.py", "tools.py", "langchain_chat.py", "curl.sh", "stream.mjs", "offline_batch.py",
-    "catalogue.py", "image_search.py", "translate_with_beams.py",
+    "catalogue.py", "image_search.py", "translate_with_beams.py", "transcribe.py",
 }  # fmt: skip
 
 Start = Callable[..., str]
@@ -173,3 +175,17 @@ def test_beams_of_an_encoder_decoder(start: Start) -> None:
     assert scores[1] >= scores[0], "beam search has found less than greedy search"
     (streamed,) = (lines for name, lines in shown.items() if name.startswith("4 beams, as they agree: "))
     assert re.fullmatch(r"(\[[^\]]+\])+", "".join(streamed))
+
+
+def test_speech_to_text(start: Start, tmp_path: Path) -> None:
+    """Of a model with random weights: the words mean nothing."""
+    make_speech_checkpoint("whisper", tmp_path / "whisper")
+    sound = tmp_path / "sound.wav"
+    soundfile.write(sound, noise(3.0), RATE)
+    service = Service(str(tmp_path / "whisper"), "--kv-cache-memory", "64MiB", log=tmp_path / "log")
+    try:
+        shown = run(sys.executable, "transcribe.py", str(sound), service.wait_ready())
+        assert set(shown) >= {"text", "in English, by 4 beams", "subtitles", "as it gets settled"}
+        assert any(" --> " in line for line in shown["subtitles"])
+    finally:
+        service.stop()

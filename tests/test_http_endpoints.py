@@ -46,6 +46,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/answer": {"question": "a", "context": "b"},
     "/v1/fill-mask": {"input": "a"},
     "/translate": {"q": "a", "source": "en", "target": "de"},
+    "/v1/audio/transcriptions": {},
+    "/v1/audio/translations": {},
 }
 
 

@@ -453,7 +453,10 @@ def test_every_route_is_documented_with_examples_that_work() -> None:
             assert {"200", "4XX", "5XX"} <= set(operation["responses"]), path
             assert operation["responses"]["200"]["content"], path
             if method == "post" and not path.endswith("/cancel"):  # has no body
-                content = operation["requestBody"]["content"]["application/json"]
+                content = operation["requestBody"]["content"].get("application/json")
+                if content is None:  # a form, for speech models
+                    assert path.startswith("/v1/audio/")
+                    continue
                 for example in content["examples"].values():
                     answer = api.request("POST", path, json=example["value"])
                     if path in NEEDS_A_HEAD:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "engine.errors": 0,
     "engine.config": 1,
+    "engine.audio": 1,
     "engine.host": 1,
     "engine.interface": 1,
     "engine.scheduling": 2,
@@ -40,6 +41,7 @@ LAYERS = {
     "engine.text.processor": 6,
     "engine.interface.llm": 7,
     "engine.interface.llm_pooling": 7,
+    "engine.interface.llm_speech": 7,
     "engine.inspection": 7,
     "engine.process": 7,
     "engine": 8,
@@ -159,10 +161,12 @@ def test_the_engine_knows_no_web(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", cases("server", "cli"))
-def test_server_and_command_line_use_nine_doors_of_the_engine(path: Path) -> None:
+def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> None:
     inner = [name for name in imports(path) if below(name, "engine")]
     assert set(inner) <= {
         "engine",
+        "engine.audio",
+        "engine.audio.decoding",
         "engine.process.client",
         "engine.host.children",
         "engine.host.logs",
@@ -189,7 +193,7 @@ MESSENGERS = (
     "engine.process.kv_events",
     "engine.pooled.vectors", "server.api.reading", "server.processes.messages", "server.response_store",
     "server.workers.child", "server.workers.frames", "server.workers.images", "server.workers.pool",
-    "server.workers.templates", "server.workers.texts",
+    "server.workers.sound", "server.workers.templates", "server.workers.texts",
 )  # fmt: skip
 
 

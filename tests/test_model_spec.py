@@ -14,6 +14,7 @@ import transformers
 import engine.model
 from engine.backends.attention.base import Window
 from engine.errors import UnsupportedModelError
+from engine.interface.outputs import SignalInfo
 from engine.model import checkpoint, families
 from engine.model.missing import unsupported
 from engine.model.normalisation import Norm
@@ -32,6 +33,7 @@ from engine.model.spec import (
     Post,
     Pre,
     Sandwich,
+    Spectrum,
     Stack,
 )
 
@@ -551,3 +553,20 @@ def test_no_family_is_named_in_the_transformer() -> None:
     for file in ("transformer.py", "layers.py", "experts.py", "rotary.py", "bias.py"):
         text = (folder / file).read_text(encoding="utf-8").lower()
         assert [name for name in sorted(names) if re.search(rf"(?<![a-z]){name}", text)] == []
+
+
+def test_speech() -> None:
+    """Whisper's encoder reads spectra; how long they are bounds no text."""
+    config = transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"])
+    model = families.build_spec(config)
+    assert model.encoder is not None
+    assert isinstance(model.encoder.embedding, Spectrum)
+    assert model.signal == SignalInfo("audio", (80, 3000), 1500)
+    assert model.max_positions == model.context_length == 448
+    for name, value, words in (
+        ("scale_embedding", True, "scale_embedding must be false"),
+        ("encoder_attention_heads", 7, "multiple"),
+    ):
+        changed = transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"], **{name: value})
+        with pytest.raises(UnsupportedModelError, match=words):
+            families.build_spec(changed)

@@ -96,6 +96,7 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("include_stop_str_in_output", 1, ("true or false", "1")),
     ("skip_special_tokens", None, ("true or false", "None")),
     ("stream_beams", 1, ("true or false", "1")),
+    ("timestamps", "word", ("true or false", "'word'")),
     ("structured_outputs", {"json": {}}, ("StructuredOutputsParams", "{'json': {}}")),
     ("constraint", {"catalogue": 7}, ('{"catalogue": NAME}', "7")),
     ("logprobs", -1, ("at least 0", "-1")),

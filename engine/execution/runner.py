@@ -19,6 +19,7 @@ from engine.execution.pending import LateResult, PendingStep
 from engine.execution.pooler import Pooler
 from engine.execution.recording import Recorder
 from engine.execution.sampler import sample, score_prompt
+from engine.execution.weighing import weighed
 from engine.interface.outputs import Activation
 from engine.model.experts import ExpertsFeedForward
 from engine.model.heads import Embedder
@@ -140,7 +141,7 @@ class ModelRunner:
             if candidates is None:
                 logits = self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens))
                 # A GPU computes all that meanwhile; a CPU is done, and fills masks by all of its threads.
-                sampling = plan.sampling.filled()
+                sampling = weighed(logits, plan.sampling.filled())
                 candidates = self._sample(logits, sampling)
         step = PendingStep(candidates=candidates or StepResult.empty(), sampling=sampling or plan.sampling)
         if plan.pooling:

@@ -58,6 +58,18 @@ class Forcing(Protocol):
 
 
 @runtime_checkable
+class Weighing(Protocol):
+    """A constraint that also goes by how likely tokens are.
+
+    Attributes:
+        outweighed_from: where the allowed tokens from this one on are together likelier than each allowed token below
+            it alone, they alone may come.
+    """
+
+    outweighed_from: int
+
+
+@runtime_checkable
 class Failing(Protocol):
     """A constraint that may turn out to be too costly.
 

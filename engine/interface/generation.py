@@ -13,8 +13,10 @@ import numpy as np
 
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.interface.constraints import AllowedTokens, Constraint
+from engine.interface.outputs import SpeechInfo
 from engine.interface.request import Decoding, SamplingParams
 from engine.interface.sampling_table import FILTERS, REQUESTED
+from engine.interface.speech import read_speech
 from engine.interface.values import brief
 
 logger = logging.getLogger("octavo.generation")
@@ -76,12 +78,14 @@ class GenerationDefaults:
         eos_ids: ids that end a sequence.
         ignored: fields that would change the answer and are not implemented.
         decoder_start_token_id: what the decoder of an encoder-decoder model begins with.
+        speech: the special tokens of a speech model.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     eos_ids: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = ()
     decoder_start_token_id: int | None = None
+    speech: SpeechInfo | None = None
 
 
 def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool = True) -> GenerationDefaults:
@@ -117,8 +121,9 @@ def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool =
     # A list names the start of each input of a batch; one id alone is meant for all.
     starts = [i[0] if isinstance(i, list) and len(i) == 1 else i for i in starts]
     start = next((i for i in starts if type(i) is int and 0 <= i < vocab_size), None)
+    speech = read_speech(stored, vocab_size)
     if not honour:
-        return GenerationDefaults(eos_ids=eos_ids, decoder_start_token_id=start)
+        return GenerationDefaults(eos_ids=eos_ids, decoder_start_token_id=start, speech=speech)
     ignored = [
         name
         for name, neutral in _NOT_IMPLEMENTED.items()
@@ -142,7 +147,9 @@ def load_defaults(path: Path, hf_config: Any, vocab_size: int, *, honour: bool =
     if "bad_words_ids" in values:
         known_ids = set(_known_ids("bad_words_ids", {i for word in values["bad_words_ids"] for i in word}, vocab_size))
         values["bad_words_ids"] = [word for word in values["bad_words_ids"] if known_ids.issuperset(word)]
-    return GenerationDefaults(values=values, eos_ids=eos_ids, ignored=tuple(ignored), decoder_start_token_id=start)
+    return GenerationDefaults(
+        values=values, eos_ids=eos_ids, ignored=tuple(ignored), decoder_start_token_id=start, speech=speech
+    )
 
 
 def _check_values(values: Mapping[str, Any], source: Path) -> None:

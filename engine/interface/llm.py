@@ -1,23 +1,29 @@
-"""The offline face: prompts in, answers out; texts in, vectors, scores, classes and masked tokens out."""
+"""The offline face: prompts in, answers out; texts in, vectors, scores, classes and masked tokens out; sounds
+in, texts out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
+from engine.audio.resampling import Samples
+from engine.audio.transcribing import Transcription
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.interface.inputs import decoder_start, decoder_tokens
 from engine.interface.llm_pooling import PROGRESS_FROM, PoolingMethods
+from engine.interface.llm_speech import Transcriber, Transcript, need_speech
 from engine.interface.outputs import EngineStats, RequestOutput
 from engine.interface.pooling import check_task
-from engine.interface.request import SamplingParams, Seq2SeqInput, TokenInput
+from engine.interface.request import AudioInput, SamplingParams, Seq2SeqInput, TokenInput
 from engine.text.processor import OutputProcessor, load_tokenizer
 
-Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput
+Prompt = str | Sequence[int] | TokenInput | Seq2SeqInput | AudioInput
 
 
 class LLM(PoolingMethods):
@@ -55,7 +61,8 @@ class LLM(PoolingMethods):
 
         Args:
             prompts: text, token ids, or a list of either. Of an encoder-decoder model they are the encoder's inputs; a
-                `Seq2SeqInput` holds one, and the beginning of the decoder's answer.
+                `Seq2SeqInput`, or of a speech model an `AudioInput`, holds one, and the beginning of the decoder's
+                answer.
             params: for all prompts, or one per prompt; None takes the model's defaults.
             use_tqdm: progress bar; None shows one for long lists.
 
@@ -81,6 +88,28 @@ class LLM(PoolingMethods):
             for request_id in processors:
                 self.engine.abort_request(request_id)
         return [results[request_id] for request_id in ids]
+
+    def transcribe(
+        self, sounds: Samples | Sequence[Samples], wanted: Transcription | None = None, *, use_tqdm: bool | None = None
+    ) -> list[Transcript]:
+        """The texts of sounds, in their order; the windows of all of them run together.
+
+        Args:
+            sounds: mono samples at the rate of the model's preprocessor (16,000 a second), float32 from -1 to 1; one
+                sound or several, of any length.
+            wanted: language, task, timestamps and so on; None: the text in its own language, with timestamps.
+            use_tqdm: progress bars; None shows them for long lists.
+
+        Raises:
+            InvalidRequestError: the model is no speech model, or cannot do what is wanted.
+            ModelLoadError: its preprocessor's config cannot be used.
+            RequestFailedError: the engine failed on a window.
+        """
+        tokenizer = need_speech(self.engine.info, self.tokenizer)
+        listed = [sounds] if isinstance(sounds, np.ndarray) else list(sounds)
+
+        answers = partial(self.generate, use_tqdm=use_tqdm)
+        return Transcriber(self.engine.info, tokenizer, answers).transcribe(listed, wanted or Transcription())
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
@@ -111,15 +140,22 @@ class LLM(PoolingMethods):
                     bar.update()
 
     def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-        if isinstance(prompts, (str, TokenInput, Seq2SeqInput)):
+        if isinstance(prompts, (str, TokenInput, Seq2SeqInput, AudioInput)):
             return [prompts]
         items = list(prompts)
         if items and isinstance(items[0], int):
             return [items]
         return items
 
-    def _unanswered(self, request_id: str, input: TokenInput | Seq2SeqInput, params: SamplingParams) -> RequestOutput:
+    def _unanswered(
+        self, request_id: str, input: TokenInput | Seq2SeqInput | AudioInput, params: SamplingParams
+    ) -> RequestOutput:
         info = self.engine.info
+        if isinstance(input, AudioInput):
+            begun = decoder_tokens(input.decoder_token_ids or (), decoder_start(params, info))
+            return RequestOutput(
+                request_id=request_id, prompt=None, prompt_token_ids=list(begun), outputs=[], finished=False
+            )
         whole = input if isinstance(input, TokenInput) else TokenInput(input.encoder_token_ids)
         prompt, encoded = whole.token_ids, None
         if info.max_encoder_len is not None:
@@ -134,8 +170,8 @@ class LLM(PoolingMethods):
             encoder_token_ids=encoded,
         )
 
-    def _input(self, prompt: Any) -> TokenInput | Seq2SeqInput:
-        if isinstance(prompt, (TokenInput, Seq2SeqInput)):
+    def _input(self, prompt: Any) -> TokenInput | Seq2SeqInput | AudioInput:
+        if isinstance(prompt, (TokenInput, Seq2SeqInput, AudioInput)):
             return prompt
         if isinstance(prompt, str):
             if self.tokenizer is None:

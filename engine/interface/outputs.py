@@ -17,6 +17,7 @@ Matrix = NDArray[np.float32]
 IntMatrix = NDArray[np.int32]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+SECONDS_PER_TIMESTAMP = 0.02  # of speech models
 Task = Literal["generate", "embed", "classify", "token_classify", "answer", "fill_mask"]
 PoolingMode = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"]
 Activation = Literal["softmax", "sigmoid", "none"]
@@ -307,6 +308,36 @@ class SignalInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechInfo:
+    """The special tokens of a speech model.
+
+    Attributes:
+        no_timestamps_id: stands before an answer without timestamps; the tokens after it are timestamps, one for each
+            `SECONDS_PER_TIMESTAMP` from 0 on.
+        max_initial_timestamp: the largest number of the first timestamp; None for any.
+        languages: the token of each language, by its code; {} of a model for one language.
+        tasks: the tokens of "transcribe" and "translate"; {} of a model that knows the first alone.
+        prompt_id: stands before a text that came before; None where the model names none.
+    """
+
+    no_timestamps_id: int
+    max_initial_timestamp: int | None = None
+    languages: dict[str, int] = field(default_factory=dict)
+    tasks: dict[str, int] = field(default_factory=dict)
+    prompt_id: int | None = None
+
+    @property
+    def first_timestamp_id(self) -> int:
+        """The token of 0 seconds."""
+        return self.no_timestamps_id + 1
+
+    @property
+    def no_speech_id(self) -> int:
+        """The token that is likely after the first one where nothing is said."""
+        return self.no_timestamps_id - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about a loaded engine that do not change.
 
@@ -344,6 +375,7 @@ class EngineInfo:
         catalogues: of titles that answers can be limited to.
         filler: the token that fills texts up to max_model_len, for a model that was trained on texts of one length;
             None: texts are as long as they are.
+        speech: the special tokens of a model that turns speech into text; None of others.
         signal: what its encoder, or one of its two, reads that is no token ids; None: it reads those alone. A model
             without a vocabulary (`vocab_size` is 0) reads nothing else.
     """
@@ -387,6 +419,7 @@ class EngineInfo:
     quantization: str | None = None
     catalogues: tuple[CatalogueInfo, ...] = ()
     filler: int | None = None
+    speech: SpeechInfo | None = None
     signal: SignalInfo | None = None
 
     @property

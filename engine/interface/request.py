@@ -61,7 +61,10 @@ NUMBER_RANGES: Mapping[str, NumberRange] = {
     "forced_bos_token_id": NumberRange(low=0, integer=True),
     "forced_eos_token_id": NumberRange(low=0, integer=True),
 }
-_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stream_beams", "renormalize_logits")
+_SWITCHES = (
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stream_beams", "renormalize_logits",
+    "timestamps",
+)  # fmt: skip
 BIAS_RANGE = NumberRange(low=-100.0, high=100.0, optional=False)
 
 
@@ -168,6 +171,8 @@ class SamplingParams:
             stop string cuts off is not complete.
         constraint: {"catalogue": NAME}: the answer is one of the titles of the catalogue that the engine knows by that
             name. Where max_tokens is left out, the longest one has room; an answer that it cuts off is no title.
+        timestamps: of a speech model: the answer holds the times of what is said, as tokens, by the rules of Whisper
+            (arXiv:2212.04356).
     """
 
     max_tokens: int | None = None
@@ -207,6 +212,7 @@ class SamplingParams:
     stream_beams: bool = False
     structured_outputs: StructuredOutputsParams | None = None
     constraint: Mapping[str, str] | None = None
+    timestamps: bool = False
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -236,6 +242,7 @@ class SamplingParams:
         self._check_bias()
         self._check_structured()
         self._check_constraint()
+        self._check_timestamps()
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             fail("min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
         if self.num_beams is not None and self.num_beams > 1:
@@ -292,6 +299,13 @@ class SamplingParams:
         for other in ("allowed_token_ids", "forced_eos_token_id", "structured_outputs"):
             if getattr(self, other) is not None:
                 fail(other, f"{other} cannot be used with constraint, which says itself what may come.")
+
+    def _check_timestamps(self) -> None:
+        if not self.timestamps:
+            return
+        for other in ("allowed_token_ids", "structured_outputs", "constraint"):
+            if getattr(self, other) is not None:
+                fail(other, f"{other} cannot be used with timestamps, which say themselves what may come.")
 
     def _check_beams(self, num_beams: int) -> None:
         if self.n > num_beams:

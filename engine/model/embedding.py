@@ -1,4 +1,4 @@
-"""What a stack begins with: token ids, or an image's patches, to vectors."""
+"""What a stack begins with: token ids, an image's patches, or frames of sound, to vectors."""
 
 from __future__ import annotations
 
@@ -143,7 +143,43 @@ class PatchEmbedding(nn.Module):
         return split.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
 
 
-Embedding = TokenEmbedding | PatchEmbedding
+class SpectrumEmbedding(nn.Module):
+    """Spectra [bins, frames] to vectors [positions, hidden] each, laid end to end. A convolution is a matrix product
+    over what it sees at each place."""
+
+    def __init__(self, part: spec.Spectrum, place: Place):
+        super().__init__()
+        self.part = part
+        self.first = Linear(part.bins * part.kernel, part.width, True, place)
+        self.second = Linear(part.width * part.kernel, part.width, True, place)
+        self.positions = None
+        self.offset = 0
+        if part.positions is not None:
+            self.positions = place.parameter(part.positions.size, part.width)
+            self.offset = part.positions.offset
+
+    def forward(self, spectra: Sequence[Tensor], min_rows: int = 1) -> Tensor:
+        """Args:
+        min_rows: fewest rows of a matrix product.
+        """
+        # One after the other: what a convolution sees takes several times a spectrum's memory.
+        return torch.cat([self._vectors(spectrum, min_rows) for spectrum in spectra])
+
+    def _vectors(self, spectrum: Tensor, min_rows: int) -> Tensor:
+        x = self._convolved(spectrum.to(self.first.weight.dtype), self.first, 1, min_rows)
+        x = self._convolved(x.T, self.second, self.part.stride, min_rows)
+        return x if self.positions is None else x + self.positions[self.offset : self.offset + len(x)]
+
+    def _convolved(self, x: Tensor, kernel: Linear, stride: int, min_rows: int) -> Tensor:
+        """[places, features] of x [channels, frames]."""
+        reach = self.part.kernel // 2
+        seen = F.pad(x, (reach, reach)).unfold(1, self.part.kernel, stride)
+        rows = seen.permute(1, 0, 2).reshape(seen.shape[1], -1)
+        y: Tensor = kernel(F.pad(rows, (0, 0, 0, max(min_rows - len(rows), 0))))[: len(rows)]
+        return F.gelu(y)
+
+
+Embedding = TokenEmbedding | PatchEmbedding | SpectrumEmbedding
 
 
 def build_embedding(part: spec.Embedding, place: Place, shared: nn.Parameter | None = None) -> Embedding:
@@ -157,3 +193,5 @@ def build_embedding(part: spec.Embedding, place: Place, shared: nn.Parameter | N
             return TokenEmbedding(part, place, shared)
         case spec.Patches():
             return PatchEmbedding(part, place)
+        case spec.Spectrum():
+            return SpectrumEmbedding(part, place)

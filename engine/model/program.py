@@ -22,7 +22,7 @@ from engine.backends.attention.base import AttentionBackend, AttentionMetadata, 
 from engine.backends.native.program import Rows
 from engine.model import spec
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
-from engine.model.embedding import Embedding, PatchEmbedding
+from engine.model.embedding import Embedding, TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
 from engine.model.global_tokens import GlobalAttention
 from engine.model.kernels import LIBRARY, RowForm
@@ -138,7 +138,7 @@ class Embed(HasRows):
 
     def vectors(self, inputs: Inputs) -> Tensor:
         """[Tp, features] of what a pass is given."""
-        if not isinstance(self.module, PatchEmbedding):
+        if isinstance(self.module, TokenEmbedding):
             x: Tensor = self.module(inputs.token_ids, inputs.positions, inputs.types, inputs.metadata, inputs.tokens)
             return x
         x = self.module(inputs.signals, inputs.min_rows)

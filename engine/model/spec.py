@@ -515,7 +515,31 @@ class Patches:
         return SignalInfo("image", (self.channels, *self.image), self.first + rows * columns)
 
 
-Embedding = Tokens | Patches
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spectrum:
+    """Frames of sound to vectors of `width` features: two convolutions over time with GELU after each, the second of
+    which is taken at every `stride`th place (arXiv:2212.04356).
+
+    Attributes:
+        bins, frames: of the spectrum.
+        kernel: frames that a convolution sees at a time, odd; there are zeros before the first and after the last.
+        positions: added to the vectors.
+    """
+
+    bins: int
+    frames: int
+    width: int
+    kernel: int = 3
+    stride: int = 2
+    positions: Positions | None = None
+
+    @property
+    def signal(self) -> SignalInfo:
+        """What it reads, and how many vectors that becomes."""
+        return SignalInfo("audio", (self.bins, self.frames), -(-self.frames // self.stride))
+
+
+Embedding = Tokens | Patches | Spectrum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -775,6 +799,8 @@ class ModelSpec:
         sizes = [
             stack.embedding.positions.size - stack.embedding.positions.offset
             for stack in (self.encoder, self.decoder)
-            if stack is not None and stack.embedding.positions is not None
+            # How long a signal is does not depend on a decoder's tokens.
+            if stack is not None and (isinstance(stack.embedding, Tokens) or stack is self.trunk)
+            if stack.embedding.positions is not None
         ]
         return min(sizes, default=None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.interface.constraints import Constraint, allow, fill_masks
+from engine.interface.constraints import Constraint, Weighing, allow, fill_masks
 from engine.interface.sampling_table import EDIT, NO_EDITS, TABLE, EditList, Kind, Masks, mask_words, new_version
 from engine.scheduling.encoder_input import EncoderInput
 from engine.scheduling.philox import uniforms
@@ -284,7 +284,12 @@ def _masks(rows: Seq[Row]) -> dict[str, Any]:
     masked = [i for i, row in enumerate(rows) if row.sequence.constraint is not None]
     if not masked:
         return {}
-    return {"masked": _int32(masked), "fill": partial(_fill, [rows[i] for i in masked])}
+    made: dict[str, Any] = {"masked": _int32(masked), "fill": partial(_fill, [rows[i] for i in masked])}
+    constraints = [rows[i].sequence.constraint for i in masked]
+    if any(isinstance(constraint, Weighing) for constraint in constraints):
+        weighed = [one.outweighed_from if isinstance(one, Weighing) else -1 for one in constraints]
+        made["outweighed"] = _int32(weighed)
+    return made
 
 
 def _fill(rows: Seq[Row]) -> Masks:

@@ -35,6 +35,8 @@ class SamplingBatch:
         masked: [M] rows that have a mask, ascending.
         masks: [M, words] of each the tokens that may come, a bit each (`mask_words`); the others are impossible, as
             if they were banned.
+        outweighed: [M] of each mask the token from which on tokens are weighed together
+            (`engine.interface.constraints.Weighing`); -1 for a mask that says all. Empty: all do.
         fill: gives `masks`, where they are not there yet (`filled`); None: they are.
         spans: [N + 1] the first of each sampled row's tokens, of which there are several where tokens are drafted;
             None: each row has one.
@@ -50,6 +52,7 @@ class SamplingBatch:
     edits: EditList = field(default_factory=lambda: NO_EDITS)
     masked: Int32 = field(default_factory=lambda: _NO_ROWS)
     masks: Masks = field(default_factory=lambda: NO_MASKS)
+    outweighed: Int32 = field(default_factory=lambda: _NO_ROWS)
     spans: Int32 | None = None
     drafts: Int32 | None = None
     version: int = field(default_factory=new_version)

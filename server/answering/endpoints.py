@@ -7,10 +7,12 @@ from collections.abc import Callable
 from engine import EngineInfo
 from engine.pooled import is_cross_encoder
 from engine.text.processor import Tokenizer
+from server.answering.sound import find_log_mel
 from server.context import Service
 from server.errors import ApiError
 
 _NO_TOKENIZER = "it has no tokenizer, so it cannot read texts"
+_READS_SOUND = "it is a speech model, which reads sound"
 _HEADS = {
     "classify": "its head tells classes of texts apart",
     "token_classify": "its head tells classes of tokens apart",
@@ -22,6 +24,8 @@ _Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
 
 
 def _completions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if info.speech is not None:
+        return _READS_SOUND
     if "generate" in info.tasks:
         return None
     if info.encoder_only:
@@ -76,6 +80,22 @@ def _translate(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     return None if known else "its tokenizer names no languages"
 
 
+def _transcriptions(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if info.speech is None:
+        return f"{_kind(info)}, and it hears nothing"
+    found = find_log_mel(info.model_path)
+    if isinstance(found, str):
+        return found
+    return None if tokenizer is not None else "it has no tokenizer, so it cannot write texts"
+
+
+def _translations(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if (reason := _transcriptions(info, tokenizer)) is not None:
+        return reason
+    assert info.speech is not None
+    return None if "translate" in info.speech.tasks else "its generation_config.json names no task translate"
+
+
 ENDPOINTS: dict[str, _Reason] = {
     "/v1/completions": _completions,
     "/v1/chat/completions": _chat,
@@ -88,6 +108,8 @@ ENDPOINTS: dict[str, _Reason] = {
     "/v1/answer": _answer,
     "/v1/fill-mask": _fill_mask,
     "/translate": _translate,
+    "/v1/audio/transcriptions": _transcriptions,
+    "/v1/audio/translations": _translations,
 }
 
 

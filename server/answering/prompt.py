@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from engine import EngineInfo, Seq2SeqInput, TokenInput
-from engine.text.encoding import Side
 from engine.text.processor import Tokenizer
 from server.errors import ApiError, shown
 
@@ -105,7 +104,7 @@ class Truncation:
     """
 
     tokens: int
-    side: Side = "left"
+    side: Literal["left", "right"] = "left"
 
     @classmethod
     def of(

@@ -227,7 +227,7 @@ def sampling_fields() -> dict[str, Any]:
     docs, hints = field_docs(SamplingParams), get_type_hints(SamplingParams)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingParams):
-        if field.name == "structured_outputs":  # other fields of a body say it
+        if field.name in ("structured_outputs", "timestamps"):  # other fields say it, and other endpoints
             continue
         if field.name in NUMBER_RANGES:
             kind = _number(field.name)

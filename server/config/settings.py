@@ -105,6 +105,7 @@ class ServerSettings(BaseModel):
             expression, a grammar).
         max_image_bytes: largest file of an image, in bytes or as "10MiB"; as base64 it takes a third more of the body.
         max_image_pixels: most pixels of an image, and of what it is resized to.
+        max_audio_seconds: longest sound that /v1/audio takes, in seconds.
         max_n: most answers per prompt that a request may ask for.
         enable_playground: serve a page to try the model with at /; it needs no key, what it asks for does.
         enable_cache_map: tell clients that may read /metrics what each page of the KV cache holds, a few times a second
@@ -160,6 +161,7 @@ class ServerSettings(BaseModel):
     grammar_timeout: float = Field(default=2.0, gt=0, le=60, allow_inf_nan=False)
     max_image_bytes: int | str = "10MiB"
     max_image_pixels: int = Field(default=32_000_000, ge=1, le=100_000_000)
+    max_audio_seconds: float = Field(default=3600.0, gt=0, le=86400, allow_inf_nan=False)
     max_n: int = Field(default=128, ge=1)
     enable_playground: bool = True
     enable_cache_map: bool = True

@@ -20,6 +20,7 @@ from engine import StructuredOutputsParams
 from server.workers.frames import LENGTH, Job, Outcome, framed
 from server.workers.grammars import try_grammar
 from server.workers.images import Picture, read_picture
+from server.workers.sound import SoundPart, decode
 from server.workers.templates import Conversation, render
 from server.workers.texts import Text, tokenize
 
@@ -29,6 +30,7 @@ _JOBS: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
     "grammar": (StructuredOutputsParams, try_grammar),
     "image": (Picture, read_picture),
     "render": (Conversation, render),
+    "sound": (SoundPart, decode),
     "tokenize": (Text, tokenize),
 }
 # Jobs that give way to what computes answers, by how much; their workers end with them, since none can take it back.

@@ -74,8 +74,15 @@ class Pages:
         self.cross_tables: Tensor | None = None
         self.cross_lens: list[int] = []
 
-    def encode(self, inputs: list[list[int]], tables: list[list[int]], padding: int = 0) -> list[Tensor]:
-        """The encoder's hidden states of each row's input, whose K and V go into the pages of these tables."""
+    def encode(
+        self,
+        inputs: list[list[int]],
+        tables: list[list[int]],
+        padding: int = 0,
+        signals: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        """The encoder's hidden states of each row's input, whose K and V go into the pages of these tables; `signals`
+        are read instead of inputs, which are as long."""
         slots = [
             table[i // BLOCK] * BLOCK + i % BLOCK
             for table, ids in zip(tables, inputs, strict=True)
@@ -95,6 +102,7 @@ class Pages:
                 self.caches,
                 torch.tensor(slots, device=self.device),
                 metadata,
+                signals=signals,
             )
         assert hidden.shape[0] == len(ids)
         return list(hidden[: len(slots)].split(self.cross_lens))

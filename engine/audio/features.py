@@ -1,0 +1,119 @@
+"""Log-mel spectra of windows of sound, as Whisper reads them (arXiv:2212.04356)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.audio.resampling import Samples
+from engine.errors import ModelLoadError
+
+_FILE = "preprocessor_config.json"
+_LEAST = 1e-10  # power, below which a logarithm is not taken
+_DEPTH = 8.0  # orders of magnitude below a window's largest value that are kept
+
+
+@dataclass(frozen=True)
+class LogMel:
+    """What makes features of sound.
+
+    Attributes:
+        bins: of the mel scale.
+        rate: samples a second.
+        fft, hop: samples of a frame, and from one to the next.
+        seconds: of a window.
+    """
+
+    bins: int = 80
+    rate: int = 16_000
+    fft: int = 400
+    hop: int = 160
+    seconds: int = 30
+
+    @property
+    def window_samples(self) -> int:
+        """Samples of a window."""
+        return self.seconds * self.rate
+
+    @property
+    def frames(self) -> int:
+        """Frames of a window."""
+        return self.window_samples // self.hop
+
+    @cached_property
+    def _filters(self) -> NDArray[np.float32]:
+        return mel_filters(self.bins, self.fft, self.rate)
+
+    def features(self, samples: Samples) -> NDArray[np.float32]:
+        """[bins, frames] of one window; a shorter one ends in silence.
+
+        Raises:
+            ValueError: it is longer than a window.
+        """
+        if len(samples) > self.window_samples:
+            raise ValueError(f"a window has at most {self.window_samples} samples, got {len(samples)}")
+        # Frames lie around their places: the sound is mirrored at both ends.
+        half = self.fft // 2
+        sound = np.zeros(self.window_samples, dtype=np.float32)
+        sound[: len(samples)] = samples
+        frames = np.lib.stride_tricks.sliding_window_view(np.pad(sound, half, mode="reflect"), self.fft)[:: self.hop]
+        spectrum = np.fft.rfft(frames[: self.frames] * _hann(self.fft))  # in float32, as the reference has it
+        power = np.abs(spectrum) ** 2
+        logs = np.log10(np.maximum(self._filters @ power.T, _LEAST))
+        logs = np.maximum(logs, logs.max() - _DEPTH)
+        return np.asarray((logs + 4.0) / 4.0, dtype=np.float32)
+
+
+@lru_cache(maxsize=4)
+def _hann(size: int) -> NDArray[np.float32]:
+    """A periodic window."""
+    return np.asarray(0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(size) / size), dtype=np.float32)
+
+
+def mel_filters(bins: int, fft: int, rate: int) -> NDArray[np.float32]:
+    """[bins, fft // 2 + 1] triangles of equal area on Slaney's mel scale from 0 to 8,000 Hz (Auditory Toolbox)."""
+    # Linear up to 1,000 Hz, which is 15 mel, and from there 27 mel for a factor of 6.4.
+    low, step = 1000.0, np.log(6.4) / 27.0
+
+    def to_hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.where(mel < 15.0, mel * (200.0 / 3.0), low * np.exp(step * (mel - 15.0)))
+
+    highest = 15.0 + np.log(8000.0 / low) / step
+    corners = to_hertz(np.linspace(0.0, highest, bins + 2))
+    places = np.linspace(0.0, rate // 2, fft // 2 + 1)
+    rising = (places[None] - corners[:-2, None]) / np.diff(corners)[:-1, None]
+    falling = (corners[2:, None] - places[None]) / np.diff(corners)[1:, None]
+    triangles = np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (corners[2:] - corners[:-2]))[:, None]
+    return np.asarray(triangles, dtype=np.float32)
+
+
+def load_log_mel(folder: Path) -> LogMel:
+    """What a checkpoint's `preprocessor_config.json` describes.
+
+    Raises:
+        ModelLoadError: the file is missing, or sets what is not computed here.
+    """
+    path = folder / _FILE
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read, and says how sound is to be prepared: {error}") from error
+    if not isinstance(stored, dict) or stored.get("feature_extractor_type") != "WhisperFeatureExtractor":
+        raise ModelLoadError(f"{path}: feature_extractor_type must be WhisperFeatureExtractor.")
+    fixed = {"do_normalize": (False, None), "dither": (0, None), "padding_value": (0, None)}
+    for name, allowed in fixed.items():
+        if stored.get(name) not in allowed:
+            raise ModelLoadError(f"{path} sets {name} to {stored[name]!r}; it must be {allowed[0]} or left out.")
+    default = LogMel()
+    names = {"bins": "feature_size", "rate": "sampling_rate", "fft": "n_fft", "hop": "hop_length"}
+    values = {own: stored.get(name, getattr(default, own)) for own, name in names.items()}
+    values["seconds"] = stored.get("chunk_length", default.seconds)
+    for own, value in values.items():
+        if type(value) is not int or value < 1:
+            raise ModelLoadError(f"{path} sets {names.get(own, 'chunk_length')} to {value!r}; it must be above 0.")
+    return LogMel(**values)

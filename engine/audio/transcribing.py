@@ -1,0 +1,257 @@
+"""From windows of sound to text: what a speech model is asked, and what is made of its answers (arXiv:2212.04356).
+
+Nothing here runs a model: `LLM.transcribe` and the server do, each in its way.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.errors import InvalidRequestError
+from engine.interface.outputs import SECONDS_PER_TIMESTAMP, EngineInfo, SpeechInfo
+from engine.interface.request import SamplingParams
+
+SpeechTask = Literal["transcribe", "translate"]
+
+STEP, HOTTEST = 0.2, 1.0  # of temperatures that are tried one after the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """When an answer is not taken; None for never.
+
+    Attributes:
+        compression_ratio: bytes of its text by those of the compressed text: more are repetitions.
+        logprob: mean log-probability of its tokens: less is a guess.
+        no_speech: probability that nothing is said: above it, an answer below `logprob` is silence.
+    """
+
+    compression_ratio: float | None = 2.4
+    logprob: float | None = -1.0
+    no_speech: float | None = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcription:
+    """What is asked of a speech model.
+
+    Attributes:
+        task: the text in its own language, or in English.
+        language: its code; None: it is detected in the first window.
+        prompt: tokens of a text that might have come before each window; the last ones count.
+        timestamps: the answer says when.
+        temperature: 0 begins greedily, or with beams, and draws at higher temperatures what is not taken.
+        num_beams: at temperature 0.
+        seed: of what is drawn.
+    """
+
+    task: SpeechTask = "transcribe"
+    language: str | None = None
+    prompt: Sequence[int] = ()
+    timestamps: bool = True
+    temperature: float = 0.0
+    num_beams: int = 1
+    seed: int | None = None
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a decoder begins with, and how it goes on."""
+
+    begin: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Something that is said in one go.
+
+    Attributes:
+        start, end: seconds from the beginning of the whole sound.
+        tokens: those of its text.
+    """
+
+    start: float
+    end: float
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the model made of a window.
+
+    Attributes:
+        tokens: all that it wrote, its end included.
+        text: of them, without times.
+        mean_logprob: of `tokens`, under the model's own distribution; of beams as the search added them up.
+        temperature: at which they were drawn.
+    """
+
+    tokens: list[int]
+    text: str
+    mean_logprob: float
+    temperature: float
+
+    @property
+    def compression_ratio(self) -> float:
+        """Of its text."""
+        return compression_ratio(self.text)
+
+
+class Asking:
+    """The questions of a transcription.
+
+    Args:
+        info: of the model.
+
+    Raises:
+        InvalidRequestError: the model cannot do what is asked for.
+    """
+
+    def __init__(self, info: EngineInfo, wanted: Transcription):
+        if info.speech is None or info.decoder_start_token_id is None:
+            raise InvalidRequestError(
+                f"{info.model} is no speech model: its generation_config.json names no no_timestamps_token_id.",
+                param="model",
+                code="unsupported_endpoint",
+            )
+        self.wanted, self._info, self._speech = wanted, info, info.speech
+        self._start = info.decoder_start_token_id
+        check_task(self._speech, wanted, info.model)
+        room = info.max_model_len // 2 - 1
+        self._before: list[int] = []
+        if len(wanted.prompt):
+            if self._speech.prompt_id is None:
+                message = f"the generation_config.json of {info.model} names no prev_sot_token_id, which prompts need."
+                raise InvalidRequestError(message, param="prompt", code="unsupported_parameter")
+            self._before = [self._speech.prompt_id, *wanted.prompt[-room:]]
+
+    @property
+    def detects(self) -> bool:
+        """The language is to be detected first."""
+        return bool(self._speech.languages) and self.wanted.language is None
+
+    def language_of(self, token: int) -> str:
+        """The code of a language's token."""
+        return next(code for code, known in self._speech.languages.items() if known == token)
+
+    def detection(self) -> Question:
+        """Its answer is the token of the language."""
+        return self._single([self._start], list(self._speech.languages.values()))
+
+    def silence(self) -> Question:
+        """The log-probability of its answer's only token is that of nothing being said."""
+        return self._single([*self._before, self._start], [self._speech.no_speech_id])
+
+    def temperatures(self) -> list[float]:
+        """Those that are tried, one after the other."""
+        if self.wanted.temperature > 0.0:
+            return [self.wanted.temperature]
+        return [round(i * STEP, 1) for i in range(round(HOTTEST / STEP) + 1)]
+
+    def text(self, language: str | None, temperature: float) -> Question:
+        """Its answer is what is said."""
+        wanted, speech = self.wanted, self._speech
+        begin = [*self._before, self._start]
+        if speech.languages:
+            begin.append(speech.languages[language or ""])
+            if speech.tasks:
+                begin.append(speech.tasks[wanted.task])
+        if not wanted.timestamps:
+            begin.append(speech.no_timestamps_id)
+        room = self._info.max_model_len - len(begin)
+        limit = self._info.default_max_new_tokens or self._info.default_max_length or room
+        params = SamplingParams(
+            max_tokens=max(min(limit, room), 1),
+            temperature=temperature,
+            num_beams=wanted.num_beams if temperature == 0.0 else 1,
+            seed=wanted.seed,
+            timestamps=wanted.timestamps,
+            decoder_start_token_id=begin[0],
+        )
+        return Question(begin, params)
+
+    def takes(self, answer: Answer) -> bool:
+        """It is good enough, whether something is said or not."""
+        limits = self.wanted.thresholds
+        repeats = limits.compression_ratio is not None and answer.compression_ratio > limits.compression_ratio
+        guesses = limits.logprob is not None and answer.mean_logprob < limits.logprob
+        return not (repeats or guesses)
+
+    def is_silence(self, answer: Answer, no_speech: float) -> bool:
+        """Nothing is said, so that the answer means nothing."""
+        limits = self.wanted.thresholds
+        if limits.no_speech is None or limits.logprob is None:
+            return False
+        return no_speech > limits.no_speech and answer.mean_logprob < limits.logprob
+
+    def _single(self, begin: list[int], allowed: list[int]) -> Question:
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            num_beams=1,
+            logprobs=0,
+            allowed_token_ids=allowed,
+            suppress_tokens=(),
+            begin_suppress_tokens=(),
+            ignore_eos=True,
+            decoder_start_token_id=begin[0],
+        )
+        return Question(begin, params)
+
+
+def check_task(speech: SpeechInfo, wanted: Transcription, model: str) -> None:
+    """Refuse a language or a task that the model does not know.
+
+    Raises:
+        InvalidRequestError: says which there are.
+    """
+    languages = speech.languages or ("en",)  # a model for one language is one for English
+    if wanted.language is not None and wanted.language not in languages:
+        known = ", ".join(sorted(languages))
+        message = f"{model} knows no language {wanted.language!r}. Languages: {known}."
+        raise InvalidRequestError(message, param="language", code="invalid_value")
+    if wanted.task == "translate" and "translate" not in speech.tasks:
+        message = f"{model} does not translate: its generation_config.json names no task translate."
+        raise InvalidRequestError(message, param="model", code="unsupported_endpoint")
+
+
+def compression_ratio(text: str) -> float:
+    """Bytes of a text by those of the compressed text; 0 of none."""
+    written = text.encode()
+    return len(written) / len(zlib.compress(written)) if written else 0.0
+
+
+def said(tokens: Sequence[int], speech: SpeechInfo, ends: Sequence[int]) -> list[int]:
+    """The tokens that are text."""
+    return [token for token in tokens if token < speech.first_timestamp_id and token not in ends]
+
+
+def segments_of(
+    tokens: Sequence[int], speech: SpeechInfo, ends: Sequence[int], start: float, end: float
+) -> list[Segment]:
+    """What is said in a window, with its times.
+
+    Args:
+        tokens: the model's answer; without timestamps it is one segment.
+        start, end: of the window, in seconds of the whole sound.
+    """
+    segments: list[Segment] = []
+    since, text = start, list[int]()
+    for token in tokens:
+        if token < speech.first_timestamp_id:
+            if token not in ends:
+                text.append(token)
+            continue
+        time = min(start + (token - speech.first_timestamp_id) * SECONDS_PER_TIMESTAMP, end)
+        if text:
+            segments.append(Segment(start=since, end=time, tokens=text))
+            text = []
+        since = time
+    if text:  # its end was not said
+        segments.append(Segment(start=since, end=end, tokens=text))
+    return segments

@@ -1,0 +1,80 @@
+"""An uploaded file as windows of sound: decoded by workers, a part at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from functools import lru_cache
+from pathlib import Path
+
+from engine import ModelLoadError
+from engine.audio import Cutter, LogMel, Window, load_log_mel, samples_of
+from server.errors import ApiError
+from server.workers.pool import RefusedError, WorkerLostError, WorkerPool, shared_workers
+from server.workers.sound import DecodedPart, SoundPart
+
+PART = 240  # seconds that a worker decodes at a time
+PART_TIME = 30.0  # seconds that it may take
+
+
+@lru_cache(maxsize=8)
+def find_log_mel(model_path: str) -> LogMel | str:
+    """What prepares sound for a model, or why nothing does."""
+    try:
+        return load_log_mel(Path(model_path))
+    except ModelLoadError as problem:
+        return str(problem)
+
+
+async def windows(
+    content: bytes, log_mel: LogMel, most_seconds: float, turn: asyncio.Semaphore, workers: WorkerPool | None = None
+) -> AsyncGenerator[Window, None]:
+    """The windows of a file's sound, in their order; the next part is decoded when those before are taken.
+
+    Args:
+        turn: held while a part is decoded.
+
+    Raises:
+        ApiError: it is no sound, too long, or takes a worker too much time or memory.
+    """
+    pool, cutter, rate = workers or shared_workers(), Cutter(log_mel.window_samples, log_mel.rate), log_mel.rate
+    start, count, most = 0, PART * rate, round(most_seconds * rate)
+    while True:
+        part = await _decoded(pool, turn, SoundPart(content, rate, start, count, most_seconds))
+        samples = samples_of(part.samples)
+        start += len(samples)
+        if start > most or (part.seconds is not None and part.seconds > most_seconds):
+            raise too_long(part.seconds if part.seconds is not None else start / rate, most_seconds)
+        for window in cutter.add(samples):
+            yield window
+        if len(samples) < count:
+            break
+    if not start:
+        raise _refusal("it holds no sound")
+    for window in cutter.end():
+        yield window
+
+
+async def _decoded(pool: WorkerPool, turn: asyncio.Semaphore, part: SoundPart) -> DecodedPart:
+    try:
+        async with turn:
+            return await pool.run("sound", part, DecodedPart, PART_TIME)
+    except RefusedError as problem:
+        raise _refusal(str(problem)) from None
+    except TimeoutError:
+        raise _refusal(f"{PART} seconds of it take more than {PART_TIME:g} seconds to decode") from None
+    except WorkerLostError:
+        raise _refusal("it takes too much memory to decode") from None
+
+
+def too_long(seconds: float, most: float) -> ApiError:
+    """The refusal of a long sound."""
+    message = (
+        f"file: the sound has {seconds:.0f} seconds or more, and the limit is {most:g} (max_audio_seconds). Send it in "
+        "parts, or raise --max-audio-seconds."
+    )
+    return ApiError(413, message, param="file", code="audio_too_long")
+
+
+def _refusal(reason: str) -> ApiError:
+    return ApiError(400, f"file cannot be used: {reason}.", param="file", code="invalid_audio")

@@ -1,0 +1,188 @@
+"""The forms and answers of /v1/audio/transcriptions and /v1/audio/translations, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from server.api.fields import Name
+from server.api.multipart import Form, Upload
+from server.api.schemas import ServedBody
+from server.errors import ApiError, describe_validation, shown
+
+MAX_PROMPT = 16_384  # characters
+MAX_SPEECH_BEAMS = 64
+
+ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
+_LISTS = ("timestamp_granularities", "include")
+
+
+class SpeechForm(ServedBody):
+    """What both endpoints take besides the file. A form's fields are texts: "0.5" is a number here."""
+
+    model_config = ConfigDict(strict=False, extra="allow", protected_namespaces=())
+
+    model: str | None = Field(None, description="The served model's id; may be left out.")
+    prompt: str | None = Field(
+        None, max_length=MAX_PROMPT, description="A text that might have come before; its last tokens count."
+    )
+    response_format: ResponseFormat = Field("json", description="json, text, srt, vtt or verbose_json.")
+    temperature: float = Field(
+        0.0,
+        ge=0.0,
+        le=2.0,
+        description="0 begins greedily, or with beams, and raises the temperature in steps of 0.2 up to 1 where an "
+        "answer repeats itself or is a guess; above 0 it is kept.",
+    )
+    num_beams: int = Field(1, ge=1, le=MAX_SPEECH_BEAMS, description="Beam search at temperature 0.")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="Makes what is drawn reproducible.")
+    compression_ratio_threshold: float = Field(
+        2.4, gt=0, description="An answer whose text can be compressed by more than this factor repeats itself."
+    )
+    logprob_threshold: float = Field(
+        -1.0, le=0, description="An answer whose tokens have a lower mean log-probability is a guess."
+    )
+    no_speech_threshold: float = Field(
+        0.6, ge=0, le=1, description="Where nothing is said with a higher probability, a guess is silence."
+    )
+    stream: bool | None = Field(None, description="Send what is settled as server-sent events; json and text only.")
+
+    def refuse(self) -> None:
+        """Refuse fields that would change the answer and are not supported.
+
+        Raises:
+            ApiError: names the first one.
+        """
+        self.refuse_unsupported()
+        for name, nothing in (("include", ()), ("chunking_strategy", ("auto",)), ("known_speaker_names", ())):
+            value = (self.model_extra or {}).get(name)
+            if value is not None and value not in nothing:
+                message = f"{name} is not supported; leave it out, got {shown(value)}."
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        if self.stream and self.response_format not in ("json", "text"):
+            message = f"stream needs response_format json or text, got {self.response_format}."
+            raise ApiError(400, message, param="response_format", code="unsupported_parameter")
+
+    def ignored_fields(self) -> list[str]:
+        known = ("include", "chunking_strategy", "known_speaker_names")
+        return [name for name in super().ignored_fields() if name not in known]
+
+
+class TranscriptionForm(SpeechForm):
+    """Fields of POST /v1/audio/transcriptions besides `file`."""
+
+    language: Name | None = Field(
+        None, description="What is spoken: a code such as en, or a name such as english; left out, it is detected."
+    )
+    timestamp_granularities: list[Literal["segment", "word"]] | None = Field(
+        None, max_length=2, description="Times in verbose_json: segment. (word is refused.)"
+    )
+
+    def refuse(self) -> None:
+        super().refuse()
+        if self.timestamp_granularities is None:
+            return
+        if "word" in self.timestamp_granularities:
+            message = "timestamp_granularities: word is not supported; send segment, whose times the model says itself."
+            raise ApiError(400, message, param="timestamp_granularities", code="unsupported_parameter")
+        if self.response_format != "verbose_json":
+            message = (
+                f"timestamp_granularities needs response_format verbose_json, got {self.response_format}: no other "
+                "answer has a place for times but srt and vtt, which have them anyway."
+            )
+            raise ApiError(400, message, param="timestamp_granularities", code="unsupported_parameter")
+
+
+class TranslationForm(SpeechForm):
+    """Fields of POST /v1/audio/translations besides `file`: the text is English."""
+
+
+def read_fields(form: Form, kind: type[SpeechForm]) -> tuple[SpeechForm, Upload]:
+    """The fields and the file of a form.
+
+    Raises:
+        ApiError: a field is not what it should be, or there is no file.
+    """
+    given: dict[str, Any] = {}
+    for sent, values in form.texts.items():
+        name = sent.removesuffix("[]")
+        if name in _LISTS:
+            given[name] = given.get(name, []) + values
+        elif len(values) > 1:
+            raise ApiError(400, f"{name} was sent {len(values)} times; send it once.", param=name, code="invalid_value")
+        elif values[0] or name == "prompt":  # an empty field is one that was left out
+            given[name] = values[0]
+    file = form.files.get("file")
+    if file is None:
+        raise ApiError(
+            400, "file is required: the sound, as a part with a filename.", param="file",
+            code="missing_required_parameter",
+        )  # fmt: skip
+    try:
+        return kind.model_validate(given), file
+    except ValidationError as problem:
+        errors = problem.errors(include_url=False)
+        raise describe_validation([{**error, "loc": ("body", *error["loc"])} for error in errors]) from None
+
+
+class DurationUsage(BaseModel):
+    """What was heard, in whole seconds."""
+
+    type: Literal["duration"] = "duration"
+    seconds: int
+
+
+class SpokenSegment(BaseModel):
+    """Something that is said in one go.
+
+    Attributes:
+        seek: hundredths of a second at which the window begins that holds it.
+        start, end: seconds.
+        tokens: of its text.
+        temperature, avg_logprob, compression_ratio, no_speech_prob: of its whole window.
+    """
+
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class TranscriptionResponse(BaseModel):
+    """The text alone (json)."""
+
+    text: str
+    usage: DurationUsage
+
+
+class VerboseTranscription(BaseModel):
+    """The text with its segments (verbose_json)."""
+
+    task: Literal["transcribe", "translate"]
+    language: str
+    duration: float
+    text: str
+    segments: list[SpokenSegment]
+    usage: DurationUsage
+
+
+class TextDelta(BaseModel):
+    """An event: more of the text, which will not change."""
+
+    type: Literal["transcript.text.delta"] = "transcript.text.delta"
+    delta: str
+
+
+class TextDone(BaseModel):
+    """The last event: the whole text."""
+
+    type: Literal["transcript.text.done"] = "transcript.text.done"
+    text: str
+    usage: DurationUsage

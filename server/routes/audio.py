@@ -1,0 +1,112 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from engine.audio import Asking, SpeechTask, Thresholds, Transcription, language_code
+from server.answering.endpoints import require
+from server.answering.prompt import Room, encode_fitting
+from server.answering.sound import find_log_mel
+from server.answering.transcription import TranscriptionRun
+from server.api.multipart import read_form
+from server.api.speech_schemas import (
+    SpeechForm,
+    TranscriptionForm,
+    TranscriptionResponse,
+    TranslationForm,
+    VerboseTranscription,
+    read_fields,
+)
+from server.context import Service, ServiceDep
+from server.errors import ERROR_RESPONSES, ApiError
+
+router = APIRouter()
+
+
+def _document(form: type[SpeechForm]) -> dict[str, Any]:
+    """The form in the OpenAPI document."""
+    schema = form.model_json_schema()
+    file = {"type": "string", "format": "binary", "description": "The sound: wav, flac, mp3 or ogg."}
+    schema["properties"] = {"file": file, **schema["properties"]}
+    schema["required"] = ["file"]
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
+@router.post(
+    "/v1/audio/transcriptions",
+    response_model=TranscriptionResponse | VerboseTranscription,
+    responses=ERROR_RESPONSES,
+    openapi_extra=_document(TranscriptionForm),
+    summary="Transcribe speech",
+)
+async def create_transcription(request: Request, service: ServiceDep) -> Response:
+    """The text of a sound in the language that is spoken."""
+    return await _respond(request, service, "transcribe", TranscriptionForm)
+
+
+@router.post(
+    "/v1/audio/translations",
+    response_model=TranscriptionResponse | VerboseTranscription,
+    responses=ERROR_RESPONSES,
+    openapi_extra=_document(TranslationForm),
+    summary="Translate speech into English",
+)
+async def create_translation(request: Request, service: ServiceDep) -> Response:
+    """The text of a sound in English."""
+    return await _respond(request, service, "translate", TranslationForm)
+
+
+async def _respond(request: Request, service: Service, task: SpeechTask, kind: type[SpeechForm]) -> Response:
+    arrival = time.monotonic()
+    require(service, f"/v1/audio/{'transcriptions' if task == 'transcribe' else 'translations'}")
+    content = await request.body()
+    async with service.reading:
+        form = await asyncio.to_thread(read_form, content, request.headers.get("content-type", ""))
+    del content
+    fields, file = read_fields(form, kind)
+    service.check_model(fields.model)
+    fields.refuse()
+    tokenizer, log_mel = service.tokenizer, find_log_mel(service.client.info.model_path)
+    assert tokenizer is not None  # `require` has refused both
+    assert not isinstance(log_mel, str)
+    most = service.client.info.max_num_beams
+    if fields.num_beams > most:
+        message = f"num_beams is {fields.num_beams}, but at most {most} are allowed (max_num_beams)."
+        raise ApiError(400, message, param="num_beams", code="invalid_value")
+    language = getattr(fields, "language", None)
+    prompt: list[int] = []
+    if fields.prompt and fields.prompt.strip():
+        room = Room(service.client.info.max_model_len)
+        text = f" {fields.prompt.strip()}"
+        prompt = await asyncio.to_thread(
+            encode_fitting, lambda part: tokenizer.encode(part, add_special_tokens=False), text, room
+        )
+    wanted = Transcription(
+        task=task,
+        language=None if language is None else language_code(language),
+        prompt=prompt,
+        timestamps=fields.response_format in ("srt", "vtt", "verbose_json"),
+        temperature=fields.temperature,
+        num_beams=fields.num_beams,
+        seed=fields.seed,
+        thresholds=Thresholds(
+            compression_ratio=fields.compression_ratio_threshold,
+            logprob=fields.logprob_threshold,
+            no_speech=fields.no_speech_threshold,
+        ),
+    )
+    run = TranscriptionRun(
+        service=service,
+        tokenizer=tokenizer,
+        form=fields,
+        content=file.content,
+        asking=Asking(service.client.info, wanted),
+        log_mel=log_mel,
+        arrival=arrival,
+    )
+    return await run.respond(request)

@@ -1,0 +1,127 @@
+"""Files of sound: decoded in a worker, in parts, with limits."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import struct
+
+import numpy as np
+import pytest
+import soundfile
+from test_audio import sound
+
+from server.workers.pool import RefusedError, WorkerPool
+from server.workers.sound import DecodedPart, SoundPart, decode
+
+RATE = 16_000
+# How far a format's samples may be from what was written.
+KINDS = {
+    ("WAV", "PCM_16"): 1e-4,
+    ("WAV", "FLOAT"): 1e-7,
+    ("WAVEX", "PCM_24"): 1e-6,
+    ("FLAC", "PCM_16"): 1e-4,
+    ("MP3", "MPEG_LAYER_III"): 0.1,
+    ("OGG", "VORBIS"): 0.1,
+    ("OGG", "OPUS"): 0.2,
+}
+
+
+def written(samples: np.ndarray, rate: int = RATE, form: str = "WAV", kind: str = "PCM_16") -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=form, subtype=kind)
+    return file.getvalue()
+
+
+def part_of(data: bytes, start: int = 0, count: int = 60 * RATE, most: float = 60.0) -> DecodedPart:
+    return decode(SoundPart(data, RATE, start, count, most))
+
+
+def samples_of(part: DecodedPart) -> np.ndarray:
+    return np.frombuffer(part.samples, dtype=np.float32)
+
+
+@pytest.mark.parametrize(("form", "kind"), KINDS)
+@pytest.mark.parametrize("channels", [1, 2])
+def test_formats(form: str, kind: str, channels: int) -> None:
+    samples = sound(3.0)
+    both = np.stack([samples * (1.5 - i) for i in range(channels)], axis=1)
+    found = samples_of(part_of(written(both, form=form, kind=kind)))
+    expected = both.mean(axis=1)
+    assert abs(len(found) - len(expected)) <= 2_400  # codecs fill their last frame
+    error = found[: len(expected)] - expected[: len(found)]
+    assert np.sqrt((error**2).mean()) <= KINDS[form, kind]
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "rate"),
+    [
+        ("WAV", "PCM_16", 44_100),
+        ("FLAC", "PCM_16", 48_000),
+        ("MP3", "MPEG_LAYER_III", 22_050),
+        ("OGG", "VORBIS", 16_000),
+    ],
+)
+def test_parts_are_the_whole(form: str, kind: str, rate: int) -> None:
+    data = written(sound(5.0, rate), rate, form, kind)
+    whole = samples_of(part_of(data))
+    parts = [samples_of(part_of(data, start, 30_000)) for start in range(0, len(whole) + 1, 30_000)]
+    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-4)
+
+
+def test_a_long_file_is_not_decoded() -> None:
+    """Two hours of silence, which take few bytes."""
+    file = io.BytesIO()
+    with soundfile.SoundFile(file, "w", 16_000, 1, "PCM_16", format="FLAC") as out:
+        for _ in range(120):
+            out.write(np.zeros(60 * 16_000, dtype=np.int16))
+    data = file.getvalue()
+    assert len(data) < 1_000_000
+    part = part_of(data, most=3600.0)
+    assert part.seconds == 7200.0
+    assert part.samples == b""
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "no sound"),
+        (b"RIFF" + bytes(100), "no sound"),
+        (b"\x00\x01\x02\x03" * 500, "no sound"),
+        (b'{"audio": 1}', "no sound"),
+        (written(np.zeros(100, np.float32), form="AIFF"), "AIFF"),
+        (written(np.zeros(100, np.float32), 2_000), "2000 samples a second"),
+        (written(np.full(100, np.nan, np.float32), kind="FLOAT"), "no sound (infinite"),
+        (written(np.zeros((10, 33), np.float32)), "33 channels"),
+    ],
+)
+def test_what_is_no_sound_is_refused(data: bytes, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        part_of(data)
+    assert words in str(caught.value)
+
+
+def test_a_header_may_lie() -> None:
+    """It promises more than the file has; what is there is decoded."""
+    samples = sound(1.0)
+    data = bytearray(written(samples))
+    at = data.index(b"data") + 4
+    data[at : at + 4] = struct.pack("<I", 0x7FFFFFF0)
+    found = samples_of(part_of(bytes(data)))
+    assert 0 < len(found) <= len(samples) + 1
+
+
+def test_a_worker_decodes() -> None:
+    samples = sound(1.0)
+    asked = SoundPart(written(samples, form="FLAC"), RATE, 0, 60 * RATE, 60.0)
+
+    async def run() -> DecodedPart:
+        pool = WorkerPool()
+        try:
+            with pytest.raises(RefusedError, match="no sound"):
+                await pool.run("sound", SoundPart(b"x" * 100, RATE, 0, RATE, 60.0), DecodedPart, 20.0)
+            return await pool.run("sound", asked, DecodedPart, 20.0)
+        finally:
+            pool.close()
+
+    np.testing.assert_allclose(samples_of(asyncio.run(run())), samples, atol=1e-4)
