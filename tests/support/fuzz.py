@@ -56,11 +56,12 @@ SWITCHES = ("bias", "tie_word_embeddings", "scale_embedding", "use_parallel_resi
 
 
 def shapes_of() -> dict[str, list[Shape]]:
-    """The shapes of each architecture, checkpoints in older forms left out."""
+    """The shapes of each architecture that transformers has, checkpoints in older forms left out."""
     found: dict[str, list[Shape]] = {}
     for shape in (*FAMILY_SHAPES.values(), *ENCODER_SHAPES.values()):
-        if shape.finish is None and shape.architecture in families.supported():
-            found.setdefault(shape.architecture, []).append(shape)
+        name = shape.architecture
+        if shape.finish is None and name in families.supported() and hasattr(transformers, name):
+            found.setdefault(name, []).append(shape)
     return found
 
 
