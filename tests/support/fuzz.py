@@ -97,7 +97,13 @@ def _mixed(one: Mapping[str, Any], other: Mapping[str, Any], rng: random.Random)
     for name in sorted(one.keys() | other.keys()):
         value = other.get(name)
         listed = isinstance(value, list | tuple | dict) or isinstance(one.get(name), list | tuple | dict)
-        tied = name in HEADS + KV_HEADS + HIDDEN + LAYERS or "head" in name or "dim" in name or "layer" in name
+        tied = (
+            name in HEADS + KV_HEADS + HIDDEN + LAYERS
+            or "head" in name
+            or "dim" in name
+            or "layer" in name
+            or "position" in name
+        )
         if tied or listed or rng.random() < 0.5:
             continue
         if name in other:
@@ -186,8 +192,13 @@ def compare(architecture: str, number: int, folder: Path) -> str:
     raise AssertionError(f"{architecture} {number}: transformers computes none of {REDRAWN} configurations")
 
 
+def _lengths(shape: Shape) -> list[int]:
+    """Of a shape whose rotary factors depend on the length those at which the reference has the same ones."""
+    return list(shape.lengths if isinstance(shape, FamilyShape) else LENGTHS)
+
+
 def _prompts(shape: Shape) -> list[list[int]]:
-    return [random_prompt(shape.vocab, 1000 + length, length) for length in LENGTHS]
+    return [random_prompt(shape.vocab, 1000 + length, length) for length in _lengths(shape)]
 
 
 def _reference(model: Any, shape: Shape) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
@@ -215,21 +226,23 @@ def _compare(shape: Shape, folder: Path, found: tuple[list[torch.Tensor], list[t
     except UnsupportedModelError as error:
         return f"refused: {error}"
     parts = [block.attention for stack in (spec.encoder, spec.decoder) if stack is not None for block in stack.blocks]
-    model = load(folder, max_model_len=96, backend=select("cpu", parts))
+    lengths = _lengths(shape)
+    most = shape.max_model_len if isinstance(shape, FamilyShape) else max(lengths)
+    model = load(folder, max_model_len=most, backend=select("cpu", parts))
     if model.decoder is None:
         ids = [token for prompt in prompts for token in prompt]
         positions = torch.tensor([place for prompt in prompts for place in range(len(prompt))])
-        metadata = AttentionMetadata.build(list(LENGTHS), list(LENGTHS), torch.device("cpu"))
+        metadata = AttentionMetadata.build(lengths, lengths, torch.device("cpu"))
         with torch.inference_mode():
             ours = model.read(torch.tensor(ids), positions, metadata, tokens=len(ids))
-        for mine, theirs in zip(ours.split(LENGTHS), hidden, strict=True):
+        for mine, theirs in zip(ours.split(lengths), hidden, strict=True):
             close(mine, theirs)
         return "equal"
-    tables = scattered_tables(list(LENGTHS))
-    whole = Pages(model, tables, reach=LENGTHS).step(prompts)
-    pages = Pages(model, tables, reach=LENGTHS)
+    tables = scattered_tables(lengths)
+    whole = Pages(model, tables, reach=lengths).step(prompts)
+    pages = Pages(model, tables, reach=lengths)
     pieces: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for chunk in (5, 1, 11, max(LENGTHS)):
+    for chunk in (5, 1, 11, max(lengths)):
         steps = [prompt[pages.lengths[row] :][: chunk + row] for row, prompt in enumerate(prompts)]
         for row, states in enumerate(pages.step(steps)):
             pieces[row].append(states)
