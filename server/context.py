@@ -136,15 +136,15 @@ class Service:
             self.metrics.rejected("engine_dead")
             raise EngineDeadError("the engine is not running")
 
-    def check_model(self, model: str | None) -> None:
-        """Refuse a model that is not the served one.
+    def check_model(self, model: str | None, *, exactly: bool = False) -> None:
+        """Refuse a model that is not the served one; `exactly`: by its id alone.
 
         Raises:
             ApiError: 404, code model_not_found.
         """
         if model is None or model == self.model_id:
             return
-        if self.settings.strict_model_name or model not in ANY_MODEL:
+        if exactly or self.settings.strict_model_name or model not in ANY_MODEL:
             message = f"The model {shown(model)} does not exist; this server serves {self.model_id!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -345,11 +345,10 @@ def test_refusals(config: dict[str, Any], settings: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("architecture", "nearest"),
     [
-        ("BertForQuestionAnswering", "BertForMaskedLM"),
         ("BertLMHeadModel", "BertForMaskedLM"),
         ("BertForNextSentencePrediction", "BertForMaskedLM"),
         ("RobertaForMultipleChoice", "RobertaForMaskedLM"),
-        ("DistilBertForQuestionAnswering", "DistilBertForMaskedLM"),
+        ("DistilBertForMultipleChoice", "DistilBertForMaskedLM"),
     ],
 )
 def test_heads_that_are_not_served(architecture: str, nearest: str, tmp_path: Path) -> None:

@@ -280,7 +280,8 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "renormalize_logits": True, "decoder_start_token_id": 7, "stream_beams": True,
         "allowed_token_ids": [8, 9, 8],
     }  # fmt: skip
-    assert {*fields, "logprobs", "structured_outputs", "constraint"} == set(SamplingParams.__dataclass_fields__)
+    elsewhere = {"structured_outputs", "constraint", "timestamps"}
+    assert {*fields, "logprobs", *elsewhere} == set(SamplingParams.__dataclass_fields__)
     api = Api()
     assert api.chat(**fields, logprobs=True, top_logprobs=4).status_code == 200
     assert api.asked()[1] == SamplingParams(**(fields | {"logit_bias": {5: 1.5}, "logprobs": 4}))

@@ -23,7 +23,7 @@ from server.config.settings import ServerSettings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
-NEEDS_A_HEAD = {"/v1/answer", "/v1/classify", "/v1/fill-mask"}  # that the model here has not
+NEEDS_A_HEAD = {"/v1/answer", "/v1/classify", "/v1/fill-mask", "/translate"}  # that the model here has not
 MINIMAL: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
     CHAT: {"messages": HELLO},
@@ -305,8 +305,8 @@ def test_other_unknown_fields_are_listed_and_harmless_ones_not() -> None:
 
 def test_tokenizing_lists_and_refuses_them_too() -> None:
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
-        answer = Api().request("POST", path, json={**body, "return_token_strs": True, "user": "me"})
-        assert answer.headers["x-octavo-ignored-fields"] == "return_token_strs"
+        answer = Api().request("POST", path, json={**body, "return_pieces": True, "user": "me"})
+        assert answer.headers["x-octavo-ignored-fields"] == "return_pieces"
         assert error(Api().request("POST", path, json={**body, "tools": [{}]}))["param"] == "tools"
 
 
@@ -366,7 +366,7 @@ def test_usage_in_every_chunk() -> None:
         chunks = [json.loads(event.removeprefix("data: ")) for event in events]
         counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counted == sorted(counted)
-        assert set(counted) == {1, 2, 3}
+        assert set(counted) == ({0, 1, 2, 3} if path == CHAT else {1, 2, 3}), "a role is no token"
         assert chunks[-1]["choices"] == []
         only = Api().post(path, stream=True, stream_options={"continuous_usage_stats": True}).text
         assert "usage" not in only, "without include_usage it asks for nothing"
@@ -389,7 +389,7 @@ def test_head_is_get_without_a_body() -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/playground/none.js", 404, "unknown_route"),
-        ("GET", "//v1/models", 404, "unknown_route"),
+        ("GET", "/v1//models", 404, "unknown_route"),
         ("POST", "/v1/completions/", 404, "unknown_route"),
         ("GET", "/health/", 404, "unknown_route"),
         ("POST", "/v1/assistants", 404, "unknown_route"),

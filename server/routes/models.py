@@ -46,5 +46,5 @@ async def list_models(service: ServiceDep) -> ModelList:
 )
 async def get_model(model_id: str, service: ServiceDep) -> ModelCard:
     """The model of that id; 404 for any other than the served one."""
-    service.check_model(model_id)
+    service.check_model(model_id, exactly=True)
     return _card(service)

@@ -208,10 +208,15 @@ def _reference(model: Any, shape: Shape) -> tuple[list[torch.Tensor], list[torch
         for prompt in _prompts(shape):
             ids = torch.tensor([prompt])
             if isinstance(shape, EncoderShape):
+                masks = {"attention_mask": torch.ones_like(ids)}
+                if shape.global_tokens is not None:
+                    masks["global_attention_mask"] = torch.tensor([list(shape.global_tokens(prompt))])
                 with torch.no_grad():
-                    hidden.append(model.base_model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0])
+                    hidden.append(model.base_model(ids, **masks).last_hidden_state[0])
             else:
-                hidden.append(run(model.base_model, prompt).last_hidden_state[0])
+                trunk = model.base_model
+                trunk = trunk.model if trunk is model else trunk  # Llama 4 is its own base
+                hidden.append(run(trunk, prompt).last_hidden_state[0])
                 logits.append(run(model, prompt).logits[0])
     return hidden, logits, min(margins, default=math.inf)
 

@@ -5,7 +5,7 @@ Single operations are handed to kernels of our own where there are some (`engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -278,13 +278,13 @@ def _attend_globally(operation: AttendGlobally, state: Pass) -> None:
     assert isinstance(part.window, Window)
     width = part.heads * part.head_dim
 
-    def split(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = (state.values[rows.part(i * width, width)] for i in range(3))
-        return _heads(queries, part.head_dim), _heads(keys, part.head_dim), _heads(values, part.head_dim)
+    def split(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = (_heads(x, part.head_dim) for x in parts)
+        return queries, keys, values
 
     attended = attention_global.attend(
-        split(operation.heads),
-        split(operation.of_global),
+        split(state.values[operation.heads.part(i * width, width)] for i in range(3)),
+        split(state.values[operation.of_global].split(width, dim=1)),
         inputs.metadata,
         find_global(part.global_tokens, inputs.token_ids, inputs.metadata),
         part.window,
