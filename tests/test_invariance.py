@@ -157,9 +157,7 @@ class RecordingModel:
     """Stands in for the transformer: remembers how many rows each product had."""
 
     device = torch.device("cpu")
-    encoder = None
-    spec = SimpleNamespace(head=Lm(tied=True))
-
+    encoder = head = twin = None
     spec = SimpleNamespace(head=Lm(tied=True))
 
     def __init__(self) -> None:

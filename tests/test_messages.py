@@ -70,6 +70,7 @@ EVERYTHING = SamplingParams(
 APART = {
     "structured_outputs": SamplingParams(structured_outputs=StructuredOutputsParams(json={"b": [1], "a": "é"})),
     "constraint": SamplingParams(constraint={"catalogue": "cities"}),
+    "timestamps": SamplingParams(timestamps=True),
 }
 
 POOLING = PoolingParams(

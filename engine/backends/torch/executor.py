@@ -284,7 +284,7 @@ def _attend_globally(operation: AttendGlobally, state: Pass) -> None:
 
     attended = attention_global.attend(
         split(state.values[operation.heads.part(i * width, width)] for i in range(3)),
-        split(state.values[operation.of_global].split(width, dim=1)),
+        split(state.values[operation.of_global].chunk(3, dim=1)),
         inputs.metadata,
         find_global(part.global_tokens, inputs.token_ids, inputs.metadata),
         part.window,
