@@ -330,7 +330,7 @@ def test_inputs_do_not_see_their_neighbours(name: str, make: Callable[[str], Enc
     """A token whose vector is not a number spoils its own input, and no bit of those before and after it."""
     model = load(make(name).path, max_model_len=64)
     with torch.no_grad():
-        model.tokens[60] = torch.nan
+        model.trunk.tokens[60] = torch.nan
     clean = [IDS, IDS[:1], IDS[:4] * 12]
     poisoned = [[60, 2], [60], [7, 8, 60, 5, 60]]
     want = read_inputs(model, [clean[0], poisoned[0], clean[1], poisoned[1], clean[2]])
