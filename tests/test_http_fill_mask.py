@@ -63,7 +63,7 @@ def test_token_ids(api: PoolingApi) -> None:
         ({}, "input", "missing_required_parameter", "required"),
         ({"input": ""}, "input", "invalid_value", "must not be empty"),
         ({"input": []}, "input", "invalid_type", "none empty"),
-        ({"input": {"text": "[MASK]"}}, "input", "invalid_type", "must be a string"),
+        ({"input": {"word": "[MASK]"}}, "input", "invalid_type", "must be a string"),
         ({"input": "no mask"}, "input", "no_mask_token", "[MASK]"),
         ({"input": "the <mask> poet"}, "input", "no_mask_token", "[MASK]"),
         ({"input": ["a [MASK]", "none"]}, "input", "no_mask_token", "input[1]"),

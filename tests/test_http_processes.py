@@ -82,9 +82,20 @@ def server_of(service: Service, client: httpx.Response) -> int:
 
 
 class Streams:
-    """Answers that are streamed, each over a connection of its own. They begin together."""
+    """Answers that are streamed, each over a connection of its own. They begin together, and each process has some of
+    them: whom a connection comes to is the kernel's choice, so that they are opened again where one process has all."""
 
     def __init__(self, service: Service, count: int, stack: ExitStack, **body: Any):
+        for _ in range(20):
+            with ExitStack() as attempt:
+                self._open(service, count, attempt, body)
+                if {*self.servers} == {*fronts(service)}:
+                    stack.push(attempt.pop_all())
+                    return
+            wait_for(lambda: service.metric("octavo_num_requests_in_service") == 0, "not all were given up")
+        raise AssertionError("one process has all connections each time")
+
+    def _open(self, service: Service, count: int, stack: ExitStack, body: dict[str, Any]) -> None:
         def opened() -> httpx.Response:
             client = stack.enter_context(httpx.Client(base_url=service.url, timeout=PATIENCE))
             return stack.enter_context(client.stream("POST", "/v1/completions", json={**STORY, "stream": True, **body}))

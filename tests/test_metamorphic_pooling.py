@@ -255,7 +255,7 @@ def test_only_the_input_at_fault_ends(
     ]
     with engine_of(berts()) as engine:
         expected = together(engine, works)
-        fault(engine, "_read", 0)
+        fault(engine, "_hidden", 0)
         for name in ("first", "second"):
             submit(engine, name, ([3, 0, 4], None, PoolingParams()))
         for number, work in enumerate(works):
@@ -281,7 +281,7 @@ def test_an_engine_that_can_read_nothing_ends(berts: Callable[..., Path], monkey
         def lost(plan: StepPlan) -> torch.Tensor:
             raise RuntimeError("the device is lost")
 
-        monkeypatch.setattr(engine.runner, "_read", lost)
+        monkeypatch.setattr(engine.runner, "_hidden", lost)
         with pytest.raises(EngineDeadError, match="a step of one token: RuntimeError: the device is lost"):
             engine.step()
 
