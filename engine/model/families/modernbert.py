@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.backends.attention.base import Window
@@ -27,7 +28,18 @@ from engine.model.table import Entry, Family, WeightTable
 
 
 def spec(config: Any) -> ModelSpec:
-    layer_norm = Norm("layer", config.norm_eps, bias=config.norm_bias)
+    layer_norm = block_norm(config)
+    encoder = stack(config, layer_norm, _windows(config), causal=False)
+    return ModelSpec(encoder=encoder, decoder=None, head=_head(config, layer_norm))
+
+
+def block_norm(config: Any) -> Norm:
+    """The norm of all places."""
+    return Norm("layer", config.norm_eps, bias=config.norm_bias)
+
+
+def stack(config: Any, layer_norm: Norm, windows: Sequence[Window | None], *, causal: bool) -> Stack:
+    """The layers, with the window of each, of ModernBERT and of its decoder."""
     heads = config.num_attention_heads
     head_dim = even_head_dim(config.hidden_size, heads)
     blocks = tuple(
@@ -40,22 +52,21 @@ def spec(config: Any) -> ModelSpec:
                 head_dim=head_dim,
                 scale=head_dim**-0.5,
                 position=rotary(config, head_dim, layer_type, in_float32=True),
-                causal=False,
+                causal=causal,
                 window=window,
                 qkv_bias=config.attention_bias,
                 out_bias=config.attention_bias,
             ),
             ffn=Gated(config.intermediate_size, activation(config.hidden_activation), bias=config.mlp_bias),
         )
-        for layer, (layer_type, window) in enumerate(zip(config.layer_types, _windows(config), strict=True))
+        for layer, (layer_type, window) in enumerate(zip(config.layer_types, windows, strict=True))
     )
-    encoder = Stack(
+    return Stack(
         hidden_size=config.hidden_size,
         embedding=Tokens(vocab_size=config.vocab_size, width=config.hidden_size, norm=layer_norm),
         blocks=blocks,
         final_norm=layer_norm,
     )
-    return ModelSpec(encoder=encoder, decoder=None, head=_head(config, layer_norm))
 
 
 def _windows(config: Any) -> list[Window | None]:
@@ -104,28 +115,8 @@ def _head(config: Any, layer_norm: Norm) -> Head:
 
 def weights(model: ModelSpec) -> WeightTable:
     assert model.encoder is not None
-    assert model.encoder.final_norm is not None
-    norm_bias = model.encoder.final_norm.bias
-    entries = [
-        Entry("encoder.embedding.tokens", ("model.embeddings.tok_embeddings.weight",), shard_axis=0),
-        *norm("encoder.embedding.norm", "model.embeddings.norm", bias=norm_bias),
-        *norm("encoder.final_norm", "model.final_norm", bias=norm_bias),
-    ]
-    for i, block in enumerate(model.encoder.blocks):
-        target, source = f"encoder.blocks.{i}", f"model.layers.{i}"
-        part = block.attention
-        assert isinstance(block.placement, Pre)
-        assert isinstance(block.ffn, Gated)
-        if block.placement.attention is not None:
-            entries += norm(f"{target}.attention.before", f"{source}.attn_norm", bias=norm_bias)
-        entries += [
-            *linear(f"{target}.attention.inner.qkv", f"{source}.attn.Wqkv", part.qkv_bias, 0),
-            *linear(f"{target}.attention.inner.out", f"{source}.attn.Wo", part.out_bias, 1),
-            *norm(f"{target}.ffn.before", f"{source}.mlp_norm", bias=norm_bias),
-            # What is activated comes first, as in our own matrix.
-            *linear(f"{target}.ffn.inner.gate_up", f"{source}.mlp.Wi", block.ffn.bias, 0),
-            *linear(f"{target}.ffn.inner.down", f"{source}.mlp.Wo", block.ffn.bias, 1),
-        ]
+    norm_bias = has_norm_bias(model.encoder)
+    entries = stack_weights("encoder", model.encoder, _fused)
     head, ignored = model.head, []
     match head:
         case MaskedLm(dense_bias=dense_bias) | Classifier(dense_bias=dense_bias) | AnswerSpan(dense_bias=dense_bias):
@@ -140,6 +131,49 @@ def weights(model: ModelSpec) -> WeightTable:
         case Classifier() | AnswerSpan():
             entries += linear("head.output", "classifier", True, 0)
     return WeightTable(tuple(entries), prefix="model.", ignored=tuple(ignored), head="decoder.weight")
+
+
+def _fused(target: str, source: str, part: Attention) -> list[Entry]:
+    return linear(target, f"{source}.Wqkv", part.qkv_bias, 0)
+
+
+def stack_weights(
+    side: str, layers: Stack, projections: Callable[[str, str, Attention], Iterable[Entry]]
+) -> list[Entry]:
+    """What all but the head reads.
+
+    Args:
+        side: `encoder` or `decoder`, as the parameters' names begin.
+        projections: gives, of the parameter's name, the name of an attention's module and the attention, what is read
+            of queries, keys and values.
+    """
+    norm_bias = has_norm_bias(layers)
+    entries = [
+        Entry(f"{side}.embedding.tokens", ("model.embeddings.tok_embeddings.weight",), shard_axis=0),
+        *norm(f"{side}.embedding.norm", "model.embeddings.norm", bias=norm_bias),
+        *norm(f"{side}.final_norm", "model.final_norm", bias=norm_bias),
+    ]
+    for i, block in enumerate(layers.blocks):
+        target, source = f"{side}.blocks.{i}", f"model.layers.{i}"
+        part = block.attention
+        assert isinstance(block.placement, Pre)
+        assert isinstance(block.ffn, Gated)
+        if block.placement.attention is not None:
+            entries += norm(f"{target}.attention.before", f"{source}.attn_norm", bias=norm_bias)
+        entries += [
+            *projections(f"{target}.attention.inner.qkv", f"{source}.attn", part),
+            *linear(f"{target}.attention.inner.out", f"{source}.attn.Wo", part.out_bias, 1),
+            *norm(f"{target}.ffn.before", f"{source}.mlp_norm", bias=norm_bias),
+            # What is activated comes first, as in our own matrix.
+            *linear(f"{target}.ffn.inner.gate_up", f"{source}.mlp.Wi", block.ffn.bias, 0),
+            *linear(f"{target}.ffn.inner.down", f"{source}.mlp.Wo", block.ffn.bias, 1),
+        ]
+    return entries
+
+
+def has_norm_bias(layers: Stack) -> bool:
+    assert layers.final_norm is not None
+    return layers.final_norm.bias
 
 
 FAMILY = Family(

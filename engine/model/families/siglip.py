@@ -6,7 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.families.common import activation, linear, norm
-from engine.model.families.vision import PreNormLayer, kernel, layer_weights, patches, pre_norm_encoder
+from engine.model.families.vision import (
+    PreNormLayer,
+    kernel,
+    layer_weights,
+    patches,
+    pre_norm_encoder,
+    text_entries,
+    two_towers,
+)
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
 from engine.model.spec import Dense, Embedder, ModelSpec, Patches, Pool, Probe, Tokens
@@ -44,30 +52,15 @@ def _of_images(config: Any) -> ModelSpec:
 
 
 def weights(model: ModelSpec) -> WeightTable:
-    assert model.encoder is not None
-    # Buffers of old checkpoints; scale and offset of similarities, which only probabilities of pairs have.
-    ignored = (r"(text|vision)_model\.embeddings\.position_ids", r"logit_(scale|bias)")
-    if isinstance(model.encoder.embedding, Patches):
-        return WeightTable(_image_entries(model), prefix="vision_model.", ignored=ignored)
-    entries = _text_entries(model)
-    if model.twin is None:
-        return WeightTable(entries, prefix="text_model.", ignored=ignored)
-    return WeightTable(entries + _image_entries(model.twin, "twin."), ignored=ignored)
+    # Scale and offset of similarities count for probabilities of pairs alone.
+    return two_towers(model, _text_entries, _image_entries, r"logit_(scale|bias)")
 
 
 def _text_entries(model: ModelSpec) -> tuple[Entry, ...]:
-    assert model.encoder is not None
-    source = "text_model"
-    return (
-        Entry("encoder.embedding.tokens", (f"{source}.embeddings.token_embedding.weight",), shard_axis=0),
-        Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
-        *layer_weights(model.encoder, f"{source}.encoder.layers", PreNormLayer()),
-        *norm("encoder.final_norm", f"{source}.final_layer_norm", bias=True),
-        *linear("head.output", f"{source}.head", True, 0),
-    )
+    return text_entries(model, linear("head.output", "text_model.head", True, 0))
 
 
-def _image_entries(model: ModelSpec, target: str = "") -> tuple[Entry, ...]:
+def _image_entries(model: ModelSpec, target: str) -> tuple[Entry, ...]:
     """The weights of the encoder of images.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,8 @@ from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, even_head_dim, linear, norm, qkv
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned
-from engine.model.spec import Attention, Block, Dense, Patches, Pre, Stack, Tokens
-from engine.model.table import Entry, Reshaped
+from engine.model.spec import Attention, Block, Dense, ModelSpec, Patches, Pre, Stack, Tokens
+from engine.model.table import Entry, Reshaped, WeightTable
 
 _MOST_PIXELS = 1 << 14  # of a side
 
@@ -128,3 +129,39 @@ def layer_weights(stack: Stack, source: str, names: PreNormLayer, target: str = 
             *norm(f"{ours}.ffn.before", f"{theirs}.{names.ffn_norm}", bias=True),
         ]
     return entries
+
+
+def text_entries(model: ModelSpec, head: Iterable[Entry]) -> tuple[Entry, ...]:
+    """An encoder of texts that stands beside one of images (CLIP, SigLIP), with what its head reads."""
+    assert model.encoder is not None
+    source = "text_model"
+    return (
+        Entry("encoder.embedding.tokens", (f"{source}.embeddings.token_embedding.weight",), shard_axis=0),
+        Entry("encoder.embedding.positions", (f"{source}.embeddings.position_embedding.weight",)),
+        *layer_weights(model.encoder, f"{source}.encoder.layers", PreNormLayer()),
+        *norm("encoder.final_norm", f"{source}.final_layer_norm", bias=True),
+        *head,
+    )
+
+
+def two_towers(
+    model: ModelSpec,
+    texts: Callable[[ModelSpec], tuple[Entry, ...]],
+    images: Callable[[ModelSpec, str], tuple[Entry, ...]],
+    unread: str,
+) -> WeightTable:
+    """Of a model that is an encoder of texts, one of images, or both, the second as the `twin` of the first.
+
+    Args:
+        texts: what the encoder of texts reads.
+        images: what the one of images reads, of the model and what its parameters' names begin with.
+        unread: a pattern of further names that are not read.
+    """
+    assert model.encoder is not None
+    # The positions are buffers of old checkpoints.
+    ignored = (r"(text|vision)_model\.embeddings\.position_ids", unread)
+    if isinstance(model.encoder.embedding, Patches):
+        return WeightTable(images(model, ""), prefix="vision_model.", ignored=ignored)
+    if model.twin is None:
+        return WeightTable(texts(model), prefix="text_model.", ignored=ignored)
+    return WeightTable(texts(model) + images(model.twin, "twin."), ignored=ignored)
