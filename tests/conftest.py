@@ -64,6 +64,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_FailureLines(config))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """What tests start later would inherit blocked signals, and could not be stopped."""
+    yield
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+    assert not blocked, f"{item.nodeid} leaves signals blocked: {blocked}"
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
     """Gives the tiny random checkpoint of a name (`support.checkpoints.SHAPES`), made once."""
