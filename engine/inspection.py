@@ -22,7 +22,7 @@ from engine.interface.outputs import Task
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.config_values import check_parameters
-from engine.model.families import architecture, build_spec
+from engine.model.families import architecture, build_spec, stored_scheme
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.sentence import read_pipeline
 from engine.model.transformer import Transformer
@@ -140,7 +140,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
-    check_parameters(path, spec)
+    check_parameters(path, spec, stored_scheme(hf_config))
     abilities = find_abilities(hf_config, spec, pipeline)
     files = weight_files(path)
     device = choose_device(config.device)

@@ -219,7 +219,7 @@ def test_weights_that_do_not_fit_are_not_read(
 
     def check(memory: MadeUpMemory, utilization: float = 0.9, dtype: torch.dtype = float32) -> None:
         monkeypatch.setattr(loading, "device_memory", lambda device: memory)
-        check_weights_fit(path, float32, dtype, cuda, None, utilization)
+        check_weights_fit(path, None, dtype, cuda, None, utilization)
 
     check(MadeUpMemory(2 * size))
     check(MadeUpMemory(3 * size, others=int(1.6 * size)))

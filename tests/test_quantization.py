@@ -369,7 +369,7 @@ def test_what_cannot_fit_is_refused(checkpoint: Callable[[str], Checkpoint], mon
     path = checkpoint(CHECKPOINT).path
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     monkeypatch.setattr(loading, "available_memory", lambda: size // 2)
-    place = torch.float32, torch.float32, torch.device("cpu")
+    place = None, torch.float32, torch.device("cpu")
     with pytest.raises(ModelLoadError, match=r"as torch.float32"):
         loading.check_weights_fit(path, *place)
     loading.check_weights_fit(path, *place, "int8")

@@ -18,14 +18,15 @@ from engine.model.families import context_length
 from engine.model.positions import Rotary
 from engine.model.quantisation import Quantization, size_of
 from engine.model.spec import ModelSpec
-from engine.model.weight_files import weight_files
+from engine.model.stored.scheme import Scheme
+from engine.model.weight_files import Checkpoint
 
 logger = logging.getLogger("octavo.engine")
 
 
 def check_weights_fit(
     path: Path,
-    stored: torch.dtype,
+    scheme: Scheme | None,
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None = None,
@@ -36,13 +37,15 @@ def check_weights_fit(
     A CPU's system hands out memory that it does not have, and kills the process that uses it.
 
     Args:
+        scheme: how weights of few bits are stored.
         utilization: share of a GPU's memory that may be used.
 
     Raises:
         ModelLoadError: they take more than there is.
     """
     memory = device_memory(device)
-    size = sum(file.stat().st_size for file in weight_files(path)) * dtype.itemsize // stored.itemsize
+    with Checkpoint(path, scheme) as checkpoint:
+        size = checkpoint.num_elements * dtype.itemsize
     if quantization is not None:  # embeddings take more: this is the least
         size = size * size_of(1, 1 << 20, quantization) // (dtype.itemsize << 20)
     if memory is not None:

@@ -35,7 +35,7 @@ from engine.interface.outputs import EngineInfo
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.config_values import check_parameters
-from engine.model.families import build_spec, context_length
+from engine.model.families import build_spec, context_length, stored_scheme
 from engine.model.projection import load_projection
 from engine.model.quantisation import Quantization
 from engine.model.sentence import Pipeline, read_pipeline
@@ -91,12 +91,13 @@ def resolve(config: EngineConfig, device: torch.device) -> Resolved:
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
-    check_parameters(path, spec)
+    scheme = stored_scheme(hf_config)
+    check_parameters(path, spec, scheme)
     stored = stored_dtype(path, hf_config)
     dtype = choose_dtype(config.dtype, stored, device)
     quantization = find_quantization(config, device)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
-    check_weights_fit(path, stored, dtype, device, quantization, config.gpu_memory_utilization)
+    check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     check_positions_fit(spec, max_model_len)
     find_abilities(hf_config, spec, pipeline)  # refuses a pipeline that does not fit

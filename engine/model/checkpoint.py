@@ -159,7 +159,7 @@ def read_config(path: Path) -> Any:
 
     Raises:
         ModelLoadError: there is no readable config, or it holds a number that no model has.
-        UnsupportedModelError: unknown model type, or quantised weights.
+        UnsupportedModelError: unknown model type, or weights that are stored in a way that is not read.
     """
     file = path / "config.json"
     values = read_values(file)
@@ -173,17 +173,10 @@ def read_config(path: Path) -> Any:
                 "Use a checkpoint whose architecture transformers itself knows."
             ) from error
         raise ModelLoadError(f"{file} cannot be read: {_first_paragraph(error)}") from error
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if not families.reads(config, method):
-            raise UnsupportedModelError(
-                f"{path} holds quantised weights ({method or 'method unknown'}), which are not supported. "
-                "Use the checkpoint in bfloat16, float16 or float32."
-            )
     part = language_part(config)
     if part is not config:
         logger.info("%s is served as a text model: images are refused.", families.architecture(config))
+    families.stored_scheme(part)
     return part
 
 

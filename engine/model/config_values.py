@@ -25,6 +25,7 @@ from engine.model.spec import (
     Stack,
     Tokens,
 )
+from engine.model.stored.scheme import Scheme
 from engine.model.weight_files import Checkpoint
 
 _MOST_BYTES = 16 << 20  # of a config.json; published ones have some KiB
@@ -180,16 +181,18 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:80] + "..."
 
 
-def check_parameters(path: Path, model: ModelSpec) -> None:
+def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None) -> None:
     """Refuse a config that asks for more weights than the files of a checkpoint can hold, before anything is made.
 
+    Args:
+        scheme: how weights of few bits are stored.
+
     Raises:
-        ModelLoadError: there are fewer bytes than parameters (than half of them, of MXFP4), or no files.
+        ModelLoadError: there are fewer bytes, and fewer numbers of few bits, than parameters; or no files.
     """
-    with Checkpoint(path) as checkpoint:  # a damaged file says so
+    with Checkpoint(path, scheme) as checkpoint:  # a damaged file says so
         size = sum(file.stat().st_size for file in checkpoint.files)
-        # Of MXFP4 a byte holds two.
-        most = size + sum(checkpoint.shape(n).numel() for n in checkpoint.names if checkpoint.format(n) == "U8")
+        most = max(size, checkpoint.num_elements)
     twin = None if model.twin is None else model.twin.encoder
     least = sum(_parameters(stack) for stack in (model.encoder, model.decoder, twin) if stack is not None)
     table = model.trunk.embedding

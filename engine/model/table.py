@@ -408,7 +408,7 @@ class Family:
         spec: a transformers config to the parts; raises UnsupportedModelError for what has no part.
         weights: the parts to the table of weight names; None for a family whose parts are described but
             not implemented yet (`engine.model.missing` names them).
-        quantised: what its checkpoints may be stored as, by the `quant_method` of a config.
+        reads_mxfp4: whether its table has entries for the blocks of MXFP4.
         repeats: of an encoder-decoder family that has classifiers of texts, a config to what their decoders read;
             raises UnsupportedModelError where that is not known.
     """
@@ -419,5 +419,5 @@ class Family:
     spec: Callable[[Any], ModelSpec]
     weights: Callable[[ModelSpec], WeightTable] | None = None
     headless: tuple[str, ...] = ()
-    quantised: tuple[str, ...] = ()
+    reads_mxfp4: bool = False
     repeats: Callable[[Any], RepeatedInput] | None = None

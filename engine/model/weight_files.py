@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelLoadError
-from engine.model import mxfp4
+from engine.model.stored.scheme import Packed, Scheme
 from engine.model.table import WeightTable
 
 SINGLE_FILE = "model.safetensors"
@@ -24,13 +24,18 @@ _SHOWN = 5
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files, under the names of a weight table; a context manager."""
+    """The tensors of a folder's safetensors files, under the names of a weight table; a context manager.
 
-    def __init__(self, path: Path):
+    Args:
+        scheme: how matrices are stored that take several tensors each: they are found as one.
+    """
+
+    def __init__(self, path: Path, scheme: Scheme | None = None):
         self.path = path
+        self.scheme = scheme
         self.files: list[Path] = []
         self.names: dict[str, tuple[Path, str]] = {}
-        self._scales: dict[str, tuple[Path, str]] = {}  # where those of MXFP4 are, by the name of the blocks
+        self._packed: dict[tuple[Path, str], tuple[Packed, list[tuple[Path, str]]]] = {}  # with where the parts are
         self._handles: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -48,12 +53,36 @@ class Checkpoint:
                             f"{self.path} holds the tensor {key} twice, in {self.names[key][0].name} and {file.name}."
                         )
                     self.names[key] = (file, key)
+            if self.scheme is not None:
+                self._unite(self.scheme)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._handles.clear()
         self._stack.close()
+
+    def _unite(self, scheme: Scheme) -> None:
+        """Give tensors that are one matrix its name, in place of the first of them."""
+        found = {packed.parts[0]: packed for packed in scheme.find(self)}
+        others = {part for packed in found.values() for part in packed.parts[1:]}
+        names: dict[str, tuple[Path, str]] = {}
+        for stored, place in self.names.items():
+            packed = found.get(stored)
+            if packed is not None:
+                united = (place[0], packed.name)
+                self._packed[united] = packed, [self.names[part] for part in packed.parts]
+                if packed.name in names or (packed.name != stored and packed.name in self.names):
+                    raise ModelLoadError(f"{self.path} holds {packed.name} twice: as itself and as {stored}.")
+                names[packed.name] = united
+            elif stored not in others and not stored.endswith(scheme.unread):
+                names[stored] = place
+        self.names = names
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all tensors together."""
+        return sum(self.shape(name).numel() for name in self.names)
 
     def rename(self, table: WeightTable) -> None:
         """Give the tensors the table's names where the file has older ones, or leaves the prefix out."""
@@ -70,38 +99,29 @@ class Checkpoint:
                 raise ModelLoadError(f"{self.path} holds the tensor {name} twice: as {other} and as {place[1]}.")
             renamed[name] = place
         self.names = renamed
-        for name in [name for name in renamed if name in wanted and name.endswith(mxfp4.BLOCKS)]:
-            scales = name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
-            if scales in renamed and self.format(name) == self.format(scales) == "U8":
-                self._check_scales(name, scales)
-                self._scales[name] = self.names.pop(scales)
-
-    def _check_scales(self, name: str, scales: str) -> None:
-        blocks, found = self.shape(name), self.shape(scales)
-        if len(blocks) < 3 or found != blocks[:-1]:
-            raise ModelLoadError(
-                f"{self.path}: the tensor {scales} should have a number for each block of {name}, which is stored as "
-                f"{list(blocks)}, but is stored as {list(found)}."
-            )
 
     def shape(self, name: str) -> torch.Size:
-        """Of blocks of MXFP4 that of what they hold."""
-        stored = torch.Size(self._slice(name).get_shape())
-        return mxfp4.decoded_shape(stored) if name in self._scales else stored
+        """Of a matrix of few bits that of what it holds."""
+        packed = self._packed.get(self.names[name])
+        return torch.Size(self._slice(name).get_shape()) if packed is None else packed[0].shape
 
     def format(self, name: str) -> str:
-        """The stored format, in safetensors' words: F32, BF16 …; that in which blocks of MXFP4 are read."""
-        return "BF16" if name in self._scales else str(self._slice(name).get_dtype())
+        """The stored format, in safetensors' words: F32, BF16 …; that in which a matrix of few bits is read."""
+        packed = self._packed.get(self.names[name])
+        return str(self._slice(name).get_dtype()) if packed is None else packed[0].format
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a matrix."""
-        part: Tensor = self._slice(name)[start:stop]
+        part: Tensor = (self.read(name) if self.names[name] in self._packed else self._slice(name))[start:stop]
         return part
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is stored, or what blocks of MXFP4 hold."""
-        stored = self._read(self.names[name])
-        return mxfp4.decode(stored, self._read(self._scales[name])) if name in self._scales else stored
+        """A tensor as it is stored, or what a matrix of few bits holds."""
+        place = self.names[name]
+        if place not in self._packed:
+            return self._read(place)
+        packed, parts = self._packed[place]
+        return packed.decode(*(self._read(part) for part in parts))
 
     def _read(self, place: tuple[Path, str]) -> Tensor:
         file, key = place

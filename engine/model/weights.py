@@ -60,7 +60,8 @@ def load_model(
         ConfigError: max_model_len exceeds what the checkpoint has positions for.
     """
     table = families.weight_table(config, model_spec)
-    with Checkpoint(path) as checkpoint:
+    scheme = families.stored_scheme(config)
+    with Checkpoint(path, scheme) as checkpoint:
         checkpoint.rename(table)
         as_stored = _as_stored(checkpoint, table, model_spec)
         if as_stored != model_spec:
@@ -77,6 +78,9 @@ def load_model(
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
         destinations = _plan(checkpoint, table, model)
+        if scheme is not None:
+            held = f"quantised again ({quantization})" if quantization else f"widened to {str(dtype)[6:]}"
+            logger.info("%s: weights are stored as %s, and %s as they are read.", path, scheme.title, held)
         if quantization is None:
             _fill(checkpoint, destinations, show_progress)
         else:
@@ -96,7 +100,7 @@ def stored_dtype(path: Path, config: Any) -> torch.dtype:
     if isinstance(named, str):
         named = getattr(torch, named.removeprefix("torch."), None)
     if named is None:
-        with Checkpoint(path) as checkpoint:
+        with Checkpoint(path, families.stored_scheme(config)) as checkpoint:
             known = [name for name in checkpoint.names if checkpoint.format(name) in FORMATS]
             largest = max(known, key=lambda name: checkpoint.shape(name).numel(), default=None)
             named = None if largest is None else FORMATS.get(checkpoint.format(largest))
@@ -185,7 +189,7 @@ def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dic
         if checkpoint.format(name) not in FORMATS:
             raise UnsupportedModelError(
                 f"{checkpoint.path}: the tensor {name} is stored as {checkpoint.format(name)}; only "
-                f"{', '.join(FORMATS)} are read. Use a checkpoint that is not quantised."
+                f"{', '.join(FORMATS)} are read where the config names no quantisation."
             )
     return destinations
 

@@ -16,6 +16,8 @@ from engine.model.families.kinds import keeps_state, model_type_of, own_settings
 from engine.model.families.language_part import ARCHITECTURES, whole_of, without_vision
 from engine.model.missing import unsupported
 from engine.model.spec import Lm, ModelSpec, Pool
+from engine.model.stored.methods import find_scheme
+from engine.model.stored.scheme import Scheme
 from engine.model.table import Family, WeightTable
 
 
@@ -152,10 +154,14 @@ def find(config: Any) -> Family:
     return family
 
 
-def reads(config: Any, method: str | None) -> bool:
-    """Whether a config's family has an entry for weights that are stored by a quantisation method."""
+def stored_scheme(config: Any) -> Scheme | None:
+    """How a checkpoint stores weights of few bits; None for one of plain weights.
+
+    Raises:
+        UnsupportedModelError: in a way that is not read, or that the family has no place for.
+    """
     family = _BY_ARCHITECTURE.get(architecture(config))
-    return family is not None and method in family.quantised
+    return find_scheme(config, reads_mxfp4=family is not None and family.reads_mxfp4)
 
 
 # What architectures need that no part expresses, by how their names begin.

@@ -79,5 +79,5 @@ FAMILY = Family(
     brings="sinks in attention, experts with biases and clamped gates, windows in some layers, MXFP4",
     spec=spec,
     weights=weights,
-    quantised=("mxfp4",),
+    reads_mxfp4=True,
 )

@@ -71,7 +71,7 @@ def language_part(config: Any) -> Any:
     text.architectures = [own]
     # What the whole says of the end of its texts, and whether its head is the table of tokens.
     text.tie_word_embeddings = config.tie_word_embeddings
-    for setting in ("dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
+    for setting in ("dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(text, setting, None) is None:
             setattr(text, setting, getattr(config, setting, None))
     setattr(text, _MARK, name)

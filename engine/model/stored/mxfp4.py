@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Size, Tensor
+
+from engine.errors import ModelLoadError
+from engine.model.stored.scheme import Packed, Scheme, Tensors, matrices
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """How the names of the two tensors of a matrix end."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
+
+
+class Mxfp4(Scheme):
+    """Blocks and scales, under the name of the blocks: they hold a matrix in another order than its plain form."""
+
+    title = "MXFP4"
+
+    def find(self, tensors: Tensors) -> Iterator[Packed]:
+        for module, name in matrices(tensors, BLOCKS):
+            scales = module + SCALES
+            if scales in tensors.names and tensors.format(name) == tensors.format(scales) == "U8":
+                blocks, found = tensors.shape(name), tensors.shape(scales)
+                if len(blocks) < 3 or found != blocks[:-1]:
+                    raise ModelLoadError(
+                        f"{tensors.path}: the tensor {scales} should have a number for each block of {name}, which is "
+                        f"stored as {list(blocks)}, but is stored as {list(found)}."
+                    )
+                yield Packed(name, (name, scales), decoded_shape(blocks), decode, format="BF16")
 
 
 def decoded_shape(blocks: Size) -> Size:

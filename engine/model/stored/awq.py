@@ -1,0 +1,56 @@
+"""AWQ's checkpoints: 4-bit integers, outputs by columns, a scale and a zero for each group of inputs
+(arXiv:2306.00978)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.stored.bits import grouped, unpacked
+from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices, whole_number
+
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word each of eight outputs is."""
+
+
+class Awq(Scheme):
+    """`qweight`, `qzeros` and `scales` of a matrix."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        whole_number(config, "bits", (4,), config.get("w_bit"))
+        layout = str(config.get("version") or config.get("format") or "gemm").lower()
+        if layout != "gemm" or config.get("backend", "autoawq") not in ("autoawq", "auto", None):
+            raise UnsupportedModelError(
+                f"version of the config's quantization_config must be gemm, of the backend autoawq; got {layout!r}, "
+                f"{config.get('backend', 'autoawq')!r}."
+            )
+        self.title = "4-bit AWQ"
+
+    def find(self, tensors: Tensors) -> Iterator[Packed]:
+        for module, name in matrices(tensors, ".qweight"):
+            shape = tensors.shape(name)
+            if len(shape) != 2 or tensors.format(name) != "I32":
+                raise ModelLoadError(f"{tensors.path}: {name} should be a matrix of 32-bit integers.")
+            inputs, outputs = shape[0], shape[1] * 8
+            scales, zeros = f"{module}.scales", f"{module}.qzeros"
+            groups = tensors.shape(scales)[0] if scales in tensors.names else 1
+            parts = [name, expect(tensors, scales, (groups, outputs))]
+            if zeros in tensors.names:
+                parts.append(expect(tensors, zeros, (groups, shape[1])))
+            yield Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), _decode)
+
+
+def _decode(words: Tensor, scales: Tensor, packed_zeros: Tensor | None = None) -> Tensor:
+    """[outputs, inputs] of words [inputs, outputs / 8], and scales and zeros of groups of inputs."""
+    values = _ordered(words).t().contiguous()
+    zeros = torch.full_like(scales, 8) if packed_zeros is None else _ordered(packed_zeros)
+    return grouped(values, scales.t(), zeros.t())
+
+
+def _ordered(words: Tensor) -> Tensor:
+    eights = unpacked(words, 4, 1).view(len(words), -1, 8)
+    return eights[..., list(_PLACES)].reshape(len(words), -1)

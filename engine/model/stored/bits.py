@@ -1,0 +1,64 @@
+"""Integers of few bits in 32-bit words, the first in the lowest bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelLoadError
+
+
+def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
+    """The integers of a matrix of int32 as uint8: along `dim` (0 or 1) there are 32 / bits times as many.
+
+    Args:
+        bits: 1 to 8 of each. Where they do not divide 32, integers run on from word to word.
+    """
+    if dim == 0:
+        return unpacked(words.t().contiguous(), bits, 1).t()
+    rows = words.shape[0]
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    if 8 % bits == 0:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return (octets[..., None] >> shifts & (1 << bits) - 1).view(rows, -1)
+    stream = (octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).view(rows, -1)
+    whole = stream[:, : stream.shape[1] // bits * bits].reshape(rows, -1, bits)
+    return (whole << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+def grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None = None) -> Tensor:
+    """(values - zeros) * scales [rows, columns], in float32: exact, but for one rounding of the product.
+
+    Args:
+        values: [rows, columns] integers.
+        scales: [rows, groups], of as many neighbouring columns each.
+        zeros: as scales; None for none.
+        groups: [columns], the group of each where they are not neighbours.
+
+    Raises:
+        ModelLoadError: there is no such group.
+    """
+    scales = scales.float()
+    zeros = None if zeros is None else zeros.float()
+    if groups is not None:
+        chosen = groups.long()
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < scales.shape[1]:
+            raise ModelLoadError(
+                f"g_idx of a quantised matrix must lie from 0 to {scales.shape[1] - 1}, its groups; it holds "
+                f"{int(chosen.min())} to {int(chosen.max())}. Download the checkpoint again."
+            )
+        numbers = values.float()
+        if zeros is not None:
+            numbers -= zeros[:, chosen]
+        return numbers.mul_(scales[:, chosen])
+    rows, columns = values.shape
+    count = scales.shape[1]
+    size = -(-columns // count)
+    if columns % count:  # the last group is shorter
+        return grouped(values, scales, zeros, torch.arange(columns) // size)
+    numbers = values.float().view(rows, count, size)
+    if zeros is not None:
+        numbers -= zeros[..., None]
+    return numbers.mul_(scales[..., None]).view(rows, columns)

@@ -1,0 +1,131 @@
+"""What llm-compressor and others write (quant_method compressed-tensors): packed integers, plain int8, FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.stored.bits import grouped, unpacked
+from engine.model.stored.fp8 import scaled_matrix
+from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+
+
+class CompressedTensors(Scheme):
+    """`weight_packed` or `weight`, with `weight_scale` and what else its scheme has. A scheme holds for a group of
+    modules; what a matrix is stored as says which one is its own."""
+
+    unread = (
+        ".weight_shape", ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
+        ".output_zero_point", ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point",
+    )  # fmt: skip
+
+    def __init__(self, config: Mapping[str, Any]):
+        groups = [group for group in (config.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+        formats = {str(named) for named in (config.get("format"), *(group.get("format") for group in groups)) if named}
+        if others := sorted(formats - set(_FORMATS)):
+            raise UnsupportedModelError(
+                f"format of the config's quantization_config must be one of {', '.join(_FORMATS)}; got {others[0]!r}."
+            )
+        sparsity = config.get("sparsity_config") or {}
+        if sparsity.get("format", "dense") != "dense":
+            raise UnsupportedModelError(
+                f"sparsity_config of the config's quantization_config has the format {sparsity['format']!r}; only "
+                "dense matrices are read."
+            )
+        weights = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
+        self._bits = sorted({bits for w in weights if (bits := w.get("num_bits")) in range(1, 9)})
+        self._blocks = {
+            (int(block[0]), int(block[1]))
+            for block in (w.get("block_structure") for w in weights)
+            if isinstance(block, list | tuple) and len(block) == 2
+        }
+        if len(self._blocks) > 1:
+            raise UnsupportedModelError("block_structure of the config's quantization_config has several values.")
+        self.title = f"compressed-tensors ({config.get('format') or 'dense'})"
+
+    def find(self, tensors: Tensors) -> Iterator[Packed]:
+        for module, name in matrices(tensors, ".weight_packed"):
+            yield self._integers(tensors, module, name)
+        for module, name in matrices(tensors, ".weight"):
+            if tensors.format(name) == "I8" and f"{module}.weight_zero_point" in tensors.names:
+                yield _bytes(tensors, module, name)
+            elif tensors.format(name) in ("I8", "F8_E4M3"):
+                yield scaled_matrix(tensors, name, next(iter(self._blocks), None))
+
+    def _integers(self, tensors: Tensors, module: str, name: str) -> Packed:
+        shape = tensors.read(expect(tensors, f"{module}.weight_shape", (2,)))
+        outputs, inputs = (int(n) for n in shape)
+        words = tensors.shape(name)
+        fitting = [bits for bits in self._bits if words == Size((outputs, -(-inputs * bits // 32)))]
+        if not fitting or tensors.format(name) != "I32":
+            raise ModelLoadError(
+                f"{tensors.path}: {name} should hold {outputs} x {inputs} integers of "
+                f"{' or '.join(map(str, self._bits))} bits, but is stored as {list(words)}, {tensors.format(name)}."
+            )
+        bits = fitting[0]
+        scale, groups = _scales(tensors, module, outputs)
+        parts, has_zeros, has_order = [name, scale], False, False
+        if (zeros := f"{module}.weight_zero_point") in tensors.names:
+            parts.append(expect(tensors, zeros, (outputs, groups), (-(-outputs * bits // 32), groups)))
+            has_zeros = True
+        if (order := f"{module}.weight_g_idx") in tensors.names:
+            parts.append(expect(tensors, order, (inputs,)))
+            has_order = True
+        decode = partial(_decode, bits=bits, shape=(outputs, inputs), has_zeros=has_zeros, has_order=has_order)
+        return Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode)
+
+
+def _scales(tensors: Tensors, module: str, outputs: int) -> tuple[str, int]:
+    """Where the scales are, and of how many groups of inputs."""
+    name = f"{module}.weight_scale"
+    shape = tensors.shape(name) if name in tensors.names else Size()
+    groups = shape[1] if len(shape) == 2 else 1
+    expect(tensors, name, (1,), (1, 1), (outputs,), (outputs, groups))
+    return name, groups
+
+
+def _bytes(tensors: Tensors, module: str, name: str) -> Packed:
+    shape = tensors.shape(name)
+    scale, groups = _scales(tensors, module, shape[0])
+    zeros = expect(tensors, f"{module}.weight_zero_point", (1,), (1, 1), (shape[0],), (shape[0], groups))
+    return Packed(name, (name, scale, zeros), shape, _of_bytes)
+
+
+def _of_bytes(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    rows = len(values)
+    return grouped(values, _by_rows(scales, rows), _by_rows(zeros, rows))
+
+
+def _by_rows(scales: Tensor, rows: int) -> Tensor:
+    """[rows, groups] of one number, one for each row, or that already."""
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(rows, 1)
+    return scales if scales.dim() == 2 else scales[:, None]
+
+
+def _decode(
+    words: Tensor,
+    scales: Tensor,
+    *others: Tensor,
+    bits: int,
+    shape: tuple[int, int],
+    has_zeros: bool,
+    has_order: bool,
+) -> Tensor:
+    outputs, inputs = shape
+    middle = 1 << bits - 1  # integers are stored with this much added
+    values = unpacked(words, bits, 1)[:, :inputs].short() - middle
+    zeros = others[0] if has_zeros else None
+    if zeros is not None and zeros.dtype == torch.int32:
+        zeros = unpacked(zeros, bits, 0)[:outputs].short() - middle
+    order = others[-1] if has_order else None
+    if order is not None and order.numel() and int(order.min()) < 0:  # no order was kept
+        order = None
+    return grouped(values, _by_rows(scales, outputs), zeros, order)

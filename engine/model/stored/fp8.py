@@ -1,0 +1,65 @@
+"""Weights of 8-bit floating point with scales (quant_method fp8 and fbgemm_fp8; arXiv:2209.05433, 2412.19437)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Size
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, scaled
+
+_FORMATS = ("F8_E4M3", "F8_E5M2")
+_SCALES = ("_scale_inv", "_scale")
+"""How names of scales end, all of them factors: what DeepSeek calls the inverse, and what others call the scale."""
+
+
+class Fp8(Scheme):
+    """Matrices of FP8 with one scale, one for each output, or one for each block."""
+
+    unread = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
+
+    def __init__(self, config: Mapping[str, Any]):
+        block = config.get("weight_block_size")
+        if block is not None and not (
+            isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+        ):
+            raise UnsupportedModelError(
+                f"weight_block_size of the config's quantization_config must be rows and columns; got {block!r}."
+            )
+        self._block = None if block is None else (block[0], block[1])
+        self.title = "FP8"
+
+    def find(self, tensors: Tensors) -> Iterator[Packed]:
+        for name in list(tensors.names):
+            if tensors.format(name) in _FORMATS:
+                yield scaled_matrix(tensors, name, self._block)
+
+
+def scaled_matrix(tensors: Tensors, name: str, block: tuple[int, int] | None) -> Packed:
+    """A matrix, or several of one shape, with what is stored as its scale: one number, one for each row or for each
+    group of a row, or one for each block.
+
+    Args:
+        block: rows and columns for which there is a scale, where the shape of the scales says that.
+
+    Raises:
+        ModelLoadError: there is no scale, or one of another shape.
+    """
+    stored = [name + ending for ending in _SCALES]
+    scale = next((one for one in stored if one in tensors.names), stored[-1])
+    shape = tensors.shape(name)
+    if len(shape) < 2:
+        raise ModelLoadError(f"{tensors.path}: {name} is stored as {tensors.format(name)}, but is no matrix.")
+    lead, (rows, columns) = shape[:-2], shape[-2:]
+    shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (*lead, 1, 1), (*lead, rows, 1)]
+    groups = tensors.shape(scale)[-1] if scale in tensors.names and tensors.shape(scale) else 1
+    if groups and columns % groups == 0:
+        shapes.append((*lead, rows, groups))
+    if block is not None:
+        shapes.append((*lead, -(-rows // block[0]), -(-columns // block[1])))
+    expect(tensors, scale, *shapes)
+    per_block = block is not None and tensors.shape(scale) == Size(shapes[-1])
+    return Packed(name, (name, scale), shape, partial(scaled, block=block if per_block else None))

@@ -1,0 +1,76 @@
+"""GPTQ's checkpoints: integers of 2, 3, 4 or 8 bits, inputs by rows, a scale and a zero for each group of inputs
+(arXiv:2210.17323)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.stored.bits import grouped, unpacked
+from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices, whole_number
+
+
+class Gptq(Scheme):
+    """`qweight`, `qzeros`, `scales` and `g_idx` of a matrix; the last says which group an input belongs to."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._bits = whole_number(config, "bits", (2, 3, 4, 8))
+        layout = config.get("checkpoint_format") or config.get("format") or "gptq"
+        if layout not in ("gptq", "gptq_v2"):
+            raise UnsupportedModelError(
+                f"checkpoint_format of the config's quantization_config must be gptq or gptq_v2; got {layout!r}."
+            )
+        if config.get("dynamic"):
+            raise UnsupportedModelError(
+                "dynamic of the config's quantization_config (settings of single modules) is not supported."
+            )
+        self._less_one = layout == "gptq"  # the first version stores zeros less one
+        self.title = f"{self._bits}-bit GPTQ"
+
+    def find(self, tensors: Tensors) -> Iterator[Packed]:
+        for module, name in matrices(tensors, ".qweight"):
+            words, outputs = _two(tensors, name)
+            if words * 32 % self._bits:
+                raise ModelLoadError(f"{tensors.path}: {name} holds no whole number of {self._bits}-bit integers.")
+            inputs = words * 32 // self._bits
+            scales = f"{module}.scales"
+            groups = tensors.shape(scales)[0] if scales in tensors.names else 1
+            parts = [
+                name,
+                expect(tensors, scales, (groups, outputs)),
+                expect(tensors, f"{module}.qzeros", (groups, outputs * self._bits // 32)),
+            ]
+            if f"{module}.g_idx" in tensors.names:
+                parts.append(expect(tensors, f"{module}.g_idx", (inputs,)))
+            decode = partial(_decode, bits=self._bits, less_one=self._less_one)
+            yield Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode)
+
+
+def _two(tensors: Tensors, name: str) -> tuple[int, int]:
+    shape = tensors.shape(name)
+    if len(shape) != 2 or tensors.format(name) != "I32":
+        raise ModelLoadError(
+            f"{tensors.path}: {name} should be a matrix of 32-bit integers, but is stored as {list(shape)}, "
+            f"{tensors.format(name)}."
+        )
+    return shape[0], shape[1]
+
+
+def _decode(
+    words: Tensor, scales: Tensor, packed_zeros: Tensor, groups: Tensor | None = None, *, bits: int, less_one: bool
+) -> Tensor:
+    """[outputs, inputs] of words [inputs * bits / 32, outputs], and scales and zeros of groups of inputs."""
+    zeros = unpacked(packed_zeros, bits, 1)
+    if less_one:
+        zeros = zeros + 1 & (1 << bits) - 1
+    values = unpacked(words.t().contiguous(), bits, 1)
+    if groups is not None:
+        size = -(-values.shape[1] // len(scales))
+        if torch.equal(groups.long(), torch.arange(values.shape[1]) // size):
+            groups = None
+    return grouped(values, scales.t(), zeros.t(), groups)

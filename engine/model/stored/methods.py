@@ -1,0 +1,50 @@
+"""Which scheme a config names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.model.stored.awq import Awq
+from engine.model.stored.bitsandbytes import BitsAndBytes
+from engine.model.stored.compressed_tensors import CompressedTensors
+from engine.model.stored.fp8 import Fp8
+from engine.model.stored.gptq import Gptq
+from engine.model.stored.mxfp4 import Mxfp4
+from engine.model.stored.scheme import Scheme
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Fp8,
+    "fp8": Fp8,
+    "gptq": Gptq,
+}
+
+
+def find_scheme(config: Any, *, reads_mxfp4: bool = False) -> Scheme | None:
+    """How the weights of a checkpoint are stored, by its config; None for plainly.
+
+    Args:
+        reads_mxfp4: whether the family has a place for matrices in that layout.
+
+    Raises:
+        UnsupportedModelError: in a way that is not read.
+    """
+    said = getattr(config, "quantization_config", None)
+    if said is None:
+        return None
+    values: Mapping[str, Any] = said if isinstance(said, Mapping) else said.to_dict()
+    method = values.get("quant_method")
+    if method == "mxfp4" and reads_mxfp4:
+        return Mxfp4()
+    make = _METHODS.get(str(getattr(method, "value", method)))
+    if make is None:
+        raise UnsupportedModelError(
+            f"The weights are quantised by {method or 'a method that config.json does not name'}, which is not read of "
+            "this family. "
+            f"Known: {', '.join(sorted(_METHODS))}. Use one of these, or the checkpoint in a 16-bit format or float32."
+        )
+    return make(values)

@@ -1,0 +1,140 @@
+"""How a checkpoint stores matrices in few bits: which tensors one consists of, and what they hold."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Size, Tensor
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint as they are stored."""
+
+    path: Path
+    names: dict[str, tuple[Path, str]]
+
+    def shape(self, name: str) -> Size:
+        """Of a tensor."""
+        ...
+
+    def format(self, name: str) -> str:
+        """In safetensors' words: F32, I8 …"""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """As it is stored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor that is stored as several.
+
+    Attributes:
+        name: what it is called.
+        parts: the names of what it is stored as.
+        shape: of what they hold.
+        decode: makes a tensor of that shape of the parts, in their order.
+        format: of that tensor, in safetensors' words.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    shape: Size
+    decode: Callable[..., Tensor]
+    format: str = "F32"
+
+
+class Scheme(ABC):
+    """What a `quantization_config` describes."""
+
+    title: str
+    """For messages: `4-bit GPTQ`."""
+    unread: tuple[str, ...] = ()
+    """How the names end of tensors that weights do not need: scales of activations, of keys and values."""
+
+    @abstractmethod
+    def find(self, tensors: Tensors) -> Iterator[Packed]:
+        """What is stored so.
+
+        Raises:
+            ModelLoadError: tensors of one matrix do not fit together.
+            UnsupportedModelError: a matrix is stored in another way.
+        """
+
+
+def matrices(tensors: Tensors, ending: str) -> Iterator[tuple[str, str]]:
+    """Names that end so, with what stands before, in the files' order."""
+    for name in list(tensors.names):
+        if name.endswith(ending):
+            yield name.removesuffix(ending), name
+
+
+def expect(tensors: Tensors, name: str, *shapes: Iterable[int]) -> str:
+    """The name, of a tensor that is there and has one of these shapes.
+
+    Raises:
+        ModelLoadError: it is not.
+    """
+    if name not in tensors.names:
+        raise ModelLoadError(f"{tensors.path} lacks {name}, which a quantised matrix needs. Download it again.")
+    found = tensors.shape(name)
+    if found not in [Size(shape) for shape in shapes]:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ModelLoadError(
+            f"{tensors.path}: the tensor {name} should have shape {wanted} by the others of its matrix, but is stored "
+            f"as {list(found)}."
+        )
+    return name
+
+
+def whole_number(config: Mapping[str, Any], name: str, allowed: Iterable[int], default: int | None = None) -> int:
+    """A setting of a `quantization_config`.
+
+    Raises:
+        UnsupportedModelError: it is none of the allowed numbers.
+    """
+    value = config.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
+        known = ", ".join(map(str, allowed)) if not isinstance(allowed, range) else f"{allowed[0]} to {allowed[-1]}"
+        raise UnsupportedModelError(
+            f"{name} of the config's quantization_config must be one of {known}; got {value!r}. Use the checkpoint in "
+            "bfloat16, float16 or float32."
+        )
+    return value
+
+
+def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
+    """Numbers [..., rows, columns] times their scales, in float32.
+
+    Args:
+        scales: one number, [rows], or one for each block, [..., blocks of rows, blocks of columns].
+        block: rows and columns of a block; None where rows and columns divide evenly.
+    """
+    numbers, factors = values.float(), _as_float(scales)
+    if factors.numel() == 1:
+        return numbers.mul_(factors.reshape(()))
+    rows, columns = numbers.shape[-2:]
+    if factors.dim() == 1:
+        factors = factors[:, None]
+    tall, wide = block or (-(-rows // factors.shape[-2]), -(-columns // factors.shape[-1]))
+    if tall == 1:
+        return numbers.mul_(factors.repeat_interleave(wide, -1)[..., :columns])
+    for start in range(factors.shape[-2]):
+        part = numbers[..., start * tall : (start + 1) * tall, :]
+        part *= factors[..., start : start + 1, :].repeat_interleave(wide, -1)[..., :columns]
+    return numbers
+
+
+def _as_float(scales: Tensor) -> Tensor:
+    """Scales, which may be bytes that are exponents of two, 127 too large."""
+    if scales.dtype == torch.uint8:
+        return torch.exp2(scales.float() - 127)
+    return scales.float()

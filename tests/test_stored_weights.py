@@ -1,0 +1,362 @@
+"""Checkpoints whose weights are stored in few bits: what is read is what they hold, number by number."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import packing, reference
+from support.checkpoints import random_prompt
+from support.driving import Job, make_engine, run
+from support.families import FAMILY_SHAPES
+from support.family_shape import build_reference
+from support.packing import Packing
+from support.pages import load
+from support.reference import MIN_MARGIN
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from engine import SamplingParams
+from engine.config import EngineConfig
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.execution.starting import resolve
+from engine.inspection import inspect_model
+from engine.model.checkpoint import read_config
+from engine.model.stored import methods
+from engine.model.stored.bits import unpacked
+from engine.model.stored.fp8 import Fp8
+from engine.model.weight_files import Checkpoint
+
+ORACLE = Path(sys.prefix) / "clients" / "quantised"  # tools/setup.py puts it there
+GPTQ4: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": False}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True}
+FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+KINDS: dict[str, tuple[dict[str, Any], Packing]] = {
+    "awq": (AWQ, packing.awq()),
+    "awq-symmetric": (AWQ | {"zero_point": False}, packing.awq(has_zeros=False)),
+    "gptq-2": (GPTQ4 | {"bits": 2}, packing.gptq(2)),
+    "gptq-3": (GPTQ4 | {"bits": 3}, packing.gptq(3)),
+    "gptq-4": (GPTQ4, packing.gptq(4)),
+    "gptq-8": (GPTQ4 | {"bits": 8}, packing.gptq(8)),
+    "gptq-4-v2": (GPTQ4 | {"checkpoint_format": "gptq_v2"}, packing.gptq(4, first_version=False)),
+    "gptq-4-act-order": (GPTQ4 | {"desc_act": True}, packing.gptq(4, ordered=False)),
+    "gptq-4-no-g-idx": (GPTQ4, packing.gptq(4, names_groups=False)),
+    "fp8-blocks": (FP8 | {"weight_block_size": [16, 8]}, packing.fp8((16, 8))),
+    "fp8-uneven-blocks": (FP8 | {"weight_block_size": [24, 24]}, packing.fp8((24, 24))),
+    "fp8-tensor": (FP8, packing.fp8(None, ".weight_scale")),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, packing.fp8((1, 1 << 20), ".weight_scale")),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, packing.nf4()),
+    "bitsandbytes-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, packing.bnb_int8),
+}
+SHAPE = FAMILY_SHAPES["llama"]
+
+
+def checkpoint(folder: Path, said: dict[str, Any], pack: Packing, **more: Any) -> dict[str, Tensor]:
+    """A tiny LLaMA with the matrices of its layers stored so; gives the same numbers as plain tensors."""
+    settings = {**SHAPE.settings, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 16, **more}  # fmt: skip
+    build_reference(replace(SHAPE, settings=settings)).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    plain = load_file(file)
+    stored: dict[str, Tensor] = {}
+    for number, (name, tensor) in enumerate(list(plain.items())):
+        module = name.removesuffix(".weight")
+        if ".layers." in name and tensor.dim() == 2:
+            made = pack(tensor.shape[0], tensor.shape[1], number)
+            plain[name] = made.holds
+            stored |= {module + ending: part for ending, part in made.parts.items()}
+        else:
+            stored[name] = tensor
+    write(file, stored)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return plain
+
+
+def write(file: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def make_plain(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """The checkpoint in this folder becomes one of plain tensors."""
+    write(folder / "model.safetensors", tensors)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_is_what_is_stored(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said, pack = KINDS[kind]
+    plain = checkpoint(tmp_path, said, pack)
+    with caplog.at_level("INFO", logger="octavo.model"):
+        found = load(tmp_path).state_dict()
+    assert "are stored as" in caplog.text
+    make_plain(tmp_path, plain)
+    whole = load(tmp_path).state_dict()
+    assert whole.keys() == found.keys()
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq-4-act-order", "fp8-blocks", "nf4"])
+def test_tokens_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
+    """Of transformers, which reads the same numbers as plain tensors."""
+    plain = checkpoint(tmp_path, *KINDS[kind])
+    engine = make_engine(tmp_path)
+    prompts = [random_prompt(SHAPE.vocab, seed, 3 + seed) for seed in range(4)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    found = [tokens for (tokens,) in run(engine, [Job(prompt, greedy) for prompt in prompts])]
+    engine.close()
+    make_plain(tmp_path, plain)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    clear = 0
+    for prompt, tokens in zip(prompts, found, strict=True):
+        expected = reference.greedy(model, prompt, [], 8)
+        if expected.margin > MIN_MARGIN:
+            assert tokens == expected.answers[0].tokens
+            clear += 1
+    assert clear >= 2
+
+
+def test_they_are_quantised_again_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the plain checkpoint would be, and kept for the next start."""
+    folder, kept = tmp_path / "model", tmp_path / "kept"
+    folder.mkdir()
+    plain = checkpoint(folder, *KINDS["gptq-4"])
+    settings: dict[str, Any] = {"quantization": "int8", "quantization_cache": str(kept)}
+    jobs = [Job([1, 5, 9], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))]
+
+    def answers(**more: Any) -> list[list[list[int]]]:
+        engine = make_engine(folder, **settings | more)
+        found = run(engine, jobs)
+        engine.close()
+        return found
+
+    made = answers()
+    read: list[str] = []
+    original = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name: read.append(name) or original(self, name))
+    assert answers() == made
+    assert not any("_proj" in name for name in read), "they were kept"
+    monkeypatch.undo()
+    make_plain(folder, plain)
+    assert answers(quantization_cache="off") == made
+
+
+@pytest.mark.parametrize(("bits", "dim"), [(bits, dim) for bits in range(1, 9) for dim in (0, 1)])
+def test_integers_of_any_width(bits: int, dim: int) -> None:
+    matrix = torch.randint(0, 1 << bits, (32, 32) if dim == 0 else (5, 96))
+    found = unpacked(packing.packed(matrix, bits, dim), bits, dim)
+    assert torch.equal(found.long(), matrix)
+
+
+@pytest.mark.parametrize("scales", [(3, 4), (1, 1), (48, 1)])
+def test_fp8_is_read_as_transformers_reads_it(scales: tuple[int, int], tmp_path: Path) -> None:
+    values, factors = torch.randn(48, 64).to(torch.float8_e4m3fn), torch.rand(scales)
+    tensors = {"m.weight": values, "m.weight_scale_inv": factors}
+    (found,) = Fp8({"weight_block_size": [16, 16]}).find(held(tensors, tmp_path))
+    assert torch.equal(found.decode(values, factors), Fp8Dequantize(None)._dequantize_one(values, factors))
+
+
+class _Held:
+    """Tensors in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor], path: Path):
+        self._tensors = tensors
+        self.path = path
+        self.names = {name: (path, name) for name in tensors}
+
+    def shape(self, name: str) -> torch.Size:
+        return self._tensors[name].shape
+
+    def format(self, name: str) -> str:
+        formats = {torch.int32: "I32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64"}
+        return formats.get(self._tensors[name].dtype, "F32")
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def held(tensors: dict[str, Tensor], path: Path) -> _Held:
+    return _Held(tensors, path)
+
+
+@pytest.fixture
+def compressors(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library's."""
+    if not ORACLE.is_dir():
+        pytest.skip(f"there is no {ORACLE}: make test installs it")
+    monkeypatch.syspath_prepend(str(ORACLE))
+    return pytest.importorskip("compressed_tensors.compressors")
+
+
+SCHEMES = [
+    (kind, bits, symmetric, strategy)
+    for kind, widths in (("int", (3, 4, 8)), ("bytes", (8,)), ("float", (8,)))
+    for bits in widths
+    for symmetric in (True, False)
+    for strategy in ("group", "channel", "tensor", "block")
+    if symmetric or (kind != "float" and strategy in ("group", "channel"))
+    if kind != "int" or strategy != "block"
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "bits", "symmetric", "strategy"), SCHEMES)
+def test_compressed_tensors_are_read_as_the_library_reads_them(
+    compressors: Any, kind: str, bits: int, symmetric: bool, strategy: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In the format of the scales, in which the library multiplies."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    outputs, inputs, group, block = 48, 96, 32, [16, 32]
+    args = QuantizationArgs(
+        num_bits=bits,
+        type="float" if kind == "float" else "int",
+        symmetric=symmetric,
+        strategy=strategy,
+        group_size=group if strategy == "group" else None,
+        block_structure=block if strategy == "block" else None,
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    shapes = {"group": (outputs, inputs // group), "channel": (outputs, 1), "tensor": (1,), "block": (3, 3)}
+    given = {
+        "weight": torch.randn(outputs, inputs, dtype=dtype),
+        "weight_scale": (torch.rand(shapes[strategy]) * 0.1 + 0.02).to(dtype),
+    }
+    if not symmetric:
+        given["weight_zero_point"] = torch.randint(-2, 2, shapes[strategy], dtype=torch.int8)
+    name, said = {
+        "int": ("PackedQuantizationCompressor", "pack-quantized"),
+        "bytes": ("IntQuantizationCompressor", "int-quantized"),
+        "float": ("FloatQuantizationCompressor", "float-quantized"),
+    }[kind]
+    compressor = getattr(compressors, name)
+    stored = compressor.compress(given, scheme)
+    expected = compressor.decompress(stored, scheme)["weight"]
+    weights = {"num_bits": bits, "type": args.type, "block_structure": args.block_structure}
+    config = {"quant_method": "compressed-tensors", "format": said, "config_groups": {"group_0": {"weights": weights}}}
+    ours = methods.find_scheme(type("Config", (), {"quantization_config": config}))
+    assert ours is not None
+    tensors = held({f"m.{key}": value for key, value in stored.items()}, tmp_path)
+    (found,) = ours.find(tensors)
+    assert (found.name, found.shape) == ("m.weight", expected.shape)
+    assert torch.equal(found.decode(*map(tensors.read, found.parts)).to(dtype), expected)
+
+
+def test_a_whole_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
+    """With what belongs to activations and to cached keys, which weights do not need."""
+
+    def pack(outputs: int, inputs: int, seed: int) -> packing.Stored:
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randint(-8, 8, (outputs, inputs), generator=generator)
+        scales = torch.rand(outputs, inputs // 32, generator=generator) * 0.05
+        holds = values.float() * scales.repeat_interleave(32, 1)
+        parts = {
+            ".weight_packed": packing.packed(values + 8, 4, 1),
+            ".weight_scale": scales,
+            ".weight_shape": torch.tensor([outputs, inputs]),
+            ".input_scale": torch.tensor([1.0]),
+            ".k_scale": torch.tensor([1.0]),
+        }
+        return packing.Stored(parts, holds)
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}  # fmt: skip
+    plain = checkpoint(tmp_path, said, pack)
+    found = load(tmp_path).state_dict()
+    make_plain(tmp_path, plain)
+    whole = load(tmp_path).state_dict()
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"quant_method": "aqlm"}, ("aqlm", "awq, bitsandbytes, compressed-tensors", "bfloat16|16-bit")),
+        ({}, ("a method that config.json does not name",)),
+        (GPTQ4 | {"bits": 5}, ("bits of the config's", "2, 3, 4, 8", "5")),
+        (GPTQ4 | {"bits": "4"}, ("bits of the config's", "'4'")),
+        (GPTQ4 | {"checkpoint_format": "marlin"}, ("checkpoint_format", "gptq or gptq_v2", "'marlin'")),
+        (GPTQ4 | {"dynamic": {"+:x": {"bits": 8}}}, ("dynamic",)),
+        (AWQ | {"bits": 8}, ("bits of the config's", "4", "8")),
+        (AWQ | {"version": "gemv"}, ("version", "gemm", "'gemv'")),
+        (AWQ | {"backend": "llm-awq"}, ("autoawq", "'llm-awq'")),
+        (FP8 | {"weight_block_size": [128]}, ("weight_block_size", "[128]")),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            ("format", "pack-quantized", "nvfp4-pack-quantized"),
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {"format": "sparse-bitmask"}},
+            ("sparsity_config", "sparse-bitmask"),
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(said: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    checkpoint(tmp_path, said, packing.awq())
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_config(tmp_path)
+    for word in words:
+        assert any(one in str(caught.value) for one in word.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("gptq-4", lambda t: t.pop(Q + ".scales"), "lacks model.layers.0.self_attn.q_proj.scales"),
+        ("gptq-4", lambda t: t.update({Q + ".scales": t[Q + ".scales"][:, :9]}), "scales should have shape"),
+        ("gptq-4", lambda t: t.update({Q + ".qzeros": t[Q + ".qzeros"][:1]}), "qzeros should have shape"),
+        ("gptq-4", lambda t: t.update({Q + ".g_idx": t[Q + ".g_idx"] + 9}), "g_idx of a quantised matrix must lie"),
+        ("gptq-4", lambda t: t.update({Q + ".qweight": t[Q + ".qweight"].float()}), "should be a matrix of 32-bit"),
+        ("gptq-4", lambda t: t.update({Q + ".weight": torch.zeros(64, 64)}), "holds .*q_proj.weight twice"),
+        ("gptq-4", lambda t: t.update({Q + ".extra": torch.zeros(1)}), "has no place for: .*q_proj.extra"),
+        ("gptq-4", lambda t: t.update({Q + ".qweight": t[Q + ".qweight"][:4]}), "should have shape|g_idx"),
+        ("awq", lambda t: t.update({Q + ".qzeros": t[Q + ".qzeros"][:, :2]}), "qzeros should have shape"),
+        ("fp8-blocks", lambda t: t.pop(Q + ".weight_scale_inv"), "lacks .*q_proj.weight_scale"),
+        ("fp8-blocks", lambda t: t.update({Q + ".weight_scale_inv": torch.ones(3, 5)}), "should have shape"),
+        ("nf4", lambda t: t.update({Q + STATE: t[Q + STATE][:9]}), "nf4 is damaged"),
+        ("nf4", lambda t: t.update({Q + STATE: state(shape=[1 << 20, 1 << 20])}), "should hold 1099511627776 numbers"),
+        ("nf4", lambda t: t.update({Q + STATE: state(blocksize=0)}), "should hold"),
+        ("bitsandbytes-int8", lambda t: t.pop(Q + ".SCB"), "lacks .*q_proj.SCB"),
+    ],
+)  # fmt: skip
+def test_damaged_checkpoints_are_errors_that_name_the_tensor(
+    kind: str, change: Callable[[dict[str, Tensor]], object], words: str, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, *KINDS[kind])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    write(file, tensors)
+    with pytest.raises(ModelLoadError, match=words):
+        load(tmp_path)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+STATE = ".weight.quant_state.bitsandbytes__nf4"
+
+
+def state(**changes: Any) -> Tensor:
+    said = {"shape": [64, 64], "blocksize": 64, "nested_blocksize": 4, "nested_offset": 0.125} | changes
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+def test_a_config_that_asks_for_more_than_is_stored_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, *KINDS["gptq-4"])
+    settings: dict[str, Any] = {"model": str(tmp_path), "device": "cpu", "dtype": "float32", "show_progress": False}
+    resolve(EngineConfig(**settings), torch.device("cpu"))
+    assert inspect_model(EngineConfig(**settings)).weight_files == 1
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 50}))
+    with pytest.raises(ModelLoadError, match="50 layers"):
+        resolve(EngineConfig(**settings), torch.device("cpu"))
