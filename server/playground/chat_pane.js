@@ -45,6 +45,10 @@ export class ChatPane {
     });
   }
 
+  showCaption() {
+    this.caption.textContent = this.calls.length ? `Result of ${this.calls[0].function.name}` : "Message";
+  }
+
   // What is typed: a message, or the result of the function that was called.
   message(content) {
     const [call] = this.calls;
@@ -60,8 +64,12 @@ export class ChatPane {
   fill({ messages }) {
     this.restart();
     const turns = Array.isArray(messages) ? messages.filter((turn) => typeof turn?.content === "string") : [];
-    if (turns[0]?.role === "system") this.system.value = turns.shift().content;
-    this.input.value = turns.pop()?.content ?? "";
+    this.system.value = turns[0]?.role === "system" ? turns.shift().content : "";
+    this.system.closest("details").open = this.system.value !== "";
+    const last = turns.pop();
+    this.input.value = last?.content ?? "";
+    if (last?.role === "tool") this.calls = [{ id: last.tool_call_id, function: { name: "the call" } }];
+    this.showCaption();
     for (const turn of turns) {
       this.messages.push(turn);
       this.log.append(h("p", { class: turn.role === "assistant" ? "tokens given" : "said by-user" }, turn.content));
@@ -80,6 +88,7 @@ export class ChatPane {
     else {
       const job = { makeBody: () => this.body(message), place, meter: this.meter, beams: this.context.beams };
       const answers = await this.session.run(this.path, [job]);
+      if (!turn.isConnected) return; // another conversation has begun
       if (answers === null) {
         turn.remove();
         this.input.value ||= said;
@@ -89,7 +98,7 @@ export class ChatPane {
       this.calls = [null, ...answers[0].calls];
     }
     this.calls.shift();
-    this.caption.textContent = this.calls.length ? `Result of ${this.calls[0].function.name}` : "Message";
+    this.showCaption();
     this.context.changed();
   }
 
@@ -98,7 +107,7 @@ export class ChatPane {
     this.session.sent = null;
     this.messages = [];
     this.calls = [];
-    this.caption.textContent = "Message";
+    this.showCaption();
     this.log.replaceChildren();
     this.input.focus();
     this.context.changed();

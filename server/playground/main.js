@@ -52,7 +52,7 @@ function showCode() {
 function openLink() {
   const request = linkedRequest();
   if (!request || !modes.panes) return;
-  const pane = modes.panes.find((one) => one.path === request.path);
+  const pane = modes.panes.find((one) => one.path === request.path && one.fill);
   const problem = `The link holds a request to ${request.path}, which this model does not answer.`;
   byId("link-problem").textContent = pane ? "" : problem;
   if (!pane) return;

@@ -25,7 +25,7 @@ export class PromptPane {
       this.input,
       h(
         "div", { class: "row" }, this.session.startButton, this.session.stopButton,
-        h("label", { class: "hint compare" }, "beside it ", this.other), h("span", { class: "hint keys" }, "Ctrl + Enter"),
+        h("label", { class: "hint compare" }, "compare with ", this.other), h("span", { class: "hint keys" }, "Ctrl + Enter"),
       ),
     );
     this.element = h("div", {}, this.form, this.session.problem, this.output, this.session.said);

@@ -291,7 +291,7 @@ test("an answer follows a JSON schema", async () => {
   const { page } = tab;
   await mode(page, "prompt");
   const schema = { type: "object", properties: { found: { type: "boolean" } }, required: ["found"], additionalProperties: false };
-  await set(page, { json_schema: "{", max_tokens: 60 });
+  await set(page, { json_schema: "{", max_tokens: 200, temperature: 0 });
   await page.click("#pane-prompt .primary");
   assert.match(await page.textContent('#pane-prompt [role="alert"]'), /json_schema must be JSON, such as/);
   await set(page, { json_schema: JSON.stringify(schema) });
@@ -348,6 +348,11 @@ test("a link carries a request, and opening it sends nothing", async () => {
   await opened.page.waitForFunction(() => document.querySelector("#message").value === "c");
   const talk = await opened.page.locator(".listing code").first().textContent();
   assert.ok(talk.includes('[{"role":"system","content":"Be brief."},{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]'));
+  const call = { id: "c1", type: "function", function: { name: "f", arguments: "{}" } };
+  const turns = [{ role: "user", content: "a" }, { role: "assistant", content: "", tool_calls: [call] }, { role: "tool", tool_call_id: "c1", content: "d" }];
+  await opened.page.goto(await link("/v1/chat/completions", { messages: turns }));
+  await opened.page.waitForFunction(() => document.querySelector("#message").value === "d");
+  assert.ok((await opened.page.locator(".listing code").first().textContent()).includes(JSON.stringify(turns)));
   await opened.page.goto(await link("/v1/fill-mask", { input: "x" }));
   await opened.page.waitForFunction(() => /does not answer/.test(document.querySelector("#link-problem").textContent));
   await opened.page.goto(`${URL_}/#request=%7B`);
