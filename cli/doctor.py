@@ -7,11 +7,14 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Literal
 
+from cli import healthcheck
 from cli.terminal.style import styled
 from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError, TorchFacts
+from engine.host.logs import printable
 from engine.text.processor import load_tokenizer
 from server.config.settings import ServerSettings
 from server.door.keys import read_api_keys
@@ -22,6 +25,7 @@ from server.tracing.start import start_tracing
 
 _OLDEST = (3, 11)
 _SPARE = 2**30  # bytes: what the two processes take besides weights and pages, with room for activations
+_LARGEST_ANSWER = 2**20  # bytes, of what serves where this would
 _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}  # in a terminal
 
 
@@ -277,22 +281,54 @@ def check_tokenizer(
 
 
 def check_listening(settings: ServerSettings) -> Iterator[Finding]:
-    """The address can be bound now, and the certificate can be used."""
+    """The address can be bound now, or an Octavo serves there; the certificate can be used."""
     check = "port" if settings.uds is None else "socket"
     try:
         with Listener(settings) as listener:
             yield Finding(check, "ok", f"{listener.url} is free")
     except StartupError as problem:
-        found, fix = _split(problem)
-        if 0 < settings.port < 1024 and settings.uds is None:
-            fix = f"Ports below 1024 may need a privilege: use one above, such as 8000. {fix}"
-        yield Finding(check, "FAIL", found, fix)
+        yield _not_free(check, settings, problem)
     if settings.ssl_certfile is not None:
         try:
             check_certificate(settings)
             yield Finding("certificate", "ok", settings.ssl_certfile)
         except StartupError as problem:
             yield Finding("certificate", "FAIL", *_split(problem))
+
+
+def _not_free(check: str, settings: ServerSettings, problem: StartupError) -> Finding:
+    """Why the address cannot be bound. A service of Octavo's is no fault: one may look beside it, before a restart."""
+    served = _octavo_there(settings)
+    if served is not None:
+        another = "--port (OCTAVO_PORT)" if settings.uds is None else "--uds (OCTAVO_UDS)"
+        fix = f"Nothing, if this is to take its place. To run beside it, this needs another {another}."
+        return Finding(check, "warn", f"Octavo serves {served} there already", fix)
+    found, fix = _split(problem)
+    if 0 < settings.port < 1024 and settings.uds is None:
+        fix = f"Ports below 1024 may need a privilege: use one above, such as 8000. {fix}"
+    return Finding(check, "FAIL", found, fix)
+
+
+def _octavo_there(settings: ServerSettings) -> str | None:
+    """The model that an Octavo serves at the settings' address; None where none answers. A key that only the file
+    holds is not sent: then the page at / tells that it is Octavo."""
+    listening = {
+        "host": settings.host,
+        "port": str(settings.port),
+        "uds": settings.uds,
+        "ssl_certfile": settings.ssl_certfile,
+    }
+    try:
+        address = healthcheck.find({name: value for name, value in listening.items() if value}, {})
+        key = settings.api_key[0] if settings.api_key else ""
+        status, body = healthcheck.ask(address, "/v1/models", key=key, most=_LARGEST_ANSWER)
+        if status == 200:
+            cards = jsonlib.loads(body)["data"]
+            return next((printable(str(card["id"])) for card in cards if card["owned_by"] == "octavo"), None)
+        page = healthcheck.ask(address, "/", most=_LARGEST_ANSWER)[1] if status in (401, 403) else ""
+    except (OSError, HTTPException, ValueError, TypeError, LookupError):
+        return None  # nothing that answers, or something else
+    return "a model" if "<title>Octavo</title>" in page else None
 
 
 def check_access(settings: ServerSettings) -> Iterator[Finding]:

@@ -136,8 +136,8 @@ def connect(address: Address, timeout: float) -> socket.socket:
     return context.wrap_socket(plain)
 
 
-def problem(address: Address, timeout: float = TIMEOUT) -> str:
-    """Why the service is not ready, in one line; empty if it is.
+def ask(address: Address, path: str, *, key: str = "", most: int = 300, timeout: float = TIMEOUT) -> tuple[int, str]:
+    """Status and body of a GET, of which `most` bytes are read.
 
     Raises:
         OSError, HTTPException: it cannot be reached, or does not answer in HTTP within `timeout` seconds.
@@ -146,12 +146,21 @@ def problem(address: Address, timeout: float = TIMEOUT) -> str:
     asked = HTTPConnection("localhost")
     asked.sock = connect(address, timeout)
     try:
-        asked.request("GET", "/health")
+        asked.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
         answer = asked.getresponse()
-        body = answer.read(300).decode(errors="replace").strip()
+        return answer.status, answer.read(most).decode(errors="replace").strip()
     finally:
         asked.close()
-    return "" if answer.status == 200 else f"/health answered {answer.status}: {body}"
+
+
+def problem(address: Address, timeout: float = TIMEOUT) -> str:
+    """Why the service is not ready, in one line; empty if it is.
+
+    Raises:
+        OSError, HTTPException: as from `ask`.
+    """
+    status, body = ask(address, "/health", timeout=timeout)
+    return "" if status == 200 else f"/health answered {status}: {body}"
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:

@@ -22,7 +22,7 @@ from engine.execution.runner import ModelRunner
 from engine.execution.starting import start
 from engine.host.cpus import choose_threads
 from engine.interface.cache_map import CacheMap
-from engine.interface.generation import GenerationDefaults, load_defaults, resolve
+from engine.interface.generation import GenerationDefaults, load_defaults, plain_defaults, resolve
 from engine.interface.inputs import check_terms, decoder_start, read_input, read_pooling_input, repeated
 from engine.interface.kv_events import default_topic
 from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, RequestDelta, RequestOutput
@@ -136,6 +136,7 @@ class Engine:
             default_max_new_tokens=values.get("max_new_tokens"),
             default_num_beams=int(values.get("num_beams", 1)),
             default_max_length=values.get("max_length"),
+            decoding=plain_defaults(self.defaults) if "generate" in info.tasks else {},
             speech=self.defaults.speech if info.max_encoder_len is not None else None,
         )
         self._grammars = Grammars(

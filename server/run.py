@@ -20,6 +20,11 @@ from server.processes.service import serve_several
 
 logger = logging.getLogger("octavo.server")
 
+_READABLE = (
+    "stderr is no terminal, so the log is JSON, a line a record; --log-format console (OCTAVO_LOG_FORMAT) writes lines "
+    "for people."
+)
+
 
 def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes: Sequence[str] = ()) -> int:
     """Load the model, serve until SIGTERM or Ctrl-C, stop cleanly; returns the exit status, which is 1 if
@@ -62,4 +67,6 @@ def serve(config: EngineConfig, settings: ServerSettings, version: str, *, notes
 def _set_up_logging(settings: ServerSettings) -> LogFormat:
     log_format = logs.choose_format(settings.log_format)
     logs.configure(settings.log_level, log_format, log_prompts=settings.log_prompts)
+    if log_format == "json" and settings.log_format == "auto":
+        logger.info("%s", _READABLE)
     return log_format

@@ -366,6 +366,21 @@ def test_tokens_that_come_together_are_told_of(
     assert not any("Events hold" in note for note in result["notes"])
 
 
+@pytest.mark.parametrize("owner", ["octavo", "vllm"])
+def test_a_server_that_is_known_is_asked_for_token_ids(server: FakeServer, tmp_path: Path, owner: str) -> None:
+    server.play = two_by_two
+    card = {"id": "fake/model", "max_model_len": 4096, "owned_by": owner}
+    server.other["/v1/models"] = 200, {"object": "list", "data": [card]}
+    result = bench(server, tmp_path, "--num-requests 3 --output-len 8")
+    assert (result["itl_counted_by"], result["latency_ms"]["itl"]["count"]) == ("token", 18)
+    assert result["settings"]["return_token_ids"] is True
+    server.bodies.clear()
+    result = bench(server, tmp_path, "--num-requests 3 --output-len 8 --no-return-token-ids")
+    assert result["itl_counted_by"] == "event"
+    bench(server, tmp_path, "--num-requests 1 --output-len 8 --no-stream")
+    assert not any("return_token_ids" in body for body in server.bodies)
+
+
 @pytest.mark.slow
 def test_connections_that_break_and_answers_that_never_come(server: FakeServer, tmp_path: Path) -> None:
     server.play = hang_up
@@ -502,7 +517,7 @@ def test_against_octavo_s_own_app(tmp_path: Path) -> None:
     try:
         url, path = f"http://127.0.0.1:{listener.getsockname()[1]}/v1", tmp_path / "result.json"
         few = ["--num-requests", "6", "--concurrency", "3", "--input-len", "7", "--output-len", "5"]
-        for more in ([], ["--return-token-ids"], ["--endpoint", "completions", "--no-stream"]):
+        for more in ([], ["--no-return-token-ids"], ["--endpoint", "completions", "--no-stream"]):
             assert main(["--url", url, "--json", str(path), *few, *more]) == 0
             result = json.loads(path.read_text())
             assert (result["server"]["model"], result["server"]["version"]) == ("octavo/test", "1.2.3")

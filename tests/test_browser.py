@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.image_text import make_image_model
 from support.service import Service
+from support.speech import write_example
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +37,13 @@ def missing() -> str:
 
 @pytest.fixture
 def services(tmp_path: Path) -> Iterator[list[Service]]:
-    """The demo model, open, behind a key, and without the live feed."""
+    """The demo model, open, behind a key, and without the live feed; a model that reads images, and one that hears."""
     started: list[Service] = []
+    images, speech = make_image_model("clip", tmp_path).path, tmp_path / "speech"
+    write_example(speech)
+    each = ("--max-num-seqs", "32"), ("--api-key", KEY), ("--no-enable-cache-map",), (str(images),), (str(speech),)
     try:
-        for arguments in (("--max-num-seqs", "32"), ("--api-key", KEY), ("--no-enable-cache-map",)):
+        for arguments in each:
             service = Service(*arguments, log=tmp_path / f"service-{len(started)}.log")
             started.append(service)
             service.wait_ready()  # one after the other: each has its own time to start
@@ -51,13 +56,16 @@ def services(tmp_path: Path) -> Iterator[list[Service]]:
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.timeout(1300)
-def test_the_playground_in_a_browser(services: list[Service]) -> None:
-    service, closed, silent = services
+def test_the_playground_in_a_browser(services: list[Service], tmp_path: Path) -> None:
+    service, closed, silent, images, speech = services
     environment = os.environ | {
         "OCTAVO_URL": service.url,
         "OCTAVO_KEY_URL": closed.url,
         "OCTAVO_KEY": KEY,
         "OCTAVO_SILENT_URL": silent.url,
+        "OCTAVO_IMAGES_URL": images.url,
+        "OCTAVO_SPEECH_URL": speech.url,
+        "OCTAVO_SOUND": str(tmp_path / "speech" / "sound.wav"),
         "PYTHON": sys.executable,
         "CHROMIUM": os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS))),
     }

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import shutil
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_client import hf_byte_tokenizer
+import uvicorn
+from fake_client import FakeClient, byte_tokenizer, hf_byte_tokenizer, say
+from support.service import PATIENCE, wait_for
 
 import engine
 from cli import doctor
@@ -23,6 +30,7 @@ from engine import EngineConfig, inspect_model
 from engine.backends import native
 from engine.host import cpus
 from engine.host.cgroups import available_memory
+from server.app import create_app
 from server.config.settings import DEMO_MODEL, ServerSettings
 
 CPU_BUILD = engine.TorchFacts(version="2.13.0+cpu", cuda=None, gpus=(), kernels="avx2")
@@ -279,15 +287,68 @@ def test_a_containers_limit_of_memory(version: int, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the address, and the keys
 
 
-def test_where_it_listens(tmp_path: Path) -> None:
+def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
+        monkeypatch.setattr(
+            "cli.healthcheck.ask.__kwdefaults__", {"key": "", "most": 300, "timeout": 0.2}
+        )  # it is silent
         text = failed(examine(port=port)["port"])
     assert f"port {port}: Address already in use -> Choose another with --host and --port" in text
     assert "No such file or directory" in failed(examine(uds=str(tmp_path / "absent" / "o"))["socket"])
     assert "cannot read" in failed(examine(ssl_certfile=str(tmp_path / "absent"))["certificate"])
+
+
+@contextmanager
+def octavo_serves(**settings: Any) -> Iterator[int]:
+    """The port of Octavo's app, whose engine plays a part."""
+    app = create_app(
+        FakeClient(lambda name, source, params: say(name, ["hi"], params)),
+        byte_tokenizer(),
+        "mine",
+        settings=ServerSettings(**settings),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        service = uvicorn.Server(uvicorn.Config(app, log_config=None))
+        thread = threading.Thread(target=lambda: asyncio.run(service.serve(sockets=[listener])), daemon=True)
+        thread.start()
+        wait_for(lambda: service.started, "the app did not start")
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            service.should_exit = True
+            thread.join(PATIENCE)
+
+
+def test_beside_one_s_own_octavo() -> None:
+    """That it serves there is no fault; to whom the key is missing, the model's name is not told."""
+    with octavo_serves() as port:
+        finding = examine(port=port)["port"]
+    assert finding == Finding(
+        "port", "warn", "Octavo serves mine there already",
+        "Nothing, if this is to take its place. To run beside it, this needs another --port (OCTAVO_PORT).",
+    )  # fmt: skip
+    with octavo_serves(api_key=("secret",)) as port:
+        assert "Octavo serves mine there" in warned(examine(port=port, api_key=("secret", "other"))["port"])
+        assert "Octavo serves a model there" in warned(examine(port=port)["port"])
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"data": [{"id": "m", "owned_by": "vllm"}]}', b'{"data": [7]}', b"<p>"])
+def test_beside_another_server(body: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Nothing is to be said."""
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.handle_request, daemon=True).start()
+        assert "Address already in use" in failed(examine(port=other.server_port)["port"])
 
 
 def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch) -> None:

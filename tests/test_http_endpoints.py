@@ -91,6 +91,7 @@ def test_the_card_says_what_is_served(kind: str) -> None:
     card = Api(kind).card()
     assert card["endpoints"] == endpoints
     assert card["tasks"] == list(facts["tasks"])
+    assert card["inputs"] == ["text"]
     assert card.get("embedding_size") == facts.get("embedding_size")
     assert card.get("labels") == (list(facts["labels"]) if "labels" in facts else None)
 

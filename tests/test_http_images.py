@@ -43,11 +43,13 @@ class Api:
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         self.client.forget()
+        return self.request("POST", path, json=body)
 
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.post(path, json=body)
+                return await http.request(method, path, **options)
 
         return asyncio.run(asyncio.wait_for(call(), 120))
 
@@ -97,6 +99,13 @@ def test_texts_and_images_in_one_request(apis: Callable[[str], Api], kind: str) 
     count = 2 * POSITIONS + sum(len(text) + 2 for text in texts) if kind == "clip" else 2 * 9 + 2 * 40
     assert body["usage"]["prompt_tokens"] == count
     assert len(api.client.asked) == 4
+
+
+@pytest.mark.parametrize(("kind", "inputs"), [("clip", ["text", "image"]), ("vit", ["image"])])
+def test_the_card_says_that_images_are_read(apis: Callable[[str], Api], kind: str, inputs: list[str]) -> None:
+    (card,) = apis(kind).request("GET", "/v1/models").json()["data"]
+    assert card["inputs"] == inputs
+    assert "decoding" not in card
 
 
 def test_an_image_alone(apis: Callable[[str], Api]) -> None:

@@ -268,6 +268,17 @@ def test_what_prevents_the_start_is_one_clear_paragraph(checkpoint: Path, tmp_pa
     assert "Traceback" not in refused.stderr + absent.stderr
 
 
+def test_a_log_that_goes_into_a_file_says_how_to_get_lines_for_people() -> None:
+    with socket.socket() as taken, ThreadPoolExecutor(2) as pool:
+        taken.bind(("127.0.0.1", 0))
+        call = ["serve", "--port", str(taken.getsockname()[1])]
+        unasked, asked = pool.map(lambda more: run(*call, *more), [[], ["--log-format", "json"]])
+    first = json.loads(unasked.stderr.splitlines()[0])
+    assert (first["level"], first["logger"]) == ("info", "octavo.server")
+    assert "--log-format console (OCTAVO_LOG_FORMAT)" in first["event"]
+    assert "--log-format" not in asked.stderr
+
+
 @pytest.mark.parametrize("name", ["engine", "server", "cli"])
 def test_a_package_that_shadows_ours_is_named(name: str, tmp_path: Path) -> None:
     foreign = tmp_path / name

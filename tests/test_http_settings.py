@@ -379,7 +379,8 @@ def test_config_shows_values_and_where_they_come_from(
     monkeypatch.setenv("OCTAVO_API_KEY", "secret-2,secret-3")
     monkeypatch.setenv("OCTAVO_MAX_LENGTH", "3")
     arguments = ["config", "some/model", "--config", path, "--port", "81", "--no-show-progress"]
-    arguments += ["--ssl-certfile", "c", "--ssl-keyfile-password", "secret-4"]
+    arguments += ["--allowed-hosts", "a.example", "--allowed-hosts", "*.b", "--ssl-certfile", "c"]
+    arguments += ["--ssl-keyfile-password", "secret-4"]
     arguments += ["--rate-limit-storage", "redis://:secret-5@host/0"]
 
     assert main(arguments) == 0
@@ -393,7 +394,9 @@ def test_config_shows_values_and_where_they_come_from(
     assert rows["show_progress"] == ["false", "flag", "--no-show-progress"]
     assert rows["api_key"] == ["(hidden)", "variable", "OCTAVO_API_KEY"]
     assert rows["block_size"] == ["8", "file", path]
-    assert rows["seed"] == ["-", "default"]
+    for empty in ("seed", "catalogue", "root_path"):  # of all types
+        assert rows[empty] == ["-", "default"]
+    assert rows["allowed_hosts"] == ["a.example,*.b", "flag", "--allowed-hosts"]
 
     assert main([*arguments, "--json"]) == 0
     shown = capsys.readouterr()

@@ -221,6 +221,7 @@ def test_other_bodies_and_endpoints(api: Api) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE)
     assert "reads sound" in answer.json()["error"]["message"]
+    assert api.service.get("/v1/models").json()["data"][0]["inputs"] == ["audio"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

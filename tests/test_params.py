@@ -14,7 +14,7 @@ import pytest
 
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError, OctavoError
-from engine.interface.generation import GenerationDefaults, load_defaults, resolve
+from engine.interface.generation import GenerationDefaults, load_defaults, plain_defaults, resolve
 from engine.interface.request import (
     MAX_INT,
     MAX_LOGPROBS,
@@ -445,6 +445,23 @@ def test_ids_outside_the_vocabulary(field: str, value: Any) -> None:
         completed(SamplingParams(**{field: value}))
     assert caught.value.param == field
     assert all(part in str(caught.value) for part in (field, "100", "0 to 99"))
+
+
+def test_what_a_request_that_says_nothing_decodes_with() -> None:
+    """As it is resolved; the length only where it depends on nothing else."""
+    values = {"temperature": 0.6, "do_sample": True, "num_beams": 3, "max_length": 9, "suppress_tokens": [1]}
+    plain = plain_defaults(GenerationDefaults(values=values))
+    asked = resolve(
+        SamplingParams(), GenerationDefaults(values=values), prompt_len=2, max_model_len=64, vocab_size=9, random_seed=1
+    )
+    shared = plain.keys() & {item.name for item in dataclasses.fields(asked)}
+    assert {"temperature", "top_p", "num_beams", "length_penalty"} <= shared
+    assert {name: plain[name] for name in shared} == {name: getattr(asked, name) for name in shared}
+    assert (plain["skip_special_tokens"], plain["ignore_eos"], plain["num_beams"]) == (True, False, 3)
+    assert not plain.keys() & {"max_tokens", "seed", "suppress_tokens", "stop"}
+    greedy = plain_defaults(GenerationDefaults(values={"do_sample": False, "max_new_tokens": 7}))
+    assert (greedy["temperature"], greedy["max_tokens"]) == (0.0, 7)
+    assert plain_defaults(GenerationDefaults(values={"min_new_tokens": 9, "max_new_tokens": 7}))["min_tokens"] == 7
 
 
 def test_the_model_s_own_ids_outside_the_vocabulary_are_left_out(

@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--return-token-ids",
         action=argparse.BooleanOptionalAction,
-        default=False,
-        help="ask for token ids, so that tokens of one event are counted (Octavo and vLLM know it) [off]",
+        help="ask for token ids, by which tokens of one event are counted [on where Octavo or vLLM answers]",
     )
     add = parser.add_argument_group("load").add_argument
     add("--num-requests", type=int, metavar="N", help="requests to measure [100; with --duration: no limit]")

@@ -25,6 +25,7 @@ from cli.errors import BenchError, OptionError
 
 _DEFAULT_REQUESTS = 100
 _DEFAULT_CONCURRENCY = 8
+_TELL_IDS = ("octavo", "vllm")  # who their models are owned by; other servers may refuse a field of theirs
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
@@ -34,6 +35,7 @@ class _Server:
     version: str | None
     max_model_len: int | None
     max_encoder_len: int | None = None
+    tells_ids: bool = False  # where it is asked to, of which tokens an event is made
 
     def holds(self, prompt: int, answer: int) -> bool:
         """The model has room for these tokens, as far as is known; an encoder's do not take the answer's."""
@@ -71,6 +73,8 @@ async def _measure(args: argparse.Namespace, target: Target, trace: list[TraceRo
     try:
         async with asyncio.timeout(args.timeout):
             server = await _ask(client, args)
+            if args.return_token_ids is None:
+                args.return_token_ids = args.stream and server.tells_ids
             workload, notes = await _workload(client, args, server.model, trace)
     except TimeoutError:
         raise BenchError(f"{args.url} did not answer within {args.timeout:g} seconds (--timeout).") from None
@@ -145,6 +149,7 @@ async def _ask(client: Client, args: argparse.Namespace) -> _Server:
         version,
         length if isinstance(length, int) else None,
         encoder if isinstance(encoder, int) else None,
+        card is not None and card.get("owned_by") in _TELL_IDS,
     )
 
 

@@ -44,6 +44,8 @@ def as_json(loaded: Loaded) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None or value == ():
+    if value is None or value in ((), ""):
         return "-"
+    if isinstance(value, tuple):  # as it would be given
+        return ",".join(map(str, value))
     return json.dumps(value) if isinstance(value, bool) else str(value)

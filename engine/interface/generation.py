@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,26 @@ def resolve(
         stream_beams=params.stream_beams,
         constraint=AllowedTokens(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else constraint,
     )
+
+
+def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float | str]:
+    """What a request that says nothing decodes with, by the names of `SamplingParams`: each number, word and truth
+    value that does not depend on the request. Empty where the defaults contradict each other, as each request is told.
+    """
+    asked, most = SamplingParams(), 2**31 - 1
+    try:
+        decoding = resolve(asked, defaults, prompt_len=1, max_model_len=most, vocab_size=most, random_seed=0)
+    except InvalidRequestError:
+        return {}
+    found = {
+        item.name: getattr(decoding, item.name, getattr(asked, item.name))
+        for item in fields(SamplingParams)
+        if item.name not in ("seed", "stream_beams", "timestamps")  # they say nothing of how it is decoded
+    }
+    found["renormalize_logits"] = decoding.renormalize
+    if "max_new_tokens" not in defaults.values:
+        del found["max_tokens"]  # it depends on the prompt, or on the endpoint
+    return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

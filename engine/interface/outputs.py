@@ -353,6 +353,8 @@ class EngineInfo:
         default_max_new_tokens, default_max_length: how long an answer, or prompt and answer together, may
             be by the model's own `generation_config.json`, if it says so.
         default_num_beams: beams of a search that asks for no number, by the same file; 1: it does not search.
+        decoding: what a request decodes with that leaves parameters of `SamplingParams` out, by their names, where that
+            is one number, word or truth value that does not depend on the request.
         first_context_len: tokens that a sequence may reach with the rotary factors that the model was first trained
             with, where its context was stretched by factors that depend on length.
         tasks: what the model can serve.
@@ -400,6 +402,7 @@ class EngineInfo:
     default_max_new_tokens: int | None = None
     default_max_length: int | None = None
     default_num_beams: int = 1
+    decoding: dict[str, bool | int | float | str] = field(default_factory=dict)
     first_context_len: int | None = None
     tasks: tuple[Task, ...] = ("generate",)
     encoder_only: bool = False

@@ -338,6 +338,10 @@ class ModelCard(BaseModel):
     max_encoder_len: int | None = Field(None, description="Most tokens of a prompt, for an encoder-decoder model.")
     tasks: list[str] = Field(description="What the model can do.")
     endpoints: list[str] = Field(description="Those that it serves; the others answer 400.")
+    inputs: list[str] = Field(description="What it reads: text, image, audio.")
+    decoding: dict[str, bool | int | float | str] | None = Field(
+        None, description="Parameters that a request may leave out, and their values then, where it writes texts."
+    )
     embedding_size: int | None = Field(None, description="Features of its vectors, where it gives any.")
     labels: list[str] | None = Field(None, description="The classes that it tells apart, where it does.")
     catalogues: dict[str, int] | None = Field(

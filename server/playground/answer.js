@@ -4,16 +4,18 @@ import { describe, hideCard, showCard } from "./card.js";
 import { h } from "./dom.js";
 import { Aligner } from "./tokens.js";
 
-const ENDS = { length: "max_tokens reached", stop: "complete", abort: "ended by the server", error: "failed" };
+const ENDS = { length: "max_tokens reached", stop: "complete", tool_calls: "waits for results", abort: "ended by the server", error: "failed" };
 
 export class Answer {
   constructor(label) {
     this.aligner = new Aligner();
     this.spans = new Map();
     this.text = "";
+    this.calls = [];
     this.body = h("p", { class: "tokens", role: "group", "aria-label": `${label}, token by token` });
     this.end = h("p", { class: "end hint" });
-    this.element = h("div", { class: "answer" }, this.body, this.end);
+    this.called = h("ul", { class: "calls", "aria-label": "Functions that are called" });
+    this.element = h("div", { class: "answer" }, this.body, this.called, this.end);
     this.body.addEventListener("pointerover", (event) => this.point(event.target));
     this.body.addEventListener("pointerleave", () => this.body.contains(document.activeElement) || hideCard());
     this.body.addEventListener("click", (event) => this.point(event.target));
@@ -22,10 +24,28 @@ export class Answer {
     this.body.addEventListener("keydown", (event) => this.move(event));
   }
 
-  feed({ text, tokens, finish, reason }) {
+  feed({ text, tokens, finish, reason, calls }) {
     this.text += text;
+    if (calls.length) this.call(calls);
+    if (this.calls.length) tokens = this.aligner.tokens = []; // they spell the call
     for (const span of this.aligner.feed(text, tokens, finish != null)) this.body.append(this.draw(span));
     if (finish != null) this.close(finish, reason);
+  }
+
+  call(news) {
+    for (const { index, id, function: called } of news) {
+      const call = (this.calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } });
+      call.function.name += called?.name ?? "";
+      call.function.arguments += called?.arguments ?? "";
+    }
+    const items = this.calls.map((call) => h("li", {}, "calls ", h("code", {}, `${call.function.name}(${call.function.arguments})`)));
+    this.called.replaceChildren(...items);
+  }
+
+  // As it goes on in a conversation.
+  message() {
+    const said = { role: "assistant", content: this.text };
+    return this.calls.length ? { ...said, tool_calls: this.calls } : said;
   }
 
   // Text that came before the answer, such as the prompt that it continues.

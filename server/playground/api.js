@@ -29,11 +29,12 @@ export const needsKey = (error) => new CustomEvent("octavo:key", { detail: error
 export async function ask(path, { body, signal } = {}) {
   const headers = {};
   if (getKey()) headers.Authorization = `Bearer ${getKey()}`;
-  if (body !== undefined) headers["Content-Type"] = "application/json";
+  const isForm = body instanceof FormData;
+  if (body !== undefined && !isForm) headers["Content-Type"] = "application/json";
   const response = await fetch(address(path), {
     method: body === undefined ? "GET" : "POST",
     headers,
-    body: body === undefined ? undefined : JSON.stringify(body),
+    body: body === undefined || isForm ? body : JSON.stringify(body),
     signal,
     cache: "no-store",
     credentials: "omit",

@@ -2,10 +2,12 @@
 // answer is left standing out.
 
 import { h, oncePerFrame } from "./dom.js";
+import { markOf } from "./words.js";
 
 class Node {
   constructor(parent, text, score, state) {
-    Object.assign(this, { parent, text, score, state, children: [] });
+    const mark = markOf(text); // an end needs no word: its score says so
+    Object.assign(this, { parent, text: mark === null ? text : state === "ended" ? "" : "·", score, state, children: [] });
     parent?.children.push(this);
   }
 

@@ -38,7 +38,7 @@ export class CacheMap {
     }
     this.glow.see(this.cells);
     const { total, free, held, cached } = frame.pages;
-    this.canvas.setAttribute("aria-label", `${total} pages: ${held} held, ${cached} cached, ${free} free`);
+    this.canvas.setAttribute("aria-label", `${total} pages: ${held} in use, ${cached} kept, ${free} free`);
     if (this.cursor !== null) this.tell();
     this.drawSoon();
   }
@@ -160,10 +160,10 @@ export function describeCell(kind, place, { per_cell: size, total }) {
   const others = kind.others ? ` and ${kind.others} more` : "";
   const parts = [];
   const free = last - first + 1 - kind.held - kind.cached;
-  if (kind.held) parts.push(`${size === 1 ? "held" : `${kind.held} held`} by ${kind.requests.join(", ")}${others}`);
+  if (kind.held) parts.push(`${size === 1 ? "in use" : `${kind.held} in use`} by ${kind.requests.join(", ")}${others}`);
   if (kind.tables > 1) parts.push(`shared by ${size === 1 ? "" : "up to "}${kind.tables} sequences`);
-  if (kind.found) parts.push(size === 1 ? "found in the cache" : `${kind.found} found in the cache`);
-  if (kind.cached) parts.push(size === 1 ? "cached: a later prompt may take it up" : `${kind.cached} cached`);
+  if (kind.found) parts.push(size === 1 ? "used again" : `${kind.found} used again`);
+  if (kind.cached) parts.push(size === 1 ? "kept: a later prompt may use it again" : `${kind.cached} kept`);
   if (free) parts.push(size === 1 ? "free" : `${free} free`);
   return `${name}: ${parts.join("; ")}.`;
 }

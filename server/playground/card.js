@@ -1,13 +1,16 @@
 // The card beside a token: how probable it was, and what else might have stood there.
 
 import { byId, h } from "./dom.js";
+import { markOf } from "./words.js";
 
 const percent = (logprob) => {
   const value = 100 * Math.exp(logprob);
   return value >= 10 ? `${value.toFixed(1)}%` : value >= 0.01 ? `${value.toPrecision(2)}%` : "< 0.01%";
 };
 
-export const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
+export const visible = (text) => markOf(text) ?? spaced(text);
+
+const spaced = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
 
 export function describe(span) {
   return span.tokens.map((token) => `${visible(token.text)}, ${token.logprob == null ? "not scored" : percent(token.logprob)}`).join("; ");

@@ -1,6 +1,8 @@
-// A conversation. The first answer of each turn is what it goes on from.
+// A conversation. The first answer of each turn is what it goes on from; where that calls functions, what is typed next
+// are their results.
 
 import { h } from "./dom.js";
+import { Meter } from "./meter.js";
 import { Session } from "./session.js";
 
 export class ChatPane {
@@ -12,10 +14,13 @@ export class ChatPane {
   constructor(context) {
     this.context = context;
     this.session = new Session(context, "Send");
+    this.meter = new Meter();
     this.messages = [];
+    this.calls = []; // that wait for their results
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation" });
     this.system = h("textarea", { id: "system", rows: 2, oninput: context.changed });
     this.input = h("textarea", { id: "message", rows: 2, oninput: context.changed });
+    this.caption = h("label", { for: "message", class: "caption" }, "Message");
     this.clear = h("button", { type: "button", class: "quiet", onclick: () => this.restart() }, "New conversation");
     this.form = h(
       "form",
@@ -27,11 +32,11 @@ export class ChatPane {
         h("label", { for: "system", class: "unseen" }, "System message"),
         this.system,
       ),
-      h("label", { for: "message", class: "caption" }, "Message"),
+      this.caption,
       this.input,
       h("div", { class: "row" }, this.session.startButton, this.session.stopButton, this.clear, h("span", { class: "hint keys" }, "Enter")),
     );
-    this.element = h("div", {}, this.log, this.session.problem, this.session.meter.element, this.form, this.session.said);
+    this.element = h("div", {}, this.log, this.session.problem, this.meter.element, this.form, this.session.said);
     this.input.value = context.examples.chat;
     this.input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -40,34 +45,69 @@ export class ChatPane {
     });
   }
 
-  // With nothing typed it is the last request again.
-  body(said = this.input.value) {
+  showCaption() {
+    this.caption.textContent = this.calls.length ? `Result of ${this.calls[0].function.name}` : "Message";
+  }
+
+  // What is typed: a message, or the result of the function that was called.
+  message(content) {
+    const [call] = this.calls;
+    return call ? { role: "tool", tool_call_id: call.id, content } : { role: "user", content };
+  }
+
+  body(message = this.message(this.input.value)) {
     const system = this.system.value.trim() ? [{ role: "system", content: this.system.value }] : [];
-    const again = !said.trim() && this.messages.length > 0;
-    const turns = again ? this.messages.slice(0, -1) : [...this.messages, { role: "user", content: said }];
-    return { model: this.context.model.id, messages: [...system, ...turns], ...this.context.parameters.values() };
+    const messages = [...system, ...this.messages, message];
+    return { model: this.context.model.id, messages, ...this.context.parameters.values() };
+  }
+
+  fill({ messages }) {
+    this.restart();
+    const turns = Array.isArray(messages) ? messages.filter((turn) => typeof turn?.content === "string") : [];
+    this.system.value = turns[0]?.role === "system" ? turns.shift().content : "";
+    this.system.closest("details").open = this.system.value !== "";
+    const last = turns.pop();
+    this.input.value = last?.content ?? "";
+    if (last?.role === "tool") this.calls = [{ id: last.tool_call_id, function: { name: "the call" } }];
+    this.showCaption();
+    for (const turn of turns) {
+      this.messages.push(turn);
+      this.log.append(h("p", { class: turn.role === "assistant" ? "tokens given" : "said by-user" }, turn.content));
+    }
   }
 
   async start() {
     const said = this.input.value;
     if (this.session.running || !said.trim()) return;
+    const message = this.message(said);
     const place = h("div", { class: "said by-assistant" });
     const turn = h("div", { class: "turn" }, h("p", { class: "said by-user" }, said), place);
     this.log.append(turn);
     this.input.value = "";
-    const texts = await this.session.run(this.path, () => this.body(said), place);
-    if (texts === null) {
-      turn.remove();
-      this.input.value ||= said;
-    } else {
-      this.messages.push({ role: "user", content: said }, { role: "assistant", content: texts[0] });
+    if (this.calls.length > 1) this.messages.push(message); // the answer waits for the other results
+    else {
+      const job = { makeBody: () => this.body(message), place, meter: this.meter, beams: this.context.beams };
+      const answers = await this.session.run(this.path, [job]);
+      if (!turn.isConnected) return; // another conversation has begun
+      if (answers === null) {
+        turn.remove();
+        this.input.value ||= said;
+        return;
+      }
+      this.messages.push(message, answers[0].message());
+      this.calls = [null, ...answers[0].calls];
     }
+    this.calls.shift();
+    this.showCaption();
     this.context.changed();
   }
 
   restart() {
     this.session.stop();
+    this.session.sent = null;
     this.messages = [];
+    this.calls = [];
+    this.showCaption();
     this.log.replaceChildren();
     this.input.focus();
     this.context.changed();

@@ -2,6 +2,7 @@
 
 import { h, newId } from "./dom.js";
 import { rangeInWords } from "./schema.js";
+import { sentence } from "./words.js";
 
 export class FieldError extends Error {
   constructor(name, message) {
@@ -30,13 +31,19 @@ export class Field {
       { class: `field field-${description.kind}` },
       h("label", { for: id }, h("code", {}, this.name), range && h("span", { class: "range" }, range)),
       this.control,
-      h("p", { class: "meaning", id: `${id}-meaning` }, sentence(description.meaning)),
+      h("p", { class: "meaning", id: `${id}-meaning` }, ...sentence(description.meaning)),
     );
   }
 
   set(value) {
-    this.control.value = value === undefined ? "" : String(value);
+    this.control.value = value === undefined ? "" : written(value, this.description.kind);
     this.element.classList.toggle("is-set", value !== undefined);
+  }
+
+  // What another one of this name holds.
+  take(other) {
+    this.control.value = other.control.value;
+    this.element.classList.toggle("is-set", other.control.value.trim() !== "");
   }
 
   // Throws FieldError where what was typed cannot be sent.
@@ -46,7 +53,7 @@ export class Field {
       if (this.control.validity.badInput) throw new FieldError(this.name, "must be a number.");
       return undefined;
     }
-    return readers[this.description.kind](typed, this.name);
+    return readers[this.description.kind](typed, this.name, this.description);
   }
 }
 
@@ -65,38 +72,56 @@ const readers = {
     if (ids.every((id) => Number.isSafeInteger(id) && id >= 0)) return ids;
     throw new FieldError(name, "must be token ids, such as 5, 17.");
   },
-  json(typed, name) {
+  json(typed, name, { words }) {
+    if (words.includes(typed.trim())) return typed.trim();
     try {
       return JSON.parse(typed);
     } catch {
-      throw new FieldError(name, "must be JSON, such as " + (name === "logit_bias" ? '{"17": -5}.' : "[[5, 17]]."));
+      throw new FieldError(name, `must be JSON${EXAMPLES[name] ? `, such as ${EXAMPLES[name]}` : ""}.`);
     }
   },
 };
 
-function makeControl({ kind, low, openLow, high, choices }) {
+const SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}';
+const EXAMPLES = {
+  bad_words_ids: "[[5, 17]]",
+  json_schema: SCHEMA,
+  logit_bias: '{"17": -5}',
+  response_format: '{"type": "json_object"}',
+  tools: `[{"type": "function", "function": {"name": "look_up", "parameters": ${SCHEMA}}}]`,
+};
+
+// A value as one would type it.
+function written(value, kind) {
+  if (kind === "texts") return [value].flat().map((text) => String(text).replaceAll("\n", "\\n")).join("\n");
+  if (kind === "ids") return [value].flat().join(", ");
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+// Where nothing is chosen the control shows what holds then, if the server tells.
+function makeControl({ name, kind, low, openLow, high, choices, words, usual }) {
   if (kind === "choice") {
     const options = choices.map((choice) => h("option", { value: String(choice) }, String(choice)));
-    return h("select", {}, h("option", { value: "" }, "default"), options);
+    return h("select", {}, h("option", { value: "" }, usual === undefined ? "default" : `default: ${usual}`), options);
   }
   if (kind === "number" || kind === "integer") {
     return h("input", {
       type: "number",
       inputmode: low < 0 ? "text" : kind === "integer" ? "numeric" : "decimal",
-      placeholder: "default",
+      placeholder: usual ?? "default",
       min: Math.abs(low) < 2 ** 31 && !openLow ? low : null,
       max: Math.abs(high) < 2 ** 31 - 1 ? high : null,
       step: kind === "integer" ? 1 : stepOf(low, high),
     });
   }
   if (kind === "texts") return h("textarea", { rows: 2, placeholder: "one a line; \\n for a line break", spellcheck: "false" });
-  const placeholder = { ids: "5, 17, …", json: "JSON", text: "default" }[kind];
+  if (kind === "json") {
+    const placeholder = EXAMPLES[name] ?? (words.join(", ") || "JSON");
+    return h("textarea", { rows: placeholder.length > 40 ? 4 : 1, placeholder, spellcheck: "false", autocapitalize: "off" });
+  }
+  const placeholder = { ids: "5, 17, …", text: usual ?? "default" }[kind];
   return h("input", { type: "text", placeholder, spellcheck: "false", autocapitalize: "off" });
 }
 
 // What the arrow keys add; any number may be typed.
 const stepOf = (low, high) => (Math.abs(high - low) <= 1 ? 0.05 : 0.1);
-
-function sentence(text) {
-  return text ? text[0].toUpperCase() + text.slice(1) : "";
-}

@@ -9,7 +9,16 @@ import { labelOf } from "./labels.js";
 const LISTED = 24;
 
 const LEGEND = [
-  ["held", "held by a request"], ["shared", "shared"], ["found", "found in the cache"], ["cached", "cached, coloured at first"], ["free", "free"],
+  ["held", "in use"], ["shared", "by several"], ["found", "used again"], ["cached", "kept, coloured at first"], ["free", "free"],
+];
+
+// What the numbers of the feed are called, and what they mean, in a line each.
+const GAUGES = [
+  ["in use", ({ pages }) => pages.held, "pages of requests that run now"],
+  ["kept", ({ pages }) => pages.cached, "pages of requests that ended: a prompt that begins alike starts sooner"],
+  ["free", ({ pages }) => pages.free, "pages with nothing in them"],
+  ["a page", ({ pages }) => pages.tokens, "tokens that one page has room for"],
+  ["steps", ({ steps }) => steps, "times that the model ran; each gives every answer its next token"],
 ];
 
 export class Machine {
@@ -54,10 +63,10 @@ export class Machine {
     byId("machine").dataset.frames = Number(byId("machine").dataset.frames ?? 0) + 1;
   }
 
-  showGauges({ pages, steps }) {
-    const gauge = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value.toLocaleString("en")));
-    const numbers = [["held", pages.held], ["cached", pages.cached], ["free", pages.free], ["tokens a page", pages.tokens], ["steps", steps]];
-    byId("gauges").replaceChildren(...numbers.map(([name, value]) => gauge(name, value)));
+  showGauges(frame) {
+    const gauge = ([name, read, meaning]) =>
+      h("div", {}, h("dt", {}, name), h("dd", {}, h("b", {}, read(frame).toLocaleString("en")), h("span", { class: "hint" }, meaning)));
+    byId("gauges").replaceChildren(...GAUGES.map(gauge));
   }
 
   showList(name, title, items, count) {
@@ -71,7 +80,7 @@ export class Machine {
     const swatch = h("span", { class: `swatch request-${this.colours.of(item.request)}`, "aria-hidden": "true" });
     const facts = [`${item.prompt} + ${item.answer} tokens`];
     if (item.sequences > 1) facts.push(`${item.sequences} ${item.beams ? "beams" : "answers"}`);
-    if (!waits) facts.push(`${item.pages} page${item.pages === 1 ? "" : "s"}${item.found ? `, ${item.found} found` : ""}`);
+    if (!waits) facts.push(`${item.pages} page${item.pages === 1 ? "" : "s"}${item.found ? `, ${item.found} used again` : ""}`);
     if (waits && item.answer) facts.push("gave way");
     const own = this.own.has(item.request) ? h("span", { class: "own" }, "yours") : null;
     const line = h("li", {}, swatch, h("code", {}, item.request), own, h("span", { class: "facts" }, facts.join(" · ")));

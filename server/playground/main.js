@@ -7,12 +7,14 @@ import { ChatPane } from "./chat_pane.js";
 import { Code } from "./code.js";
 import { byId, h } from "./dom.js";
 import { setUpKey } from "./key.js";
+import { linkedRequest } from "./link.js";
 import { Machine } from "./machine.js";
 import { Modes } from "./modes.js";
 import { NumbersPane, numberPaths } from "./numbers_pane.js";
 import { Parameters } from "./parameters.js";
 import { PromptPane } from "./prompt_pane.js";
 import { loadSchemas } from "./schema.js";
+import { SpeechPane } from "./speech_pane.js";
 
 const ALTERNATIVES = 5; // of each token
 const LENGTH = 120; // tokens of an answer to a prompt, where the server's own default is a line
@@ -28,12 +30,13 @@ const context = {
   }),
 };
 const machine = new Machine();
-const code = new Code(byId("code"));
+const code = new Code(byId("code"), byId("code-title"), byId("copy-link"));
 const parameters = (context.parameters = new Parameters(byId("parameters"), byId("presets"), () => showCode()));
 const modes = new Modes((pane) => {
   byId("settings").hidden = !pane.schema;
   if (pane.schema) {
-    parameters.show(context.schemas[pane.schema]);
+    const usual = pane.schema === "chat" ? { max_tokens: "what fits" } : {};
+    parameters.show(context.schemas[pane.schema], { ...usual, ...context.model.decoding });
     const room = Math.min(LENGTH, Math.floor(context.model.max_model_len / 2));
     parameters.suggest("max_tokens", pane.schema === "completion" ? room : undefined);
   }
@@ -42,13 +45,29 @@ const modes = new Modes((pane) => {
 
 function showCode() {
   const pane = modes.current;
-  if (pane) code.show(pane.path, () => pane.body(), Boolean(pane.schema));
+  if (pane) code.show(pane.path, pane.session.sent, () => pane.body(), Boolean(pane.schema));
+}
+
+// A link's request, in the forms that it is made with. Nothing is sent.
+function openLink() {
+  const request = linkedRequest();
+  if (!request || !modes.panes) return;
+  const pane = modes.panes.find((one) => one.path === request.path && one.fill);
+  const problem = `The link holds a request to ${request.path}, which this model does not answer.`;
+  byId("link-problem").textContent = pane ? "" : problem;
+  if (!pane) return;
+  pane.session.sent = null;
+  modes.choose(pane);
+  if (pane.schema) parameters.setAll(request.body);
+  pane.fill(request.body);
+  showCode();
 }
 
 function makePanes(endpoints) {
   const panes = [];
   if (endpoints.includes("/v1/chat/completions")) panes.push(new ChatPane(context));
   if (endpoints.includes("/v1/completions")) panes.push(new PromptPane(context));
+  if (endpoints.includes("/v1/audio/transcriptions")) panes.push(new SpeechPane(context));
   for (const path of numberPaths) if (endpoints.includes(path)) panes.push(new NumbersPane(context, path));
   return panes;
 }
@@ -75,6 +94,7 @@ async function connect() {
     describeModel(model);
     const panes = makePanes(model.endpoints);
     modes.show(panes);
+    openLink();
     if (!panes.length) {
       const words = "This model answers none of the questions that this page can ask; see the API's documentation.";
       byId("panes").append(h("p", { class: "notice" }, words));
@@ -88,7 +108,7 @@ async function connect() {
   }
 }
 
-byId("settings-box").open = matchMedia("(min-width: 80rem)").matches;
+addEventListener("hashchange", openLink);
 document.addEventListener("keydown", (event) => event.key === "Escape" && hideCard());
 setUpKey(connect);
 connect();

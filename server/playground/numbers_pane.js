@@ -1,8 +1,9 @@
-// Models that answer with numbers: a text in, and a vector, classes, or words for a mask out.
+// Models that answer with numbers: a text or an image in, and a vector, classes, or words for a mask out.
 
 import { askJson } from "./api.js";
 import { h } from "./dom.js";
 import { Session } from "./session.js";
+import { Upload, filePicker } from "./uploads.js";
 
 const SHOWN = 256; // features of a vector
 
@@ -20,31 +21,50 @@ export class NumbersPane {
     Object.assign(this, { context, path, title, show, name: path.split("/").pop(), schema: null });
     this.session = new Session(context, title);
     const id = `input-${this.name}`;
+    const { inputs } = context.model;
+    this.image = null;
     this.input = h("textarea", { id, rows: 3, spellcheck: "false", oninput: context.changed });
+    this.picker = filePicker(inputs.includes("text") ? "or an image, in its place" : "An image", "image/*", () => this.read());
     this.output = h("div", { class: "output", role: "status", "aria-label": "Answer" });
+    const text = h("div", {}, h("label", { for: id, class: "caption" }, caption), this.input);
     this.form = h(
       "form",
       { onsubmit: (event) => (event.preventDefault(), this.start()) },
-      h("label", { for: id, class: "caption" }, caption),
-      this.input,
+      inputs.includes("text") && text,
+      inputs.includes("image") && this.picker.element,
       h("div", { class: "row" }, this.session.startButton),
     );
     this.element = h("div", {}, this.form, this.session.problem, this.output);
     this.input.value = path === "/v1/fill-mask" ? "The cat sat on the [MASK]." : context.examples.prompt;
   }
 
+  async read() {
+    const [file] = this.picker.input.files;
+    this.image = file ? await Upload.read(file) : null;
+    this.context.changed();
+  }
+
   body() {
-    return { model: this.context.model.id, input: this.input.value };
+    return { model: this.context.model.id, input: this.image ? { image: this.image } : this.input.value };
+  }
+
+  fill({ input }) {
+    this.picker.input.value = "";
+    this.image = null;
+    this.input.value = typeof input === "string" ? input : "";
   }
 
   async start() {
     this.session.problem.replaceChildren();
     try {
-      const answer = await askJson(this.path, { body: this.body() });
+      const body = this.body();
+      const answer = await askJson(this.path, { body });
       this.output.replaceChildren(...answer.data.map(this.show));
+      this.session.sent = body;
     } catch (error) {
       this.session.explain(error);
     }
+    this.context.changed();
   }
 }
 

@@ -28,18 +28,21 @@ function readKind(property) {
   const options = (property.anyOf ?? [property]).filter((option) => option.type !== "null");
   const types = options.map((option) => option.type);
   const [first] = options;
+  if (types.includes("object") || options.some((option) => option.$ref)) return { kind: "json", words: wordsOf(options) };
   if (options.length > 1 && types.includes("boolean")) return { kind: "choice", choices: choicesOf(options) };
   if (options.length > 1 && types.includes("array") && types.includes("string")) {
     const list = options.find((option) => option.type === "array");
     return { kind: list.items.type === "string" ? "texts" : "text" };
   }
-  if (types.includes("object")) return { kind: "json" };
   if (options.length > 1) return { kind: types.includes("string") ? "text" : null };
   if (first.type === "boolean") return { kind: "choice", choices: [true, false] };
   if (first.type === "integer" || first.type === "number") return { kind: first.type, ...readRange(first) };
-  if (first.type === "array") return { kind: first.items.type === "integer" ? "ids" : "json" };
-  return { kind: { string: "text", object: "json" }[first.type] ?? null };
+  if (first.type === "array") return { kind: first.items.type === "integer" ? "ids" : "json", words: [] };
+  return { kind: first.type === "string" ? "text" : null };
 }
+
+// What may stand there beside JSON, such as "auto".
+const wordsOf = (options) => options.flatMap((option) => option.enum ?? []);
 
 const choicesOf = (options) =>
   options.flatMap((option) => (option.type === "boolean" ? [true, false] : [option.const ?? option.enum].flat()));

@@ -18,7 +18,8 @@ export async function* generate(path, body, signal) {
 function readPiece(choice) {
   const { index, logprobs, finish_reason: finish } = choice;
   const text = choice.text ?? choice.delta.content ?? choice.delta.reasoning_content ?? "";
-  return { index, text, finish, reason: choice.stop_reason, tokens: logprobs ? readTokens(logprobs) : [] };
+  const calls = choice.delta?.tool_calls ?? [];
+  return { index, text, finish, calls, reason: choice.stop_reason, tokens: logprobs ? readTokens(logprobs) : [] };
 }
 
 // A token is {text, logprob, top}; `top` has the most probable ones, best first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from engine import EngineInfo
 from server.answering.endpoints import served_endpoints
 from server.api.schemas import ModelCard, ModelList
 from server.context import Service, ServiceDep
@@ -23,10 +24,18 @@ def _card(service: Service) -> ModelCard:
         max_encoder_len=info.max_encoder_len,
         tasks=list(info.tasks),
         endpoints=served,
+        inputs=_inputs(info),
+        decoding=info.decoding or None,
         embedding_size=info.embedding_size or None,
         labels=list(info.labels) or None,
         catalogues={found.name: found.titles for found in info.catalogues} or None,
     )
+
+
+def _inputs(info: EngineInfo) -> list[str]:
+    signal = [] if info.signal is None else [str(info.signal.kind)]
+    reads_text = info.vocab_size > 0 and info.speech is None
+    return ["text"] * reads_text + signal
 
 
 @router.get("/models", response_model_exclude_none=True, include_in_schema=False)

@@ -2,6 +2,9 @@
 
 import assert from "node:assert/strict";
 import { execFile } from "node:child_process";
+import { mkdtemp, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { dirname, join } from "node:path";
 import { after, afterEach, before, beforeEach, test } from "node:test";
 import { promisify } from "node:util";
 import { complete, launch, open, set } from "./browser.mjs";
@@ -10,6 +13,12 @@ const URL_ = process.env.OCTAVO_URL;
 const KEY_URL = process.env.OCTAVO_KEY_URL;
 const KEY = process.env.OCTAVO_KEY;
 const SILENT_URL = process.env.OCTAVO_SILENT_URL;
+const IMAGES_URL = process.env.OCTAVO_IMAGES_URL;
+const SPEECH_URL = process.env.OCTAVO_SPEECH_URL;
+const PICTURE = Buffer.from(
+  "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGUlEQVR4nGNkYIiSY2DARCwMcgxYweCUAAA7mwIcPKI4XgAAAABJRU5ErkJggg==",
+  "base64",
+);
 const LONG = { max_tokens: 400, ignore_eos: true };
 
 let browser;
@@ -147,6 +156,7 @@ test("beams grow as a tree and settle", async () => {
   const chosen = await page.locator("#beams .best").first().textContent();
   assert.match(chosen, /chosen/);
   assert.ok(Number(await page.getAttribute("#beams", "data-ended")) >= 1);
+  assert.ok(!/<|>/.test(await page.textContent("#beams")), "ends are told by their scores");
   const { choices } = await complete(URL_, { prompt: "One captain", num_beams: 4, max_tokens: 16 });
   const [shown] = await answers(page, "prompt");
   assert.ok(shown.startsWith(`One captain${choices[0].text}`));
@@ -168,10 +178,13 @@ test("the cache is a map: held while requests run, cached after them", async () 
   const canvas = page.locator("#map canvas");
   await canvas.focus();
   await page.keyboard.press("ArrowRight");
-  assert.match(await page.textContent("#map .note"), /^Pages? 1.*(free|cached|held)/);
+  assert.match(await page.textContent("#map .note"), /^Pages? 1.*(free|kept|in use)/);
   await page.keyboard.press("ArrowRight");
   assert.match(await page.textContent("#map .note"), /^Pages? \d+/);
-  assert.match(await canvas.getAttribute("aria-label"), /^\d+ pages: \d+ held, \d+ cached, \d+ free$/);
+  assert.match(await canvas.getAttribute("aria-label"), /^\d+ pages: \d+ in use, \d+ kept, \d+ free$/);
+  const gauges = await page.locator("#gauges > div").evaluateAll((all) => all.map((one) => [one.querySelector("dt").textContent, one.querySelector(".hint").textContent]));
+  assert.deepEqual(gauges.map(([name]) => name), ["in use", "kept", "free", "a page", "steps"]);
+  assert.ok(gauges.every(([, meaning]) => meaning.length > 20));
 });
 
 test("every parameter of the API stands in the form, with what it means", async () => {
@@ -179,13 +192,215 @@ test("every parameter of the API stands in the form, with what it means", async 
   await mode(page, "prompt");
   const shown = await page.locator("#parameters .field").evaluateAll((fields) => fields.map((field) => [field.querySelector("label code").textContent, field.querySelector(".meaning").textContent]));
   const { components } = await (await fetch(`${URL_}/openapi.json`)).json();
-  const own = ["model", "prompt", "stream", "stream_options", "suffix", "stream_beams", "logprobs", "prompt_logprobs", "return_token_ids"];
+  const own = [
+    "model", "prompt", "stream", "stream_options", "suffix", "stream_beams", "logprobs", "prompt_logprobs", "return_token_ids",
+    "return_tokens_as_token_ids",
+  ];
   const known = Object.keys(components.schemas.CompletionRequest.properties).filter((name) => !own.includes(name));
   assert.deepEqual(shown.map(([name]) => name).sort(), known.sort());
   for (const [name, meaning] of shown) {
-    const said = components.schemas.CompletionRequest.properties[name].description;
-    assert.equal(meaning.toLowerCase(), said.toLowerCase(), name);
+    const said = components.schemas.CompletionRequest.properties[name].description ?? "";
+    assert.equal(meaning.toLowerCase(), said.toLowerCase().replaceAll("`", ""), name);
   }
+});
+
+test("parameters are folded at first, the way to decode is marked, and defaults are the model's", async () => {
+  const { page } = tab;
+  const marked = () => page.locator('.presets [aria-pressed="true"]').allTextContents();
+  assert.equal(await page.getAttribute("#settings-box", "open"), null);
+  const { decoding } = (await (await fetch(`${URL_}/v1/models`)).json()).data[0];
+  const shown = (name) => page.getAttribute(`#parameters [name="${name}"]`, "placeholder");
+  assert.ok(decoding.temperature > 0);
+  assert.deepEqual(await marked(), ["Sampling"]);
+  for (const name of ["temperature", "top_p", "top_k", "num_beams", "repetition_penalty"]) assert.equal(await shown(name), String(decoding[name]));
+  assert.equal(await page.textContent('#parameters [name="ignore_eos"] option'), "default: false");
+  assert.equal(await shown("max_tokens"), "what fits");
+  await set(page, { temperature: 0 });
+  assert.deepEqual(await marked(), ["Greedy"]);
+  await set(page, { num_beams: 3 });
+  assert.deepEqual(await marked(), ["Beams"]);
+  await page.click('.presets button:has-text("Sampling")');
+  assert.deepEqual(await marked(), ["Sampling"]);
+  const meanings = await page.locator("#parameters .meaning").allTextContents();
+  assert.ok(meanings.length > 20 && !meanings.some((text) => text.includes("`")));
+  assert.ok(await page.locator("#parameters .meaning code").count());
+});
+
+test("marks among tokens have names", async () => {
+  const names = await tab.page.evaluate(async () => {
+    const { markOf } = await import("/playground/words.js");
+    return ["</s>", "<s>", "<|im_end|>", "<|tool_call|>", "[SEP]", "<b>", " a", "<|", "<pad>"].map(markOf);
+  });
+  assert.deepEqual(names, ["end of text", "start of text", "end of text", "tool call", "end of text", null, null, null, "pad"]);
+});
+
+test("where nothing is to be set the page has two columns", async () => {
+  const { page } = tab;
+  await mode(page, "embeddings");
+  const [main, machine] = await page.evaluate(() => ["main", "#machine"].map((name) => document.querySelector(name).getBoundingClientRect().toJSON()));
+  assert.ok(main.width > 700 && machine.left >= main.right && machine.right > 1200, JSON.stringify([main, machine]));
+});
+
+test("the same request is that of the answer shown", async () => {
+  const { page } = tab;
+  await mode(page, "prompt");
+  const code = () => page.locator(".listing code").first().textContent();
+  assert.equal(await page.textContent("#code-title"), "This request");
+  await set(page, { max_tokens: 3, seed: 5 });
+  await page.fill("#prompt", "The child");
+  await page.click("#pane-prompt .primary");
+  await ended(page, "prompt");
+  assert.equal(await page.textContent("#code-title"), "The same request");
+  const sent = await code();
+  assert.ok(sent.includes('"prompt":"The child"') && sent.includes('"seed":5'));
+  await page.fill("#prompt", "Another");
+  await set(page, { seed: 6 });
+  assert.equal(await code(), sent);
+  await mode(page, "chat");
+  assert.ok((await code()).includes('"messages"'));
+  await mode(page, "prompt");
+  assert.equal(await code(), sent);
+  await set(page, { max_tokens: 100000 });
+  tab.expected = /status of 400/;
+  await page.click("#pane-prompt .primary");
+  await page.waitForSelector('#pane-prompt [role="alert"]:not(:empty)');
+  assert.equal(await page.textContent("#code-title"), "This request", "no answer is shown");
+  assert.ok((await code()).includes('"prompt":"Another"'));
+});
+
+test("a function is called, and its result is the next message", async () => {
+  const { page } = tab;
+  const parameters = { type: "object", properties: { expression: { type: "string" } }, required: ["expression"], additionalProperties: false };
+  await set(page, { tools: JSON.stringify([{ type: "function", function: { name: "calculate", parameters } }]), tool_choice: "required", temperature: 0 });
+  await page.fill("#message", "What is 12 + 30?");
+  await page.press("#message", "Enter");
+  await ended(page, "chat");
+  assert.match(await page.textContent("#pane-chat .calls"), /^calls calculate\(\{"expression":.*\}\)$/);
+  assert.equal(await page.locator("#pane-chat .token").count(), 0, "the tokens of a call are no text");
+  assert.equal(await page.textContent('label[for="message"]'), "Result of calculate");
+  await set(page, { tool_choice: "none" });
+  await page.fill("#message", "42");
+  await page.press("#message", "Enter");
+  await page.waitForFunction(() => document.querySelectorAll("#pane-chat .end[data-finish]").length === 2);
+  assert.equal(await page.textContent('label[for="message"]'), "Message");
+  const code = await page.locator(".listing code").first().textContent();
+  assert.ok(code.includes('"role":"tool"') && code.includes('"content":"42"') && code.includes('"tool_choice":"none"'));
+});
+
+test("an answer follows a JSON schema", async () => {
+  const { page } = tab;
+  await mode(page, "prompt");
+  const schema = { type: "object", properties: { found: { type: "boolean" } }, required: ["found"], additionalProperties: false };
+  await set(page, { json_schema: "{", max_tokens: 200, temperature: 0 });
+  await page.click("#pane-prompt .primary");
+  assert.match(await page.textContent('#pane-prompt [role="alert"]'), /json_schema must be JSON, such as/);
+  await set(page, { json_schema: JSON.stringify(schema) });
+  await page.click("#pane-prompt .primary");
+  await ended(page, "prompt");
+  const [shown] = await answers(page, "prompt");
+  assert.equal(typeof JSON.parse(shown.slice((await page.inputValue("#prompt")).length)).found, "boolean");
+});
+
+test("two ways to decode stand side by side", async () => {
+  const { page } = tab;
+  await mode(page, "prompt");
+  await set(page, { max_tokens: 12, ignore_eos: "true", temperature: 0 });
+  await page.selectOption("#other", "Beams");
+  await page.click("#pane-prompt .primary");
+  await page.waitForFunction(() => document.querySelectorAll("#pane-prompt .end[data-finish]").length === 2);
+  assert.deepEqual(await page.locator("#pane-prompt .output h3").allTextContents(), ["Greedy, as set", "Beams"]);
+  const prompt = await page.inputValue("#prompt");
+  const wanted = [];
+  for (const way of [{ temperature: 0 }, { num_beams: 4 }]) wanted.push((await complete(URL_, { prompt, max_tokens: 12, ignore_eos: true, ...way })).choices[0].text);
+  assert.deepEqual(await answers(page, "prompt"), wanted.map((text) => prompt + text));
+  const [one, other] = await page.locator("#pane-prompt .output section").evaluateAll((all) => all.map((box) => box.getBoundingClientRect().toJSON()));
+  assert.ok(one.top === other.top && one.right <= other.left);
+  await page.selectOption("#other", "");
+  await page.click("#pane-prompt .primary");
+  await ended(page, "prompt");
+  assert.equal((await answers(page, "prompt")).length, 1);
+});
+
+test("a link carries a request, and opening it sends nothing", async () => {
+  const { page } = tab;
+  await tab.context.grantPermissions(["clipboard-read", "clipboard-write"]);
+  await page.fill("#message", "Of this page");
+  await page.click("#copy-link");
+  await page.waitForSelector('#copy-link:has-text("Copied")');
+  const copied = JSON.parse(decodeURIComponent(new URL(await page.evaluate(() => navigator.clipboard.readText())).hash.slice("#request=".length)));
+  assert.deepEqual(copied, { path: "/v1/chat/completions", body: { messages: [{ role: "user", content: "Of this page" }] } });
+  const link = (path, body) =>
+    page.evaluate(async ([to, what]) => (await import("/playground/link.js")).linkTo(to, what), [path, body]);
+  const body = { model: "m", prompt: "It's <b>100%</b> & #1\n“é”", temperature: 0, stop: ["\n", "b"], logit_bias: { 17: -5 }, ignore_eos: true, num_beams: null };
+  const url = await link("/v1/completions", body);
+  assert.ok(url.startsWith(`${URL_}/#request=`) && !url.includes('"model"'));
+  const opened = await open(browser, URL_);
+  const asked = [];
+  opened.page.on("request", (request) => request.method() === "POST" && asked.push(request.url()));
+  await opened.page.goto(url);
+  await opened.page.waitForFunction(() => document.querySelector("#prompt")?.value.startsWith("It's"));
+  assert.equal(await opened.page.getAttribute("#tab-prompt", "aria-selected"), "true");
+  assert.equal(await opened.page.inputValue("#prompt"), body.prompt);
+  const code = await opened.page.locator(".listing code").nth(1).textContent();
+  for (const part of ["temperature=0", 'stop=["\\n", "b"]', 'logit_bias={"17": -5}', '"ignore_eos": True']) assert.ok(code.includes(part), part + code);
+  const chat = await link("/v1/chat/completions", { messages: [{ role: "system", content: "Be brief." }, { role: "user", content: "a" }, { role: "assistant", content: "b" }, { role: "user", content: "c" }] });
+  await opened.page.goto(chat); // the page stays, and takes it up
+  await opened.page.waitForFunction(() => document.querySelector("#message").value === "c");
+  const talk = await opened.page.locator(".listing code").first().textContent();
+  assert.ok(talk.includes('[{"role":"system","content":"Be brief."},{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]'));
+  const call = { id: "c1", type: "function", function: { name: "f", arguments: "{}" } };
+  const turns = [{ role: "user", content: "a" }, { role: "assistant", content: "", tool_calls: [call] }, { role: "tool", tool_call_id: "c1", content: "d" }];
+  await opened.page.goto(await link("/v1/chat/completions", { messages: turns }));
+  await opened.page.waitForFunction(() => document.querySelector("#message").value === "d");
+  assert.ok((await opened.page.locator(".listing code").first().textContent()).includes(JSON.stringify(turns)));
+  await opened.page.goto(await link("/v1/fill-mask", { input: "x" }));
+  await opened.page.waitForFunction(() => /does not answer/.test(document.querySelector("#link-problem").textContent));
+  await opened.page.goto(`${URL_}/#request=%7B`);
+  await opened.context.close();
+  assert.deepEqual(asked, []);
+  assert.deepEqual(opened.complaints, []);
+});
+
+test("an image is embedded where the model reads images", { skip: !IMAGES_URL }, async () => {
+  const images = await open(browser, IMAGES_URL);
+  const { page } = images;
+  await page.waitForSelector('[role="tab"]');
+  await page.getByLabel("or an image, in its place").setInputFiles({ name: "a cat's.png", mimeType: "image/png", buffer: PICTURE });
+  const curl = page.locator(".listing code").first();
+  await page.waitForFunction(() => document.querySelector(".listing code").textContent.includes("base64 -w0"));
+  await page.click("#pane-embeddings .primary");
+  await page.waitForSelector("#pane-embeddings .vector");
+  const caption = await page.textContent("#pane-embeddings figcaption");
+  const answer = await (await fetch(`${IMAGES_URL}/v1/embeddings`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ input: { image: PICTURE.toString("base64") } }) })).json();
+  assert.ok(caption.includes(`from ${answer.data[0].embedding.slice(0, 4).map((value) => value.toFixed(4)).join(", ")}`));
+  const folder = await mkdtemp(join(tmpdir(), "octavo-"));
+  await writeFile(join(folder, "a cat's.png"), PICTURE);
+  const { stdout } = await promisify(execFile)("sh", ["-c", await curl.textContent()], { cwd: folder });
+  assert.deepEqual(JSON.parse(stdout).data, answer.data);
+  await images.context.close();
+  assert.deepEqual(images.complaints, []);
+  const { page: plain } = tab;
+  await mode(plain, "embeddings");
+  assert.equal(await plain.locator('input[type="file"]').count(), 0);
+});
+
+test("sound is transcribed where the model hears", { skip: !SPEECH_URL }, async () => {
+  const speech = await open(browser, SPEECH_URL);
+  const { page } = speech;
+  await page.waitForSelector("#tab-speech");
+  await page.click("#pane-speech .primary");
+  assert.equal(await page.textContent('#pane-speech [role="alert"]'), "Choose a file first.");
+  await page.getByLabel("A file").setInputFiles(process.env.OCTAVO_SOUND);
+  await page.fill("#language", "en");
+  await page.click("#pane-speech .primary");
+  await page.waitForFunction(() => document.querySelector("#pane-speech .output").textContent);
+  const curl = await page.locator(".listing code").first().textContent();
+  assert.ok(curl.includes("-F 'file=@sound.wav' \\\n  -F 'language=en'"), curl);
+  const { stdout } = await promisify(execFile)("sh", ["-c", curl], { cwd: dirname(process.env.OCTAVO_SOUND) });
+  assert.equal(typeof JSON.parse(stdout).text, "string"); // of a model with random weights, which draws
+  assert.match(await page.locator(".listing code").nth(1).textContent(), /audio\.transcriptions\.create\(model=.*file=open\("sound.wav", "rb"\), language="en"\)/);
+  await speech.context.close();
+  assert.deepEqual(speech.complaints, []);
 });
 
 test("the code is the present request, and runs", async () => {

@@ -27,7 +27,7 @@ async function ready(page) {
 const busy = (page) =>
   page.waitForFunction(() => {
     const { held, cached } = document.querySelector("#machine").dataset;
-    const found = /\d found/.test(document.querySelector("#requests").textContent);
+    const found = /\d used again/.test(document.querySelector("#requests").textContent);
     return Number(held) > 70 && Number(cached) > 120 && found && document.querySelectorAll("#requests .swatch").length > 4;
   });
 
@@ -38,7 +38,8 @@ async function picture(page, name) {
 async function ask(page) {
   await page.click("#tab-chat");
   await page.click('.presets button:has-text("Sampling")');
-  if (await page.locator("#settings-box[open]").count()) await set(page, { seed: 3 });
+  await set(page, { seed: 3 });
+  await page.evaluate(() => (document.querySelector("#settings-box").open = false));
   await page.fill("#message", "What is a KV cache?");
   await page.press("#message", "Enter");
   await page.waitForSelector("#pane-chat .end[data-finish]");

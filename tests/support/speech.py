@@ -200,11 +200,16 @@ def sounds(count: int, first: int = 0) -> Sequence[np.ndarray]:
     return [noise(SECONDS * (1 - 0.13 * (i % 4)), first + i) for i in range(count)]
 
 
-def main() -> None:
-    """Write a checkpoint and a sound into the folder that is named."""
-    folder = Path(sys.argv[1])
+def write_example(folder: Path) -> None:
+    """Write a checkpoint and a sound into a folder."""
     make_speech_checkpoint("whisper", folder)
     soundfile.write(folder / "sound.wav", noise(7.0), RATE)
+
+
+def main() -> None:
+    """Write an example into the folder that is named."""
+    folder = Path(sys.argv[1])
+    write_example(folder)
     print(f"{folder}: a model with random weights, and sound.wav")
 
 
