@@ -154,7 +154,7 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
 def test_every_sampling_field_reaches_the_engine() -> None:
     fields = {
         **{column.name: 3 if column.allowed.integer else 0.5 for column in FILTERS if column.allowed},
-        "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2,
+        "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2, "xtc_threshold": 0.2,
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"5": 1.5},
         "stop": ["zz"], "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True,
         "skip_special_tokens": False, "logprobs": 2, "prompt_logprobs": 1, "num_beams": 1, "length_penalty": 0.8,
@@ -305,7 +305,15 @@ def test_beam_search_aliases(fields: dict[str, Any], num_beams: int, n: int) -> 
 
 
 def test_beams_accept_sampling_fields_that_ask_for_nothing() -> None:
-    nothing = {"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0, "response_format": {"type": "text"}}
+    nothing = {
+        "temperature": 0,
+        "top_k": -1,
+        "top_p": 1,
+        "min_p": 0,
+        "typical_p": 1,
+        "top_n_sigma": -1,
+        "response_format": {"type": "text"},
+    }
     assert Api().complete(prompt="a", num_beams=2, **nothing).status_code == 200
 
 
@@ -479,6 +487,8 @@ def test_one_refused_prompt_fails_the_request_and_ends_the_others(stream: bool) 
         ({"prompt": "a", "use_beam_search": True, "top_k": 5}, "top_k"),
         ({"prompt": "a", "use_beam_search": True, "top_p": 0.9}, "top_p"),
         ({"prompt": "a", "num_beams": 3, "min_p": 0.1}, "min_p"),
+        ({"prompt": "a", "num_beams": 3, "xtc_probability": 0.1}, "xtc_probability"),
+        ({"prompt": "a", "typical_p": 0}, "typical_p"),
         ({"prompt": "a", "tools": [{}]}, "tools"),
         ({"prompt": "a", "response_format": {"type": "json"}}, "response_format"),
         ({"prompt": ["a"] * 2049}, "prompt"),

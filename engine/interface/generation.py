@@ -47,7 +47,6 @@ _HONOURED = (
 _ID_FIELDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 # Fields that would change the answer and are not implemented, with the values at which they do nothing.
 _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
     "top_h": (),
@@ -250,7 +249,7 @@ def resolve(
         name: (float if column.kind is np.float32 else int)(pick(name, getattr(params, name), column.neutral))
         for name, column in REQUESTED.items()
     }
-    numbers["top_k"] = max(numbers["top_k"], 0)
+    numbers["top_k"], numbers["top_n_sigma"] = max(numbers["top_k"], 0), max(numbers["top_n_sigma"], 0.0)
     # As in `transformers`, what ends an answer in this way is not banned.
     endings = set() if params.ignore_eos else {(i,) for i in defaults.eos_ids}
     words = (tuple(word) for word in pick("bad_words_ids", params.bad_words_ids, ()))

@@ -48,7 +48,7 @@ NUMBER_RANGES: Mapping[str, NumberRange] = {
     **{column.name: column.allowed for column in FILTERS if column.allowed is not None},
     "seed": NumberRange(low=-(2**63), high=MAX_SEED, integer=True),
     "n": NumberRange(low=1, integer=True, optional=False),
-    **{name: column.allowed for name, column in REQUESTED.items() if column.use == "penalty" and column.allowed},
+    **{name: column.allowed for name, column in REQUESTED.items() if column.use != "filter" and column.allowed},
     "logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
     "prompt_logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
     "num_beams": NumberRange(low=1, integer=True),
@@ -132,6 +132,13 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 or -1 for all.
         top_p: keep the smallest set of tokens whose probability reaches top_p (1.0).
         min_p: drop tokens less probable than min_p times the most probable one (0.0).
+        top_n_sigma: drop tokens whose logits are more than so many standard deviations below the largest
+            (arXiv:2411.07641); 0 or -1 for none.
+        typical_p: keep the tokens whose information is nearest to the expected one, until their probability reaches
+            typical_p (locally typical sampling, arXiv:2202.00666; 1.0).
+        xtc_probability: for so many of the tokens leave out all but the least probable of those choices that are at
+            least xtc_threshold probable ("exclude top choices"; 0.0).
+        xtc_threshold: the least probability of what xtc_probability leaves out (0.1); above 0.5 there is nothing.
         seed: makes sampling reproducible, whatever else is in the batch; drawn at random where there is none.
         n: number of answers.
         repetition_penalty: as in CTRL (arXiv:1909.05858), over prompt and output (1.0).
@@ -181,6 +188,10 @@ class SamplingParams:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    top_n_sigma: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
     seed: int | None = None
     n: int = 1
     repetition_penalty: float | None = None
@@ -333,6 +344,10 @@ class Decoding:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     seed: int = 0
     n: int = 1
     repetition_penalty: float = 1.0
