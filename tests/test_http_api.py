@@ -155,6 +155,8 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     fields = {
         **{column.name: 3 if column.allowed.integer else 0.5 for column in FILTERS if column.allowed},
         "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2, "xtc_threshold": 0.2,
+        "dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 64,
+        "dry_sequence_breakers": ["\n", "é"],
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"5": 1.5},
         "stop": ["zz"], "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True,
         "skip_special_tokens": False, "logprobs": 2, "prompt_logprobs": 1, "num_beams": 1, "length_penalty": 0.8,
@@ -169,6 +171,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     api = Api()
     assert api.complete(prompt="a", **fields).status_code == 200
     assert api.sampling() == SamplingParams(**(fields | {"logit_bias": {5: 1.5}}))
+
+
+@pytest.mark.parametrize("text", ['"\\n", "é"', '["\\n","é"]'])
+def test_breakers_may_be_a_list_as_text(text: str) -> None:
+    api = Api()
+    assert api.complete(prompt="a", dry_sequence_breakers=text).status_code == 200
+    assert api.sampling().dry_sequence_breakers == ["\n", "é"]
 
 
 def test_null_and_missing_mean_the_default() -> None:
@@ -489,6 +498,10 @@ def test_one_refused_prompt_fails_the_request_and_ends_the_others(stream: bool) 
         ({"prompt": "a", "num_beams": 3, "min_p": 0.1}, "min_p"),
         ({"prompt": "a", "num_beams": 3, "xtc_probability": 0.1}, "xtc_probability"),
         ({"prompt": "a", "typical_p": 0}, "typical_p"),
+        ({"prompt": "a", "dry_base": 0.5}, "dry_base"),
+        ({"prompt": "a", "dry_sequence_breakers": "a, b"}, "dry_sequence_breakers"),
+        ({"prompt": "a", "dry_sequence_breakers": ["a"] * 33}, "dry_sequence_breakers"),
+        ({"prompt": "a", "dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"prompt": "a", "tools": [{}]}, "tools"),
         ({"prompt": "a", "response_format": {"type": "json"}}, "response_format"),
         ({"prompt": ["a"] * 2049}, "prompt"),

@@ -14,6 +14,7 @@ import pytest
 
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError, OctavoError
+from engine.interface.dry import Breakers, Dry
 from engine.interface.generation import GenerationDefaults, load_defaults, plain_defaults, resolve
 from engine.interface.request import (
     MAX_INT,
@@ -64,6 +65,14 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("frequency_penalty", 3, ("at most 2", "3")),
     ("frequency_penalty", -3, ("at least -2", "-3")),
     ("frequency_penalty", None, ("a number", "None")),
+    ("dry_multiplier", -0.1, ("at least 0", "-0.1")),
+    ("dry_base", 0.9, ("at least 1", "0.9")),
+    ("dry_allowed_length", 1.5, ("an integer", "1.5")),
+    ("dry_penalty_last_n", -2, ("at least -1", "-2")),
+    ("dry_sequence_breakers", "\n", ("a list", "'\\n'")),
+    ("dry_sequence_breakers", ["a", ""], ("non-empty", "''")),
+    ("dry_sequence_breakers", ["a"] * 33, ("32", "33")),
+    ("dry_sequence_breakers", ["a" * 65], ("64", "65")),
     ("logit_bias", {3: 101.0}, ("at most 100", "101.0")),
     ("logit_bias", {3: -101.0}, ("at least -100", "-101.0")),
     ("logit_bias", {3: None}, ("a number", "None")),
@@ -147,6 +156,9 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
     {"top_p": 1},
     {"min_p": 0},
     {"min_p": 1.0},
+    {"dry_multiplier": 0, "dry_base": 1, "dry_allowed_length": 0, "dry_penalty_last_n": -1},
+    {"dry_sequence_breakers": ["a" * 64] * 32},
+    {"dry_sequence_breakers": []},
     {"top_n_sigma": -1, "typical_p": 1, "xtc_probability": 1, "xtc_threshold": 0},
     {"seed": -(2**63)},
     {"seed": MAX_SEED},
@@ -398,6 +410,20 @@ def test_a_model_that_does_not_sample_is_greedy_unless_asked() -> None:
 def test_what_is_off_at_zero_and_below(nothing: int) -> None:
     assert completed(SamplingParams(top_k=nothing), {"top_k": 50}).top_k == 0
     assert completed(SamplingParams(top_n_sigma=nothing)).top_n_sigma == 0.0
+
+
+def test_dry_is_off_where_it_takes_nothing() -> None:
+    for off in ({}, {"dry_multiplier": 0.0, "dry_base": 2}, {"dry_multiplier": 1, "dry_penalty_last_n": 0}):
+        params = SamplingParams(**off)
+        assert not params.uses_dry
+        assert completed(params).dry is None
+    params = SamplingParams(dry_multiplier=0.8)
+    assert params.uses_dry
+    assert completed(params, breakers=Breakers({3: ((),)})).dry == Dry(
+        multiplier=0.8, base=1.75, allowed_length=2, last_n=-1, breakers=Breakers({3: ((),)})
+    )
+    params = SamplingParams(dry_multiplier=1, dry_base=1, dry_allowed_length=0, dry_penalty_last_n=9)
+    assert completed(params).dry == Dry(multiplier=1.0, base=1.0, allowed_length=0, last_n=9)
 
 
 class TestMaxTokens:

@@ -47,7 +47,7 @@ def batch_of(rows: Sequence[dict[str, Any]], vocabulary: int = VOCAB) -> Samplin
     """A batch from one dict a row; what is left out is neutral.
 
     Keys: the parameters by name; `draws` (uniform numbers), `beam_width`, `num_logprobs`, `prompt`,
-    `output` (for the penalties), `bias`, `ban`, `force`; `allow`, tokens below `vocabulary`.
+    `output` (for the penalties), `bias`, `dry`, `ban`, `force`; `allow`, tokens below `vocabulary`.
     """
 
     draws = [row.get("draws", () if row.get("beam_width") else (0.5,)) for row in rows]
@@ -62,6 +62,7 @@ def batch_of(rows: Sequence[dict[str, Any]], vocabulary: int = VOCAB) -> Samplin
             (Kind.SOURCE, [(token, row.get("source_reward", 1.0)) for token in row.get("source", ())]),
             (Kind.HISTORY, [(token, 0.0) for token in row.get("prompt", ())]),
             (Kind.HISTORY, [(token, 1.0) for token in row.get("output", ())]),
+            (Kind.DRY, row.get("dry", {}).items()),
             (Kind.BAN, [(token, 0.0) for token in row.get("ban", ())]),
             (Kind.FORCE, [(token, 0.0) for token in row.get("force", ())]),
         )
@@ -388,6 +389,7 @@ def test_all_penalties_together_in_their_order() -> None:
         "prompt": [1],
         "output": [2, 2],
         "bias": {1: 4.0, 2: -1.0, 3: 2.5},
+        "dry": {2: 1.5, 6: 0.8},
         "ban": [5],
     }
     biased = logits.log_softmax(dim=-1)
@@ -395,7 +397,8 @@ def test_all_penalties_together_in_their_order() -> None:
     biased[0, 2] -= 1.0
     biased[0, 3] += 2.5
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[1, 2, 2]]), biased)
-    expected[0, 2] -= 0.2 * 2 + 0.3
+    expected[0, 2] -= 0.2 * 2 + 0.3 + 1.5
+    expected[0, 6] -= 0.8
     expected[0, 5] = -torch.inf
     torch.testing.assert_close(processed(logits, [row]), expected, atol=1e-6, rtol=1e-6)
 
@@ -539,7 +542,8 @@ def mixed_rows() -> list[dict[str, Any]]:
         {"presence_penalty": 1.0, "frequency_penalty": 0.5, "output": [9, 9, 8], "temperature": 0.0},
         {"bias": {5: 3.0, 6: -2.0}, "ban": [0, 1], "draws": [0.1]},
         {"force": [11], "draws": [0.3]},
-        {"beam_width": 4, "repetition_penalty": 1.2, "prompt": [2, 2], "bias": {1: 1.0}, "ban": [4]},
+        {"beam_width": 4, "repetition_penalty": 1.2, "prompt": [2, 2], "bias": {1: 1.0}, "dry": {1: 2.0}, "ban": [4]},
+        {"dry": {3: 1.25, 7: 40.0}, "draws": [0.2], "presence_penalty": 0.5, "output": [3]},
         {"typical_p": 0.7, "temperature": 1.2, "draws": [0.3, 0.8]},
         {"top_n_sigma": 1.5, "repetition_penalty": 1.3, "prompt": [3], "draws": [0.6], "num_logprobs": 2},
         {"xtc_probability": 0.5, "xtc_threshold": 0.02, "seed": 4, "position": 3, "draws": [0.1, 0.5, 0.9]},

@@ -1,8 +1,8 @@
 """Logits to candidates, for all rows of a step together.
 
 Order of operations as in `transformers`: logit_bias, the encoder's and the decoder's repetition penalty, OpenAI's
-penalties, bans, forced tokens; then for rows that sample temperature, top-n-sigma, top-k, top-p, min-p, typical-p, XTC.
-Beam rows start from log-probabilities instead of logits, as there.
+penalties, DRY, bans, forced tokens; then for rows that sample temperature, top-n-sigma, top-k, top-p, min-p, typical-p,
+XTC. Beam rows start from log-probabilities instead of logits, as there.
 
 On a CPU the native library does the work: it walks over the logits once, and looks for large ones where that walk has
 seen them. What a request changes of logits is written into them and taken back. On a GPU the kernels of

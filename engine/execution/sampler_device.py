@@ -303,6 +303,9 @@ class DeviceSampler:
                 given["history_is_output"],
                 given["touched_table"],
             )
+        if "dry" in given:
+            where = given["dry"]
+            flat.index_copy_(0, where, flat.index_select(0, where) - given["dry_value"])
         if "ban" in given:
             flat.index_fill_(0, given["ban"], _NEGATIVE_INFINITY)
         if "masks" in given:

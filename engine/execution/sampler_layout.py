@@ -115,7 +115,7 @@ def edit_arrays(edits: EditList, place: Int32, vocabulary: int) -> dict[str, Arr
             arrays |= {"history_place": rows, "history_token": tokens, "history_is_output": chosen["value"] > 0}
             continue
         arrays[name] = rows.astype(np.int64) * vocabulary + chosen["token"]
-        if kind in (Kind.BIAS, Kind.SOURCE):
+        if kind in (Kind.BIAS, Kind.SOURCE, Kind.DRY):
             arrays[f"{name}_value"] = np.ascontiguousarray(chosen["value"])
         elif kind is Kind.FORCE:
             arrays["force_place"] = rows.astype(np.int64)

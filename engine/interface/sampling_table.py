@@ -145,6 +145,7 @@ class Kind(IntEnum):
         BIAS: `value` is added.
         SOURCE: the token becomes more probable by the factor `value`, the reciprocal of a penalty; once in a row.
         HISTORY: the token occurred: the row's penalties count, as often as it did, 1 as `value` where in the output.
+        DRY: the token would go on with a repetition: `value` is taken; once for a token of a row.
         BAN: impossible.
         FORCE: only these tokens of the row are possible, and equally so, whatever a mask says.
     """
@@ -152,8 +153,9 @@ class Kind(IntEnum):
     BIAS = 0
     SOURCE = 1
     HISTORY = 2
-    BAN = 3
-    FORCE = 4
+    DRY = 3
+    BAN = 4
+    FORCE = 5
 
 
 # Below this a softmax is one-hot in float32 for any two logits that differ.

@@ -11,7 +11,15 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from engine import BIAS_RANGE, MAX_LISTED_IDS, MAX_STOP_STRINGS, NUMBER_RANGES, SamplingParams
+from engine import (
+    BIAS_RANGE,
+    MAX_BREAKER_LENGTH,
+    MAX_BREAKERS,
+    MAX_LISTED_IDS,
+    MAX_STOP_STRINGS,
+    NUMBER_RANGES,
+    SamplingParams,
+)
 from server.config.wording import field_docs
 from server.errors import ApiError
 
@@ -143,6 +151,17 @@ def _paired(pairs: list[Any]) -> dict[Any, Any]:
     return biases
 
 
+def _listed(value: Any) -> Any:
+    """As in text-generation-webui the list may come as text, with or without its brackets."""
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            value = json.loads(text if text.startswith("[") else f"[{text}]")
+        except ValueError:
+            raise PydanticCustomError("limit", 'must be a list of strings, such as ["\\n", ":"]') from None
+    return value
+
+
 MAX_NAME = 256  # characters of a field that names something
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 _FIRST = Field(fail_fast=True)  # one error is enough
@@ -180,6 +199,19 @@ _JSON_TYPES: dict[str, Any] = {
         str | Annotated[list[str], _FIRST],
         at_most(MAX_STOP_STRINGS, "strings"),
         WithJsonSchema({"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}]}),
+    ],
+    "dry_sequence_breakers": Annotated[
+        list[str],
+        _FIRST,
+        at_most(MAX_BREAKERS, "strings"),
+        BeforeValidator(_listed),
+        WithJsonSchema(
+            {
+                "type": "array",
+                "maxItems": MAX_BREAKERS,
+                "items": {"type": "string", "minLength": 1, "maxLength": MAX_BREAKER_LENGTH},
+            }
+        ),
     ],
     "stop_token_ids": _IDS,
     "suppress_tokens": _IDS,

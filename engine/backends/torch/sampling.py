@@ -100,6 +100,8 @@ def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarra
             processed[where] = torch.where(score < 0, score * value, score / value)
         elif kind is Kind.HISTORY:
             _penalize(processed, chosen, batch.table)
+        elif kind is Kind.DRY:
+            processed[where] -= value
         elif kind is Kind.BAN:
             processed[where] = _NEGATIVE_INFINITY
         else:
