@@ -196,6 +196,52 @@ def test_unknown_fields_are_ignored_and_reported() -> None:
     assert answer.headers["x-octavo-ignored-fields"] == "frobnicate"
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"mirostat": 2}, "mirostat"),
+        ({"mirostat_mode": 1, "mirostat_tau": 5.0, "mirostat_eta": 0.1}, "mirostat_mode"),
+        ({"mirostat_tau": 3.0}, "mirostat_tau"),
+        ({"mirostat_eta": 0.2}, "mirostat_eta"),
+        ({"samplers": ["top_k", "temperature"]}, "samplers"),
+        ({"sampler_seq": "kt"}, "sampler_seq"),
+        ({"sampler_priority": ["temperature"]}, "sampler_priority"),
+        ({"dynatemp_range": 0.5}, "dynatemp_range"),
+        ({"dynatemp_exponent": 1.5}, "dynatemp_exponent"),
+        ({"dynamic_temperature": True}, "dynamic_temperature"),
+        ({"tfs_z": 0.9}, "tfs_z"),
+        ({"tfs": 0.9}, "tfs"),
+        ({"top_a": 0.2}, "top_a"),
+        ({"smoothing_factor": 0.3}, "smoothing_factor"),
+        ({"smoothing_curve": 2}, "smoothing_curve"),
+        ({"epsilon_cutoff": 3}, "epsilon_cutoff"),
+        ({"mirostat": False}, "mirostat"),
+    ],
+)
+def test_other_ways_to_sample_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    api = Api()
+    problem = error(api.complete(prompt="a", **fields))
+    assert (problem["param"], problem["code"]) == (param, "unsupported_parameter")
+    assert problem["message"].startswith(f"{param} is not supported; leave it out")
+    assert not api.client.asked
+
+
+def test_other_ways_to_sample_that_are_off_are_accepted() -> None:
+    """As clients send them with every request."""
+    off = {
+        "mirostat": 0, "mirostat_mode": 0, "mirostat_tau": 3, "mirostat_eta": 0.2, "samplers": None,
+        "sampler_seq": None, "dynatemp_range": 0, "dynatemp_exponent": 1.5, "dynamic_temperature": False,
+        "dynatemp_low": 0.5, "dynatemp_high": 2, "tfs_z": 1, "tfs": 1.0, "top_a": 0, "smoothing_factor": 0.0,
+        "smoothing_curve": 2, "epsilon_cutoff": 0, "eta_cutoff": 0, "temperature_last": False,
+    }  # fmt: skip
+    api = Api()
+    answer = api.complete(prompt="a", **off)
+    assert answer.status_code == 200
+    assert "x-octavo-ignored-fields" not in answer.headers
+    assert api.sampling() == SamplingParams()
+    assert Api().complete(prompt="a", mirostat_tau=5, mirostat_eta=0.1, dynatemp_exponent=1).status_code == 200
+
+
 def test_stop_string_ends_the_choice_and_the_engines_work_on_it() -> None:
     api = Api()
     body = api.complete(prompt="a|b", stop="|", n=2).json()

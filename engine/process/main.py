@@ -225,7 +225,7 @@ class Loop:
     def _waits(self, client: _Client, command: Add) -> bool:
         """Whether a request's grammar is being compiled, or its breakers are looked up; steps go on meanwhile."""
         params = command.params
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams) or not (params.structured_outputs or params.uses_dry):
             return False
         compiled = self._engine.prepare(params)
         if compiled is None:
