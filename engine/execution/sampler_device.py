@@ -2,10 +2,10 @@
 what is made).
 
 Nothing here asks the device anything: how many rows of each kind there are is known from the host's arrays, and how
-many tokens a filter keeps is the kernels' own affair; rows with filters that the kernels do not know are the exception,
-and drawn by torch. What a batch says travels in one copy, of which a steady step
-needs only what changed. Rows whose logits are changed (penalties, biases, bans, forced tokens, renormalised beams) are
-computed apart from the others, in memory of their own.
+many tokens a filter keeps is the kernels' own affair. Rows with filters that the kernels do not know are the exception:
+torch draws from them. What a batch says travels in one copy, of which a steady step needs only what changed. Rows whose
+logits are changed (penalties, biases, bans, forced tokens, renormalised beams) are computed apart from the others, in
+memory of their own.
 
 `CapturedSampler` (`sampler_captured.py`) is the part of this that a CUDA graph can hold.
 """
