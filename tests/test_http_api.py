@@ -546,6 +546,8 @@ def test_one_refused_prompt_fails_the_request_and_ends_the_others(stream: bool) 
         ({"prompt": "a", "typical_p": 0}, "typical_p"),
         ({"prompt": "a", "dry_base": 0.5}, "dry_base"),
         ({"prompt": "a", "dry_sequence_breakers": "a, b"}, "dry_sequence_breakers"),
+        ({"prompt": "a", "dry_sequence_breakers": "[" * 50_000}, "dry_sequence_breakers"),
+        ({"prompt": "a", "dry_sequence_breakers": '"\\ud800"'}, "dry_sequence_breakers"),
         ({"prompt": "a", "dry_sequence_breakers": ["a"] * 33}, "dry_sequence_breakers"),
         ({"prompt": "a", "dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"prompt": "a", "tools": [{}]}, "tools"),

@@ -72,6 +72,7 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("dry_sequence_breakers", "\n", ("a list", "'\\n'")),
     ("dry_sequence_breakers", ["a", ""], ("non-empty", "''")),
     ("dry_sequence_breakers", ["a"] * 33, ("32", "33")),
+    ("dry_sequence_breakers", ["\ud800"], ("Unicode", "ud800")),
     ("dry_sequence_breakers", ["a" * 65], ("64", "65")),
     ("logit_bias", {3: 101.0}, ("at most 100", "101.0")),
     ("logit_bias", {3: -101.0}, ("at least -100", "-101.0")),

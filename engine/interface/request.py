@@ -309,6 +309,8 @@ class SamplingParams:
                 fail(name, f"{name} must hold non-empty strings, got {brief(text)}.")
             if len(text) > MAX_BREAKER_LENGTH:
                 fail(name, f"each of {name} may have at most {MAX_BREAKER_LENGTH} characters, got {len(text)}.")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                fail(name, f"{name} must hold valid Unicode, got {brief(text)}.")
 
     def _check_structured(self) -> None:
         given: Any = self.structured_outputs

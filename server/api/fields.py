@@ -204,7 +204,7 @@ def _listed(value: Any) -> Any:
         text = value.strip()
         try:
             value = json.loads(text if text.startswith("[") else f"[{text}]")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise PydanticCustomError("limit", 'must be a list of strings, such as ["\\n", ":"]') from None
     return value
 
