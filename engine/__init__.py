@@ -20,6 +20,7 @@ from engine.errors import (
 from engine.host.cgroups import available_memory
 from engine.host.cpus import compute_in_one_thread
 from engine.interface.cache_map import CacheMap, LiveRequest
+from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS
 from engine.interface.kv_events import default_topic
 from engine.interface.outputs import (
     BeamMoves,
@@ -81,6 +82,8 @@ __all__ = [
     "DEFAULT_TOP_K",
     "FILTERS",
     "LLM",
+    "MAX_BREAKERS",
+    "MAX_BREAKER_LENGTH",
     "MAX_LISTED_IDS",
     "MAX_STOP_STRINGS",
     "MAX_TOP_K",

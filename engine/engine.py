@@ -29,7 +29,6 @@ from engine.interface.outputs import CompletionOutput, EngineInfo, EngineStats, 
 from engine.interface.pooling import check_task, resolve_pooling
 from engine.interface.request import Decoding, EngineInput, PoolingParams, Request, SamplingParams, TokenInput
 from engine.interface.speech import timed
-from engine.interface.structured import StructuredOutputsParams
 from engine.model.checkpoint import read_config
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.budget import StepBudget
@@ -37,6 +36,7 @@ from engine.scheduling.limits import SchedulerConfig
 from engine.scheduling.mapping import draw_map
 from engine.scheduling.scheduler import Scheduler
 from engine.stepping import Stepping
+from engine.text.breakers import BreakerTokens
 from engine.text.catalogues import Catalogues, check_files
 from engine.text.grammars import Grammars
 from engine.text.tokenizer import Tokenizer
@@ -146,6 +146,7 @@ class Engine:
             opens_texts=self.info.max_encoder_len is not None,
             threads=min(choose_threads(config.threads, os.environ).count, MOST_MASK_THREADS),
         )
+        self._breakers = BreakerTokens(partial(_load_tokenizer, config, info), self.info.vocab_size)
         self._catalogues = Catalogues(
             config.catalogues, self.info, self.defaults, partial(_load_tokenizer, config, self.info)
         )
@@ -218,6 +219,7 @@ class Engine:
             random_seed=self._random.getrandbits(64),
             prompt_name="decoder_prompt" if encoder_input else "prompt",
             constraint=None if params.structured_outputs is None else self._grammars.get(params.structured_outputs),
+            breakers=self._breakers.get(params.dry_sequence_breakers) if params.uses_dry else None,
         )
         if decoding.num_beams > self.config.most_beams:
             raise InvalidRequestError(
@@ -242,10 +244,16 @@ class Engine:
             finished=False,
         )
 
-    def prepare(self, structured: StructuredOutputsParams) -> Future[Any] | None:
-        """Begin to compile what an answer must look like, in a thread, so that `add_request` finds it; None where it is
-        compiled. What cannot be used is raised by the future, as `add_request` would raise it."""
-        return self._grammars.begin(structured)
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """Begin in a thread what `add_request` would take long for, so that it finds it: to compile what an answer must
+        look like, or to look up where repetitions end; None where nothing is left. What cannot be used is raised by the
+        future, as `add_request` would raise it."""
+        compiling = None
+        if params.structured_outputs is not None:
+            compiling = self._grammars.begin(params.structured_outputs)
+        if compiling is None and params.uses_dry:
+            return self._breakers.begin(params.dry_sequence_breakers)
+        return compiling
 
     def _tell_crossing(self, request: Request) -> None:
         """Say it, the first time as a warning, where an answer may pass the length of pretraining."""
@@ -380,7 +388,7 @@ class Engine:
 
 
 def _load_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
-    """The model's tokenizer, which grammars need."""
+    """The model's tokenizer, which grammars and DRY's breakers need."""
     if config.skip_tokenizer_init:
         return None
     return load_tokenizer(

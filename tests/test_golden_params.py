@@ -157,6 +157,8 @@ def test_openai_penalties(num_beams: int, checkpoint: Callable[[str], Checkpoint
         {"min_p": 0.05},
         {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
         {"temperature": 1.2, "top_p": 0.95, "repetition_penalty": 1.2},
+        {"typical_p": 0.6},
+        {"temperature": 1.3, "top_k": 60, "top_p": 0.97, "min_p": 0.01, "typical_p": 0.9, "repetition_penalty": 1.2},
     ],
     ids=lambda filters: "+".join(filters) or "plain",
 )
@@ -196,6 +198,8 @@ def _warpers(filters: dict[str, Any]) -> Any:
         processors.append(transformers.TopPLogitsWarper(filters["top_p"]))
     if "min_p" in filters:
         processors.append(transformers.MinPLogitsWarper(filters["min_p"]))
+    if "typical_p" in filters:
+        processors.append(transformers.TypicalLogitsWarper(filters["typical_p"]))
     return processors
 
 
@@ -346,7 +350,7 @@ def test_fields_without_effect_are_named(
     model = checkpoint(NAME)
     eos = {"eos_token_id": list(model.eos)}
     loud = with_generation_config(
-        model, tmp_path / "loud", {**eos, "typical_p": 0.4, "diversity_penalty": 0.5, "top_k": 50}
+        model, tmp_path / "loud", {**eos, "eta_cutoff": 0.4, "diversity_penalty": 0.5, "top_k": 50}
     )
     quiet = with_generation_config(
         model, tmp_path / "quiet", {**eos, "typical_p": 1.0, "num_beam_groups": 1, "renormalize_logits": False}
@@ -356,9 +360,26 @@ def test_fields_without_effect_are_named(
         assert not [r for r in caplog.records if "implement" in r.getMessage()]
         LLM(str(loud), device="cpu", show_progress=False).close()
     (message,) = [r.getMessage() for r in caplog.records if "implement" in r.getMessage()]
-    assert "typical_p" in message
+    assert "eta_cutoff" in message
     assert "diversity_penalty" in message
     assert "top_k" not in message
+
+
+def test_typical_p_of_the_model_counts(checkpoint: Callable[[str], Checkpoint], tmp_path: Path) -> None:
+    model = checkpoint(NAME)
+    path = with_generation_config(model, tmp_path / "typical", {"do_sample": True, "typical_p": 0.3})
+    llm = LLM(str(path), device="cpu", show_progress=False)
+    how: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_tokens": 20}
+
+    def answers(**more: Any) -> list[list[int]]:
+        return [one.outputs[0].token_ids for one in llm.generate(model.prompts(), SamplingParams(**how, **more))]
+
+    try:
+        own = answers()
+        assert own == answers(typical_p=0.3)
+        assert own != answers(typical_p=1.0)
+    finally:
+        llm.close()
 
 
 def test_eos_of_config_json(checkpoint: Callable[[str], Checkpoint], tmp_path: Path) -> None:

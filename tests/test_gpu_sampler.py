@@ -488,6 +488,8 @@ def test_numbers_of_the_host_may_be_captured_too(device: torch.device) -> None:
         {"bias": {1: 1.0}},
         {"force": [2]},
         {"allow": [1]},
+        {"typical_p": 0.5},
+        {"xtc_probability": 0.5},
     ],
     ids=str,
 )

@@ -154,7 +154,9 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
 def test_every_sampling_field_reaches_the_engine() -> None:
     fields = {
         **{column.name: 3 if column.allowed.integer else 0.5 for column in FILTERS if column.allowed},
-        "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2,
+        "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2, "xtc_threshold": 0.2,
+        "dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 64,
+        "dry_sequence_breakers": ["\n", "é"],
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"5": 1.5},
         "stop": ["zz"], "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True,
         "skip_special_tokens": False, "logprobs": 2, "prompt_logprobs": 1, "num_beams": 1, "length_penalty": 0.8,
@@ -171,6 +173,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     assert api.sampling() == SamplingParams(**(fields | {"logit_bias": {5: 1.5}}))
 
 
+@pytest.mark.parametrize("text", ['"\\n", "é"', '["\\n","é"]'])
+def test_breakers_may_be_a_list_as_text(text: str) -> None:
+    api = Api()
+    assert api.complete(prompt="a", dry_sequence_breakers=text).status_code == 200
+    assert api.sampling().dry_sequence_breakers == ["\n", "é"]
+
+
 def test_null_and_missing_mean_the_default() -> None:
     api = Api()
     fields = set(SamplingParams.__dataclass_fields__) - {"timestamps"}  # speech has forms of its own
@@ -185,6 +194,52 @@ def test_unknown_fields_are_ignored_and_reported() -> None:
     answer = Api().complete(prompt="a", user="me", frobnicate=1, **{"bad name\r\nx": 1})
     assert answer.status_code == 200
     assert answer.headers["x-octavo-ignored-fields"] == "frobnicate"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"mirostat": 2}, "mirostat"),
+        ({"mirostat_mode": 1, "mirostat_tau": 5.0, "mirostat_eta": 0.1}, "mirostat_mode"),
+        ({"mirostat_tau": 3.0}, "mirostat_tau"),
+        ({"mirostat_eta": 0.2}, "mirostat_eta"),
+        ({"samplers": ["top_k", "temperature"]}, "samplers"),
+        ({"sampler_seq": "kt"}, "sampler_seq"),
+        ({"sampler_priority": ["temperature"]}, "sampler_priority"),
+        ({"dynatemp_range": 0.5}, "dynatemp_range"),
+        ({"dynatemp_exponent": 1.5}, "dynatemp_exponent"),
+        ({"dynamic_temperature": True}, "dynamic_temperature"),
+        ({"tfs_z": 0.9}, "tfs_z"),
+        ({"tfs": 0.9}, "tfs"),
+        ({"top_a": 0.2}, "top_a"),
+        ({"smoothing_factor": 0.3}, "smoothing_factor"),
+        ({"smoothing_curve": 2}, "smoothing_curve"),
+        ({"epsilon_cutoff": 3}, "epsilon_cutoff"),
+        ({"mirostat": False}, "mirostat"),
+    ],
+)
+def test_other_ways_to_sample_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    api = Api()
+    problem = error(api.complete(prompt="a", **fields))
+    assert (problem["param"], problem["code"]) == (param, "unsupported_parameter")
+    assert problem["message"].startswith(f"{param} is not supported; leave it out")
+    assert not api.client.asked
+
+
+def test_other_ways_to_sample_that_are_off_are_accepted() -> None:
+    """As clients send them with every request."""
+    off = {
+        "mirostat": 0, "mirostat_mode": 0, "mirostat_tau": 3, "mirostat_eta": 0.2, "samplers": None,
+        "sampler_seq": None, "dynatemp_range": 0, "dynatemp_exponent": 1.5, "dynamic_temperature": False,
+        "dynatemp_low": 0.5, "dynatemp_high": 2, "tfs_z": 1, "tfs": 1.0, "top_a": 0, "smoothing_factor": 0.0,
+        "smoothing_curve": 2, "epsilon_cutoff": 0, "eta_cutoff": 0, "temperature_last": False,
+    }  # fmt: skip
+    api = Api()
+    answer = api.complete(prompt="a", **off)
+    assert answer.status_code == 200
+    assert "x-octavo-ignored-fields" not in answer.headers
+    assert api.sampling() == SamplingParams()
+    assert Api().complete(prompt="a", mirostat_tau=5, mirostat_eta=0.1, dynatemp_exponent=1).status_code == 200
 
 
 def test_stop_string_ends_the_choice_and_the_engines_work_on_it() -> None:
@@ -305,7 +360,15 @@ def test_beam_search_aliases(fields: dict[str, Any], num_beams: int, n: int) -> 
 
 
 def test_beams_accept_sampling_fields_that_ask_for_nothing() -> None:
-    nothing = {"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0, "response_format": {"type": "text"}}
+    nothing = {
+        "temperature": 0,
+        "top_k": -1,
+        "top_p": 1,
+        "min_p": 0,
+        "typical_p": 1,
+        "top_n_sigma": -1,
+        "response_format": {"type": "text"},
+    }
     assert Api().complete(prompt="a", num_beams=2, **nothing).status_code == 200
 
 
@@ -479,6 +542,14 @@ def test_one_refused_prompt_fails_the_request_and_ends_the_others(stream: bool) 
         ({"prompt": "a", "use_beam_search": True, "top_k": 5}, "top_k"),
         ({"prompt": "a", "use_beam_search": True, "top_p": 0.9}, "top_p"),
         ({"prompt": "a", "num_beams": 3, "min_p": 0.1}, "min_p"),
+        ({"prompt": "a", "num_beams": 3, "xtc_probability": 0.1}, "xtc_probability"),
+        ({"prompt": "a", "typical_p": 0}, "typical_p"),
+        ({"prompt": "a", "dry_base": 0.5}, "dry_base"),
+        ({"prompt": "a", "dry_sequence_breakers": "a, b"}, "dry_sequence_breakers"),
+        ({"prompt": "a", "dry_sequence_breakers": "[" * 50_000}, "dry_sequence_breakers"),
+        ({"prompt": "a", "dry_sequence_breakers": '"\\ud800"'}, "dry_sequence_breakers"),
+        ({"prompt": "a", "dry_sequence_breakers": ["a"] * 33}, "dry_sequence_breakers"),
+        ({"prompt": "a", "dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"prompt": "a", "tools": [{}]}, "tools"),
         ({"prompt": "a", "response_format": {"type": "json"}}, "response_format"),
         ({"prompt": ["a"] * 2049}, "prompt"),

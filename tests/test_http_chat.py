@@ -270,7 +270,9 @@ def test_max_tokens(fields: dict[str, Any], info: dict[str, Any], max_tokens: in
 def test_every_sampling_field_reaches_the_engine() -> None:
     fields = {
         **{column.name: 3 if column.allowed.integer else 0.5 for column in FILTERS if column.allowed},
-        "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2,
+        "max_tokens": 9, "min_tokens": 2, "seed": 7, "n": 2, "xtc_threshold": 0.2,
+        "dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 64,
+        "dry_sequence_breakers": ["\n", "é"],
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"5": 1.5},
         "stop": ["zz"], "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True,
         "skip_special_tokens": False, "prompt_logprobs": 1, "num_beams": 1, "length_penalty": 0.8,

@@ -197,6 +197,13 @@ def test_prompts_that_are_not_there() -> None:
     assert [source.token_ids for source, _ in api.client.asked.values()] == [[97]], "ids are taken as they are"
 
 
+def test_an_input_type_is_refused() -> None:
+    problem = error(Api().embed(input="abc", input_type="query"))
+    assert (problem["param"], problem["code"]) == ("input_type", "unsupported_parameter")
+    assert "prompt_name" in problem["message"]
+    assert Api().embed(input="abc", input_type=None).status_code == 200
+
+
 def test_null_is_the_default_for_every_optional_field() -> None:
     api = Api()
     fields = api.app.openapi()["components"]["schemas"]["EmbeddingRequest"]["properties"]

@@ -173,6 +173,24 @@ def test_echoed_logprobs_for_scoring(http: httpx.Client) -> None:
         assert len(logprobs["tokens"]) == len(prompt) + 1
 
 
+def test_filters_and_dry(http: httpx.Client) -> None:
+    """Breakers are looked up in the engine's process; streamed and whole answers are the same."""
+    plain = {"prompt": "again and again and again", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    texts = [complete(http, **plain, **more)["choices"][0]["text"] for more in ({}, {"dry_multiplier": 0})]
+    assert texts[0] == texts[1]
+    dry = {"dry_multiplier": 4, "dry_allowed_length": 0, "dry_sequence_breakers": ["#"]}
+    assert complete(http, **plain, **dry)["choices"][0]["text"] != texts[0]
+    drawn = {
+        "prompt": "draw", "seed": 3, "n": 2, "max_tokens": 40, "ignore_eos": True, "typical_p": 0.9,
+        "top_n_sigma": 2.5, "xtc_probability": 0.5, "xtc_threshold": 0.01, "dry_multiplier": 0.8,
+    }  # fmt: skip
+    whole = [choice["text"] for choice in complete(http, **drawn)["choices"]]
+    assert streamed_text(http, **drawn) == dict(enumerate(whole))
+    assert whole != [choice["text"] for choice in complete(http, **drawn | {"xtc_probability": 0})["choices"]]
+    refused = http.post("/v1/completions", json={"prompt": "a", "mirostat": 2})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mirostat")
+
+
 # ---------------------------------------------------------------- many at once
 
 MIXED: list[dict[str, Any]] = [

@@ -56,7 +56,9 @@ from engine.process.messages import (
 
 EVERYTHING = SamplingParams(
     **{column.name: 5 if column.allowed.integer else 0.1 for column in FILTERS if column.allowed},
-    max_tokens=7, min_tokens=2, seed=2**64 - 1, n=3, allowed_token_ids=[8, 9],
+    max_tokens=7, min_tokens=2, xtc_threshold=0.3, dry_multiplier=0.8, dry_base=1.5,
+    dry_allowed_length=3, dry_penalty_last_n=64, dry_sequence_breakers=["\n", "é"], seed=2**64 - 1, n=3,
+    allowed_token_ids=[8, 9],
     repetition_penalty=1.1, presence_penalty=-2.0, frequency_penalty=2.0, logit_bias={5: -100.0, 0: 0.1},
     stop=["a", "日本\n"], stop_token_ids=[1, 2], ignore_eos=True, include_stop_str_in_output=True,
     skip_special_tokens=False, logprobs=20, prompt_logprobs=0, num_beams=1, length_penalty=-0.5,

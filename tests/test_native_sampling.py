@@ -287,6 +287,8 @@ def naive_edit(row: np.ndarray, number: int, edits: EditList, table: Table) -> n
         outputs = sum(one for other, value in seen if other == token and value > 0)
         score = row[token] * repetition if row[token] < 0 else row[token] / repetition
         row[token] = score - (frequency * np.float32(outputs) + presence * np.float32(outputs > 0))
+    for token, value in of(Kind.DRY):
+        row[token] -= value
     for token, _ in of(Kind.BAN):
         row[token] = -np.inf
     return row
@@ -304,6 +306,7 @@ def test_edits_are_made_in_their_order_and_taken_back(isa: str, rows: Tensor, da
         (Kind.BIAS, st.floats(-50, 50, width=32), 12, False),
         (Kind.SOURCE, st.floats(0.25, 4, width=32), 12, True),
         (Kind.HISTORY, st.sampled_from([0.0, 1.0]), 60, False),
+        (Kind.DRY, st.floats(0, 50, width=32), 12, True),
         (Kind.BAN, st.just(0.0), 12, False),
     ):
         item, by = st.tuples(row, token, st.just(kind), value), (lambda entry: entry[:2]) if unique else None

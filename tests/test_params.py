@@ -14,6 +14,7 @@ import pytest
 
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError, OctavoError
+from engine.interface.dry import Breakers, Dry
 from engine.interface.generation import GenerationDefaults, load_defaults, plain_defaults, resolve
 from engine.interface.request import (
     MAX_INT,
@@ -48,6 +49,9 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("top_p", 1.01, ("at most 1", "1.01")),
     ("min_p", -0.01, ("at least 0", "-0.01")),
     ("min_p", 1.5, ("at most 1", "1.5")),
+    ("typical_p", 1.5, ("at most 1", "1.5")),
+    ("xtc_probability", 1.01, ("at most 1", "1.01")),
+    ("xtc_threshold", -0.1, ("at least 0", "-0.1")),
     ("seed", -(2**63) - 1, (str(-(2**63)), str(-(2**63) - 1))),
     ("seed", MAX_SEED + 1, (str(MAX_SEED), str(MAX_SEED + 1))),
     ("seed", 10**400, (str(MAX_SEED), "1000")),
@@ -61,6 +65,15 @@ BAD_SAMPLING: list[tuple[str, Any, tuple[str, ...]]] = [
     ("frequency_penalty", 3, ("at most 2", "3")),
     ("frequency_penalty", -3, ("at least -2", "-3")),
     ("frequency_penalty", None, ("a number", "None")),
+    ("dry_multiplier", -0.1, ("at least 0", "-0.1")),
+    ("dry_base", 0.9, ("at least 1", "0.9")),
+    ("dry_allowed_length", 1.5, ("an integer", "1.5")),
+    ("dry_penalty_last_n", -2, ("at least -1", "-2")),
+    ("dry_sequence_breakers", "\n", ("a list", "'\\n'")),
+    ("dry_sequence_breakers", ["a", ""], ("non-empty", "''")),
+    ("dry_sequence_breakers", ["a"] * 33, ("32", "33")),
+    ("dry_sequence_breakers", ["\ud800"], ("Unicode", "ud800")),
+    ("dry_sequence_breakers", ["a" * 65], ("64", "65")),
     ("logit_bias", {3: 101.0}, ("at most 100", "101.0")),
     ("logit_bias", {3: -101.0}, ("at least -100", "-101.0")),
     ("logit_bias", {3: None}, ("a number", "None")),
@@ -144,6 +157,10 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
     {"top_p": 1},
     {"min_p": 0},
     {"min_p": 1.0},
+    {"dry_multiplier": 0, "dry_base": 1, "dry_allowed_length": 0, "dry_penalty_last_n": -1},
+    {"dry_sequence_breakers": ["a" * 64] * 32},
+    {"dry_sequence_breakers": []},
+    {"top_n_sigma": -1, "typical_p": 1, "xtc_probability": 1, "xtc_threshold": 0},
     {"seed": -(2**63)},
     {"seed": MAX_SEED},
     {"presence_penalty": -2, "frequency_penalty": 2.0},
@@ -323,6 +340,7 @@ def test_the_model_s_defaults_apply_and_the_request_overrides_them() -> None:
         "top_k": 20,
         "top_p": 0.8,
         "min_p": 0.1,
+        "typical_p": 0.9,
         "repetition_penalty": 1.2,
         "length_penalty": 2.0,
         "early_stopping": True,
@@ -357,6 +375,7 @@ def test_the_model_s_defaults_apply_and_the_request_overrides_them() -> None:
         "top_k": 0,
         "top_p": 1.0,
         "min_p": 0.0,
+        "typical_p": 1.0,
         "repetition_penalty": 1.0,
         "length_penalty": 0.0,
         "early_stopping": False,
@@ -388,9 +407,24 @@ def test_a_model_that_does_not_sample_is_greedy_unless_asked() -> None:
     assert completed(SamplingParams(temperature=0.9), values).temperature == 0.9
 
 
-@pytest.mark.parametrize("top_k", [-1, 0])
-def test_top_k_of_nothing_keeps_all(top_k: int) -> None:
-    assert completed(SamplingParams(top_k=top_k), {"top_k": 50}).top_k == 0
+@pytest.mark.parametrize("nothing", [-1, 0])
+def test_what_is_off_at_zero_and_below(nothing: int) -> None:
+    assert completed(SamplingParams(top_k=nothing), {"top_k": 50}).top_k == 0
+    assert completed(SamplingParams(top_n_sigma=nothing)).top_n_sigma == 0.0
+
+
+def test_dry_is_off_where_it_takes_nothing() -> None:
+    for off in ({}, {"dry_multiplier": 0.0, "dry_base": 2}, {"dry_multiplier": 1, "dry_penalty_last_n": 0}):
+        params = SamplingParams(**off)
+        assert not params.uses_dry
+        assert completed(params).dry is None
+    params = SamplingParams(dry_multiplier=0.8)
+    assert params.uses_dry
+    assert completed(params, breakers=Breakers({3: ((),)})).dry == Dry(
+        multiplier=0.8, base=1.75, allowed_length=2, last_n=-1, breakers=Breakers({3: ((),)})
+    )
+    params = SamplingParams(dry_multiplier=1, dry_base=1, dry_allowed_length=0, dry_penalty_last_n=9)
+    assert completed(params).dry == Dry(multiplier=1.0, base=1.0, allowed_length=0, last_n=9)
 
 
 class TestMaxTokens:
@@ -521,7 +555,9 @@ class TestBeams:
         assert completed(SamplingParams(num_beams=3)).num_beams == 3
 
     @pytest.mark.parametrize(
-        "asked", [{"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"stop": "x"}], ids=str
+        "asked",
+        [{"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.5}, {"stop": "x"}],
+        ids=str,
     )
     def test_asking_for_what_beams_cannot_do_turns_default_beams_off(self, asked: dict[str, Any]) -> None:
         assert completed(SamplingParams(**asked), {"num_beams": 4}).num_beams == 1
@@ -531,6 +567,7 @@ class TestBeams:
         assert column.nothing
         for value in column.nothing:
             assert completed(SamplingParams(**{column.name: value}), {"num_beams": 4}).num_beams == 4
+        assert completed(SamplingParams(xtc_threshold=0.3), {"num_beams": 4}).num_beams == 4
 
     @pytest.mark.parametrize(("n", "beams", "width"), [(1, 1, 1), (3, 1, 3), (2, 4, 4)])
     def test_width(self, n: int, beams: int, width: int) -> None:
@@ -568,13 +605,14 @@ def test_without_the_file_the_config_is_asked(tmp_path: Path) -> None:
 def test_fields_that_would_change_the_answer_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stored(
         tmp_path,
-        '{"typical_p": 0.9, "epsilon_cutoff": 0.0, "diversity_penalty": 0.5, "guidance_scale": 1.0, '
+        '{"typical_p": 0.9, "epsilon_cutoff": 0.0, "eta_cutoff": 0.5, "diversity_penalty": 0.5, "guidance_scale": 1.0, '
         '"do_sample": true, "num_beams": 4}',
     )
     with caplog.at_level(logging.WARNING, "octavo.generation"):
         defaults = load_defaults(tmp_path, NO_CONFIG, 1000)
-    assert set(defaults.ignored) == {"typical_p", "diversity_penalty", "do_sample with num_beams"}
-    assert "typical_p=0.9" in caplog.text
+    assert set(defaults.ignored) == {"eta_cutoff", "diversity_penalty", "do_sample with num_beams"}
+    assert defaults.values["typical_p"] == 0.9
+    assert "eta_cutoff=0.5" in caplog.text
     assert "epsilon_cutoff" not in caplog.text
 
 

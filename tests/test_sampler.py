@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -16,6 +18,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from engine.backends import native
@@ -44,7 +47,7 @@ def batch_of(rows: Sequence[dict[str, Any]], vocabulary: int = VOCAB) -> Samplin
     """A batch from one dict a row; what is left out is neutral.
 
     Keys: the parameters by name; `draws` (uniform numbers), `beam_width`, `num_logprobs`, `prompt`,
-    `output` (for the penalties), `bias`, `ban`, `force`; `allow`, tokens below `vocabulary`.
+    `output` (for the penalties), `bias`, `dry`, `ban`, `force`; `allow`, tokens below `vocabulary`.
     """
 
     draws = [row.get("draws", () if row.get("beam_width") else (0.5,)) for row in rows]
@@ -59,6 +62,7 @@ def batch_of(rows: Sequence[dict[str, Any]], vocabulary: int = VOCAB) -> Samplin
             (Kind.SOURCE, [(token, row.get("source_reward", 1.0)) for token in row.get("source", ())]),
             (Kind.HISTORY, [(token, 0.0) for token in row.get("prompt", ())]),
             (Kind.HISTORY, [(token, 1.0) for token in row.get("output", ())]),
+            (Kind.DRY, row.get("dry", {}).items()),
             (Kind.BAN, [(token, 0.0) for token in row.get("ban", ())]),
             (Kind.FORCE, [(token, 0.0) for token in row.get("force", ())]),
         )
@@ -83,17 +87,40 @@ def random_logits(rows: int, vocabulary: int = VOCAB, seed: int = 0, scale: floa
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def near_the_largest(scores: Tensor, sigma: float) -> Tensor:
+    """Top-n-sigma as its paper has it (arXiv:2411.07641): M = max l, keep l_i >= M - n * sigma(l), where the deviation
+    is that of all logits that are finite."""
+    finite = [float(x) for x in scores[0] if x > -torch.inf]
+    mean = sum(finite) / len(finite)
+    deviation = (sum((x - mean) ** 2 for x in finite) / len(finite)) ** 0.5
+    return scores.masked_fill(scores < max(finite) - sigma * deviation, -torch.inf)
+
+
+def without_top_choices(scores: Tensor, threshold: float) -> Tensor:
+    """XTC as llama.cpp has it, where it counts: candidates in falling order, the last one that has the threshold, and
+    those after it stay."""
+    probabilities, order = scores[0].double().softmax(dim=-1).sort(descending=True)
+    reached = [place for place, p in enumerate(probabilities.tolist()) if p > 0 and p >= threshold]
+    return scores.index_fill(1, order[: max(reached, default=0)], -torch.inf)
+
+
 def warped(logits: Tensor, row: dict[str, Any]) -> Tensor:
-    """One row [vocabulary] through `transformers`' warpers, in its order."""
+    """One row [vocabulary] through `transformers`' warpers, in its order, and what it has none for."""
     scores, ids = logits[None], torch.zeros(1, 1, dtype=torch.int64)
     if row.get("temperature", 1.0) != 1.0:
         scores = TemperatureLogitsWarper(row["temperature"])(ids, scores)
+    if row.get("top_n_sigma", 0.0) > 0.0:
+        scores = near_the_largest(scores, row["top_n_sigma"])
     if row.get("top_k"):
         scores = TopKLogitsWarper(row["top_k"])(ids, scores)
     if row.get("top_p", 1.0) < 1.0:
         scores = TopPLogitsWarper(row["top_p"])(ids, scores)
     if row.get("min_p"):
         scores = MinPLogitsWarper(row["min_p"])(ids, scores)
+    if row.get("typical_p", 1.0) < 1.0:
+        scores = TypicalLogitsWarper(row["typical_p"])(ids, scores)
+    if row.get("xtc_probability", 0.0) >= 1.0:
+        scores = without_top_choices(scores, row.get("xtc_threshold", 0.1))
     return scores[0]
 
 
@@ -114,10 +141,22 @@ FILTERS: list[dict[str, Any]] = [
     {"top_k": 1},
     {"top_p": 1e-9},
     {"min_p": 1.0},
+    {"typical_p": 0.6},
+    {"top_n_sigma": 1.2},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.08},
+    {"temperature": 1.4, "typical_p": 0.9, "top_p": 0.95},
+    {"temperature": 0.7, "top_n_sigma": 1.5, "top_k": 20, "top_p": 0.98},
+    {"temperature": 1.2, "top_k": 15, "min_p": 0.02, "typical_p": 0.8, "xtc_probability": 1.0, "xtc_threshold": 0.05},
+    {"top_n_sigma": 3.0, "top_p": 0.9, "xtc_probability": 1.0},
+    {"typical_p": 1e-9},
+    {"top_n_sigma": 1e-9},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.51},
+    {"xtc_probability": 0.0, "xtc_threshold": 0.01},
 ]
 
 
-@pytest.mark.parametrize("row", FILTERS[:8], ids=str)
+@pytest.mark.parametrize("row", [*FILTERS[:8], *FILTERS[12:19]], ids=str)
 def test_draws_follow_the_exact_distribution(row: dict[str, Any]) -> None:
     from scipy import stats
 
@@ -164,6 +203,53 @@ def test_filters_leave_the_tokens_that_transformers_leaves() -> None:
     for i, tokens in enumerate(allowed):
         assert result[i, : len(tokens)].tolist() == tokens.tolist(), rows[i]
     assert len({len(tokens) for tokens in allowed}) > 5
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    row=st.fixed_dictionaries(
+        {"temperature": st.sampled_from([0.5, 1.0, 1.7])},
+        optional={
+            "top_n_sigma": st.floats(0.0625, 4.0, width=16),
+            "top_k": st.integers(1, VOCAB + 2),
+            "top_p": st.floats(0.0625, 1.0, width=16),
+            "min_p": st.floats(0.0, 0.5, width=16),
+            "typical_p": st.floats(0.0625, 1.0, width=16),
+            "xtc_threshold": st.floats(0.0, 0.625, width=16),
+            "xtc_probability": st.just(1.0),
+        },
+    ),
+    seed=st.integers(0, 2**20),
+    scale=st.sampled_from([0.3, 1.5, 6.0]),
+    impossible=st.integers(0, VOCAB - 1),
+)
+def test_any_filters_together_leave_what_their_references_leave(
+    row: dict[str, Any], seed: int, scale: float, impossible: int
+) -> None:
+    logits = random_logits(1, seed=seed, scale=scale)
+    logits[0, torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:impossible]] = -torch.inf
+    probabilities = distribution(warped(logits[0], row))
+    tokens = np.flatnonzero(probabilities > 1e-7)
+    draws = (probabilities.cumsum() - probabilities / 2)[tokens]
+    assert sample(logits, batch_of([{**row, "draws": draws}])).tokens[0].tolist() == tokens.tolist()
+
+
+def test_xtc_counts_for_its_share_of_the_places() -> None:
+    """By numbers of the row's seed, answer and place alone: whatever is drawn, and whoever draws several at once."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -9.0]])
+    place = {"xtc_probability": 0.3, "xtc_threshold": 0.1, "draws": [0.0]}
+    rows = [{**place, "seed": 7, "choice": choice, "position": at} for choice in range(4) for at in range(1000)]
+    left_out = (sample(logits.repeat(len(rows), 1), batch_of(rows)).tokens[:, 0] != 0).reshape(4, 1000)
+    assert abs(left_out.mean() - 0.3) < 0.03
+    assert all(abs(left_out[choice].mean() - 0.3) < 0.06 for choice in range(4))
+    assert abs((left_out[0] & left_out[1]).mean() - 0.09) < 0.04, "one answer says nothing of another"
+    for at in (0, 1, 2, 3, 999):
+        several = {**place, "seed": 7, "position": at, "draws": [0.0] * 4}
+        assert (sample(logits, batch_of([several])).tokens[0] != 0).tolist() == left_out[:, at].tolist()
+        alone = {**several, "draws": [0.999, 0.1, 0.999, 0.1], "xtc_probability": 1.0, "xtc_threshold": 0.3}
+        assert sample(logits, batch_of([alone])).tokens[0].tolist() == [2, 0, 2, 0], "a single choice has no top ones"
+    another = sample(logits.repeat(1000, 1), batch_of([{**row, "seed": 8} for row in rows[:1000]])).tokens[:, 0] != 0
+    assert (another != left_out[0]).any()
 
 
 def test_the_borders_of_the_unit_interval() -> None:
@@ -303,6 +389,7 @@ def test_all_penalties_together_in_their_order() -> None:
         "prompt": [1],
         "output": [2, 2],
         "bias": {1: 4.0, 2: -1.0, 3: 2.5},
+        "dry": {2: 1.5, 6: 0.8},
         "ban": [5],
     }
     biased = logits.log_softmax(dim=-1)
@@ -310,7 +397,8 @@ def test_all_penalties_together_in_their_order() -> None:
     biased[0, 2] -= 1.0
     biased[0, 3] += 2.5
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[1, 2, 2]]), biased)
-    expected[0, 2] -= 0.2 * 2 + 0.3
+    expected[0, 2] -= 0.2 * 2 + 0.3 + 1.5
+    expected[0, 6] -= 0.8
     expected[0, 5] = -torch.inf
     torch.testing.assert_close(processed(logits, [row]), expected, atol=1e-6, rtol=1e-6)
 
@@ -454,7 +542,12 @@ def mixed_rows() -> list[dict[str, Any]]:
         {"presence_penalty": 1.0, "frequency_penalty": 0.5, "output": [9, 9, 8], "temperature": 0.0},
         {"bias": {5: 3.0, 6: -2.0}, "ban": [0, 1], "draws": [0.1]},
         {"force": [11], "draws": [0.3]},
-        {"beam_width": 4, "repetition_penalty": 1.2, "prompt": [2, 2], "bias": {1: 1.0}, "ban": [4]},
+        {"beam_width": 4, "repetition_penalty": 1.2, "prompt": [2, 2], "bias": {1: 1.0}, "dry": {1: 2.0}, "ban": [4]},
+        {"dry": {3: 1.25, 7: 40.0}, "draws": [0.2], "presence_penalty": 0.5, "output": [3]},
+        {"typical_p": 0.7, "temperature": 1.2, "draws": [0.3, 0.8]},
+        {"top_n_sigma": 1.5, "repetition_penalty": 1.3, "prompt": [3], "draws": [0.6], "num_logprobs": 2},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.02, "seed": 4, "position": 3, "draws": [0.1, 0.5, 0.9]},
+        {"typical_p": 0.5, "temperature": 0.0},
     ]
 
 
@@ -557,6 +650,8 @@ def allowed_rows(vocabulary: int) -> list[dict[str, Any]]:
         {"temperature": 0.0, "allow": []},
         {"draws": [0.5], "allow": [9], "ban": [9]},
         {"beam_width": 2, "allow": []},
+        {"typical_p": 0.9, "draws": [0.2, 0.7], "allow": some, "bias": {1: 3.0}},
+        {"top_n_sigma": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.01, "draws": [0.2, 0.7], "allow": some},
     ]  # fmt: skip
 
 

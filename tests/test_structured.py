@@ -445,11 +445,14 @@ def test_compiled_grammars_are_kept(engines: Callable[..., Engine], monkeypatch:
     for name in ("choice", "choice", "regex", "choice", "grammar", "choice", "regex"):
         run(one, [Job([5], asking(greedy(4), ASKED[name]))])
     assert compiled == ["choice", "regex", "grammar", "regex"]
-    assert (one.prepare(ASKED["regex"]), one.prepare(ASKED["choice"])) == (None, None)
-    waiting = one.prepare(ASKED["json"])
+    assert (one.prepare(asking(greedy(4), ASKED["regex"])), one.prepare(asking(greedy(4), ASKED["choice"]))) == (
+        None,
+        None,
+    )
+    waiting = one.prepare(asking(greedy(4), ASKED["json"]))
     assert waiting is not None
     waiting.result(timeout=60)
-    assert one.prepare(ASKED["json"]) is None
+    assert one.prepare(asking(greedy(4), ASKED["json"])) is None
 
 
 def test_offline(model: Checkpoint) -> None:

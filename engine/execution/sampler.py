@@ -1,13 +1,14 @@
 """Logits to candidates, for all rows of a step together.
 
 Order of operations as in `transformers`: logit_bias, the encoder's and the decoder's repetition penalty, OpenAI's
-penalties, bans, forced tokens; then for rows that sample temperature, top-k, top-p, min-p. Beam rows start from
-log-probabilities instead of logits, as there.
+penalties, DRY, bans, forced tokens; then for rows that sample temperature, top-n-sigma, top-k, top-p, min-p, typical-p,
+XTC. Beam rows start from log-probabilities instead of logits, as there.
 
 On a CPU the native library does the work: it walks over the logits once, and looks for large ones where that walk has
 seen them. What a request changes of logits is written into them and taken back. On a GPU the kernels of
 `engine.backends.triton` do the same in their way (`sampler_device.py`). `backends/torch/sampling.py` serves other
-devices, and machines without library or Triton. All choose the same tokens but where rounding decides: exponentials
+devices, machines without library or Triton, and rows with filters that the kernels do not know (`by_torch`; each by
+itself, `backends/torch/sampling_whole.py`). All choose the same tokens but where rounding decides: exponentials
 may differ in their last bits, so a uniform number right between two tokens, or a sum right at top_p, may fall on
 either side. Of equal logits the lowest token comes first, and where log-probabilities are equal and logits are not,
 the larger logit; `torch.topk` takes any.
@@ -26,12 +27,11 @@ from engine.backends import native
 from engine.backends import triton as gpu
 from engine.backends.native.sampling import LogitRows, mask
 from engine.backends.torch import sampling as sampler_torch
+from engine.backends.torch import sampling_whole
 from engine.execution.pending import LateScores, PromptScores
-from engine.interface.sampling_table import Kind
+from engine.interface.sampling_table import GREEDY_TEMPERATURE, Kind, by_torch
 from engine.scheduling.plan import Bool, Float32, Int32, PromptLogprobRows, SamplingBatch, StepResult, TokenScores
 
-# Below this a softmax is one-hot in float32 for any two logits that differ.
-GREEDY_TEMPERATURE = 1e-5
 # Rows scored at a time, so that prompt log-probabilities do not need all logits at once.
 PROMPT_ROWS = 128
 
@@ -175,6 +175,14 @@ def _draw(rows: LogitRows, batch: SamplingBatch, at: Int32, tokens: Int32, place
     if not len(at):
         return
     of = at if place is None else place[at]
+    apart = by_torch(batch.table[of])
+    for row, number in zip(at[apart].tolist(), of[apart].tolist(), strict=True):
+        logits = torch.from_numpy(rows.values[row])
+        chosen = sampling_whole.draw(logits, batch.table[number : number + 1], batch.uniforms[number])
+        tokens[number, : len(chosen)] = chosen.numpy()
+    at, of = at[~apart], of[~apart]
+    if not len(at):
+        return
     drawn, _ = rows.draw(at, batch.table[of], batch.uniforms[of])
     tokens[of, : drawn.shape[1]] = drawn
 

@@ -6,7 +6,7 @@ that draw and rows that are unused. Random numbers are made of counters on the d
 that a steady step sends nothing at all; or they are sent, 8 bytes a row.
 
 Not captured, but computed by `DeviceSampler`: beams, reports of most probable tokens and ranks, several draws a row,
-and all that changes logits.
+filters that only torch's sampler knows, and all that changes logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.backends.triton.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
 from engine.execution.transfers import Download
-from engine.interface.sampling_table import TABLE, WORDS, word
+from engine.interface.sampling_table import TABLE, WORDS, by_torch, word
 from engine.scheduling.plan import SamplingBatch, StepResult
 
 
@@ -62,6 +62,7 @@ class CapturedSampler:
             or table["beam_width"].any()
             or int(table["num_draws"].max()) > 1
             or int(table["num_logprobs"].max()) >= 0
+            or by_torch(table).any()
         )
 
     def put(self, batch: SamplingBatch) -> bool:

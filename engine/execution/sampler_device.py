@@ -2,9 +2,10 @@
 what is made).
 
 Nothing here asks the device anything: how many rows of each kind there are is known from the host's arrays, and how
-many tokens a filter keeps is the kernels' own affair. What a batch says travels in one copy, of which a steady step
-needs only what changed. Rows whose logits are changed (penalties, biases, bans, forced tokens, renormalised beams) are
-computed apart from the others, in memory of their own.
+many tokens a filter keeps is the kernels' own affair. Rows with filters that the kernels do not know are the exception:
+torch draws from them. What a batch says travels in one copy, of which a steady step needs only what changed. Rows whose
+logits are changed (penalties, biases, bans, forced tokens, renormalised beams) are computed apart from the others, in
+memory of their own.
 
 `CapturedSampler` (`sampler_captured.py`) is the part of this that a CUDA graph can hold.
 """
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.torch import sampling_whole
 from engine.backends.triton.sampling import SIZES, LogitRows, Parameters, Sizes, Workspace
 from engine.backends.triton.sampling_edit import mask, penalize
 from engine.execution.sampler_layout import Layout, edit_arrays, lay_out, touched_rows, trial_batch, words
@@ -160,7 +162,8 @@ class DeviceSampler:
                 chosen=chosen,
             )
         if len(layout.touched):
-            self._change(walked, layout, given, samples, chosen)
+            changed = self._change(walked, layout, given, samples, chosen)
+            self._draw_by_torch(changed, layout, batch, samples, chosen)
         walked.report(samples.tokens, chosen, samples.logprobs, samples.first)
         if samples.ranks is not None:
             asking = given["asking_rows"]
@@ -275,8 +278,8 @@ class DeviceSampler:
         given: dict[str, Tensor],
         samples: DeviceSamples,
         chosen: Tensor,
-    ) -> None:
-        """Candidates of the rows whose logits are changed."""
+    ) -> Tensor:
+        """Candidates of the rows whose logits are changed, and what these have become [N, vocabulary]."""
         touched = given["touched"]
         index = touched.long()
         vocabulary = walked.logits.shape[1]
@@ -300,6 +303,9 @@ class DeviceSampler:
                 given["history_is_output"],
                 given["touched_table"],
             )
+        if "dry" in given:
+            where = given["dry"]
+            flat.index_copy_(0, where, flat.index_select(0, where) - given["dry_value"])
         if "ban" in given:
             flat.index_fill_(0, given["ban"], _NEGATIVE_INFINITY)
         if "masks" in given:
@@ -322,6 +328,17 @@ class DeviceSampler:
                 chosen=chosen,
                 place=given["touched_beam_place"],
             )
+        return logits
+
+    def _draw_by_torch(
+        self, changed: Tensor, layout: Layout, batch: SamplingBatch, samples: DeviceSamples, chosen: Tensor
+    ) -> None:
+        """Draws of the rows with filters that the kernels do not know. Only these wait for the device."""
+        for row in layout.by_torch.tolist():
+            logits = changed[layout.place[row]]
+            drawn = sampling_whole.draw(logits, batch.table[row : row + 1], batch.uniforms[row])
+            samples.tokens[row, : len(drawn)] = drawn
+            chosen[row, : len(drawn)] = logits[drawn]
 
 
 def _aligned(words: int) -> int:

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.execution.transfers import Array
-from engine.interface.sampling_table import EDIT, WORDS, EditList, Kind, Table, mask_words, neutral_rows, new_version
+from engine.interface.sampling_table import (
+    EDIT,
+    WORDS,
+    EditList,
+    Kind,
+    Table,
+    by_torch,
+    mask_words,
+    neutral_rows,
+    new_version,
+)
 from engine.scheduling.plan import Int32, SamplingBatch
 
 
@@ -17,8 +27,9 @@ class Layout:
 
     Attributes:
         width, number: columns of tokens, and of the most probable ones that are reported.
-        touched: [N] rows whose logits are changed.
+        touched: [N] rows whose logits are changed, or that torch's sampler draws from.
         place: [S] where among the touched rows a row is.
+        by_torch: those that torch's sampler draws from.
         beams: whether there are any.
         arrays: what the device needs of it.
         version: of these arrays.
@@ -28,16 +39,18 @@ class Layout:
     number: int
     touched: Int32
     place: Int32
+    by_torch: Int32
     beams: bool
     arrays: dict[str, Array]
     version: int
 
 
 def touched_rows(batch: SamplingBatch) -> Int32:
-    """Rows whose logits are changed."""
+    """Rows whose logits are changed, or that torch's sampler draws from: it is given copies of them."""
     mask = (batch.table["renormalize"] > 0) & (batch.table["beam_width"] > 0)
     mask[batch.edits["row"]] = True
     mask[batch.masked] = True
+    mask |= by_torch(batch.table)
     return where_true(mask)
 
 
@@ -58,7 +71,7 @@ def lay_out(batch: SamplingBatch, touched: Int32, vocabulary: int) -> Layout:
     if len(touched):
         among = where_true(searching[touched])
         changed = table[touched]
-        changed["num_draws"] = draws[touched]
+        changed["num_draws"] = np.where(by_torch(changed), 0, draws[touched])
         arrays |= {
             "touched": touched,
             "touched_table": words(changed),
@@ -76,6 +89,7 @@ def lay_out(batch: SamplingBatch, touched: Int32, vocabulary: int) -> Layout:
         number=min(max(int(reports.max()), 0), vocabulary),
         touched=touched,
         place=place,
+        by_torch=where_true(by_torch(table)),
         beams=bool(searching.any()),
         arrays=arrays,
         version=new_version(),
@@ -101,7 +115,7 @@ def edit_arrays(edits: EditList, place: Int32, vocabulary: int) -> dict[str, Arr
             arrays |= {"history_place": rows, "history_token": tokens, "history_is_output": chosen["value"] > 0}
             continue
         arrays[name] = rows.astype(np.int64) * vocabulary + chosen["token"]
-        if kind in (Kind.BIAS, Kind.SOURCE):
+        if kind in (Kind.BIAS, Kind.SOURCE, Kind.DRY):
             arrays[f"{name}_value"] = np.ascontiguousarray(chosen["value"])
         elif kind is Kind.FORCE:
             arrays["force_place"] = rows.astype(np.int64)

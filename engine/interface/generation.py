@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.interface.constraints import AllowedTokens, Constraint
+from engine.interface.dry import DEFAULT_ALLOWED_LENGTH, DEFAULT_BASE, Breakers, Dry
 from engine.interface.outputs import SpeechInfo
 from engine.interface.request import Decoding, SamplingParams
 from engine.interface.sampling_table import FILTERS, REQUESTED
@@ -47,7 +48,6 @@ _HONOURED = (
 _ID_FIELDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 # Fields that would change the answer and are not implemented, with the values at which they do nothing.
 _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
     "top_h": (),
@@ -206,11 +206,13 @@ def resolve(
     random_seed: int,
     prompt_name: str = "prompt",
     constraint: Constraint | None = None,
+    breakers: Breakers | None = None,
 ) -> Decoding:
     """Complete a request's parameters with the model's defaults and check them against its limits.
 
     Args:
         constraint: that of `structured_outputs`.
+        breakers: `dry_sequence_breakers` in tokens; None for none.
         prompt_len: tokens before the answer; of an encoder-decoder model those of the decoder.
         prompt_name: what a request calls them.
 
@@ -250,7 +252,7 @@ def resolve(
         name: (float if column.kind is np.float32 else int)(pick(name, getattr(params, name), column.neutral))
         for name, column in REQUESTED.items()
     }
-    numbers["top_k"] = max(numbers["top_k"], 0)
+    numbers["top_k"], numbers["top_n_sigma"] = max(numbers["top_k"], 0), max(numbers["top_n_sigma"], 0.0)
     # As in `transformers`, what ends an answer in this way is not banned.
     endings = set() if params.ignore_eos else {(i,) for i in defaults.eos_ids}
     words = (tuple(word) for word in pick("bad_words_ids", params.bad_words_ids, ()))
@@ -260,6 +262,7 @@ def resolve(
         **(numbers | {"temperature": numbers["temperature"] if sampled or params.temperature else 0.0}),
         seed=random_seed if params.seed is None else params.seed,
         n=params.n,
+        dry=_dry(params, breakers or Breakers()) if params.uses_dry else None,
         logit_bias=tuple((int(t), float(v)) for t, v in (params.logit_bias or {}).items()),
         stop_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else defaults.eos_ids),
         eos_ids=defaults.eos_ids,
@@ -301,6 +304,17 @@ def plain_defaults(defaults: GenerationDefaults) -> dict[str, bool | int | float
     if "max_new_tokens" not in defaults.values:
         del found["max_tokens"]  # it depends on the prompt, or on the endpoint
     return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+
+
+def _dry(params: SamplingParams, breakers: Breakers) -> Dry:
+    length, last_n = params.dry_allowed_length, params.dry_penalty_last_n
+    return Dry(
+        multiplier=float(params.dry_multiplier or 0.0),
+        base=DEFAULT_BASE if params.dry_base is None else float(params.dry_base),
+        allowed_length=DEFAULT_ALLOWED_LENGTH if length is None else length,
+        last_n=-1 if last_n is None else last_n,
+        breakers=breakers,
+    )
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.interface.constraints import Constraint
+from engine.interface.dry import MAX_BREAKER_LENGTH, MAX_BREAKERS, Dry
 from engine.interface.pooling import Pooling, PoolingParams
 from engine.interface.sampling_table import FILTERS, REQUESTED
 from engine.interface.structured import StructuredOutputsParams
@@ -48,7 +49,11 @@ NUMBER_RANGES: Mapping[str, NumberRange] = {
     **{column.name: column.allowed for column in FILTERS if column.allowed is not None},
     "seed": NumberRange(low=-(2**63), high=MAX_SEED, integer=True),
     "n": NumberRange(low=1, integer=True, optional=False),
-    **{name: column.allowed for name, column in REQUESTED.items() if column.use == "penalty" and column.allowed},
+    **{name: column.allowed for name, column in REQUESTED.items() if column.use != "filter" and column.allowed},
+    "dry_multiplier": NumberRange(low=0.0),
+    "dry_base": NumberRange(low=1.0),
+    "dry_allowed_length": NumberRange(low=0, integer=True),
+    "dry_penalty_last_n": NumberRange(low=-1, integer=True),
     "logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
     "prompt_logprobs": NumberRange(low=0, high=MAX_LOGPROBS, integer=True),
     "num_beams": NumberRange(low=1, integer=True),
@@ -132,10 +137,23 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 or -1 for all.
         top_p: keep the smallest set of tokens whose probability reaches top_p (1.0).
         min_p: drop tokens less probable than min_p times the most probable one (0.0).
+        top_n_sigma: drop tokens whose logits are more than so many standard deviations below the largest
+            (arXiv:2411.07641); 0 or -1 for none.
+        typical_p: keep the tokens whose information is nearest to the expected one, until their probability reaches
+            typical_p (locally typical sampling, arXiv:2202.00666; 1.0).
+        xtc_probability: for so many of the tokens leave out all but the least probable of those choices that are at
+            least xtc_threshold probable ("exclude top choices"; 0.0).
+        xtc_threshold: the least probability of what xtc_probability leaves out (0.1); above 0.5 there is nothing.
         seed: makes sampling reproducible, whatever else is in the batch; drawn at random where there is none.
         n: number of answers.
         repetition_penalty: as in CTRL (arXiv:1909.05858), over prompt and output (1.0).
         presence_penalty, frequency_penalty: OpenAI's, over the output only, in [-2, 2].
+        dry_multiplier: takes dry_multiplier * dry_base ** (length - dry_allowed_length) from the logit of a token that
+            would go on with a repetition of that length within prompt and output (DRY, "don't repeat yourself"; 0.0).
+        dry_base: how fast that grows (1.75).
+        dry_allowed_length: repetitions of fewer tokens cost nothing (2).
+        dry_penalty_last_n: the last so many tokens are looked at; -1 for all (-1).
+        dry_sequence_breakers: texts at which repetitions end, at most 32 (["\\n", ":", "\\"", "*"]).
         logit_bias: token id -> value added to its logit, from -100 to 100.
         stop: strings that end the answer, at most 16; not with beams.
         stop_token_ids: ids that end the answer, besides the model's EOS.
@@ -181,11 +199,20 @@ class SamplingParams:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    top_n_sigma: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
     seed: int | None = None
     n: int = 1
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Sequence[str] | None = None
     logit_bias: Mapping[int, float] | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -215,6 +242,11 @@ class SamplingParams:
     timestamps: bool = False
 
     @property
+    def uses_dry(self) -> bool:
+        """Tokens that would go on with a repetition are made less probable."""
+        return bool(self.dry_multiplier) and self.dry_penalty_last_n != 0
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         if self.stop is None:
@@ -239,6 +271,7 @@ class SamplingParams:
         if not (early is None or isinstance(early, bool) or early == "never"):
             fail("early_stopping", f'early_stopping must be true, false or "never", got {brief(early)}.')
         self._check_stop()
+        self._check_breakers()
         self._check_bias()
         self._check_structured()
         self._check_constraint()
@@ -262,6 +295,22 @@ class SamplingParams:
                 fail("stop", f"stop must hold non-empty strings, got {brief(text)}.")
             if len(text) > MAX_STOP_LENGTH:
                 fail("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters, got one of {len(text)}.")
+
+    def _check_breakers(self) -> None:
+        name, given = "dry_sequence_breakers", self.dry_sequence_breakers
+        if given is None:
+            return
+        if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+            fail(name, f"{name} must be a list of strings, got {brief(given)}.")
+        if len(given) > MAX_BREAKERS:
+            fail(name, f"{name} may hold at most {MAX_BREAKERS} strings, got {len(given)}.")
+        for text in given:
+            if not isinstance(text, str) or not text:
+                fail(name, f"{name} must hold non-empty strings, got {brief(text)}.")
+            if len(text) > MAX_BREAKER_LENGTH:
+                fail(name, f"each of {name} may have at most {MAX_BREAKER_LENGTH} characters, got {len(text)}.")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                fail(name, f"{name} must hold valid Unicode, got {brief(text)}.")
 
     def _check_structured(self) -> None:
         given: Any = self.structured_outputs
@@ -333,11 +382,16 @@ class Decoding:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     seed: int = 0
     n: int = 1
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry: Dry | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_ids: frozenset[int] = frozenset()
     eos_ids: frozenset[int] = frozenset()

@@ -26,7 +26,7 @@ EditList = NDArray[np.void]
 Masks = NDArray[np.uint32]
 MaskRow = NDArray[np.uint32]
 
-Use = Literal["filter", "penalty", "search", "draw"]
+Use = Literal["filter", "condition", "penalty", "search", "draw"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,9 @@ class Column:
         name: the column's, and that of the field of a request.
         kind: how the table stores it.
         neutral: the value at which it does nothing; what counts where neither request nor model says anything.
-        use: filter: which tokens are drawn from, of rows that sample; penalty: of tokens that occurred; search, draw:
-            what is wanted of a row, and with which random numbers, which no request gives as they are.
+        use: filter: which tokens are drawn from, of rows that sample; condition: what a filter goes by, which says
+            nothing alone; penalty: of tokens that occurred; search, draw: what is wanted of a row, and with which
+            random numbers, which no request gives as they are.
         allowed: what a request may give; None where it gives none.
         nothing: of a filter, what a request for beams, which do not sample, may give all the same.
     """
@@ -85,6 +86,27 @@ COLUMNS = (
     Column(
         name="min_p", kind=np.float32, neutral=0.0, use="filter", allowed=NumberRange(low=0.0, high=1.0), nothing=(0,)
     ),
+    # 0 keeps all, and so does what is less.
+    Column(
+        name="top_n_sigma", kind=np.float32, neutral=0.0, use="filter", allowed=NumberRange(low=-1.0), nothing=(0, -1)
+    ),
+    Column(
+        name="typical_p",
+        kind=np.float32,
+        neutral=1.0,
+        use="filter",
+        allowed=NumberRange(low=0.0, open_low=True, high=1.0),
+        nothing=(1,),
+    ),
+    Column(
+        name="xtc_probability",
+        kind=np.float32,
+        neutral=0.0,
+        use="filter",
+        allowed=NumberRange(low=0.0, high=1.0),
+        nothing=(0,),
+    ),
+    Column(name="xtc_threshold", kind=np.float32, neutral=0.1, use="condition", allowed=NumberRange(low=0.0, high=1.0)),
     Column(
         name="repetition_penalty",
         kind=np.float32,
@@ -123,6 +145,7 @@ class Kind(IntEnum):
         BIAS: `value` is added.
         SOURCE: the token becomes more probable by the factor `value`, the reciprocal of a penalty; once in a row.
         HISTORY: the token occurred: the row's penalties count, as often as it did, 1 as `value` where in the output.
+        DRY: the token would go on with a repetition: `value` is taken; once for a token of a row.
         BAN: impossible.
         FORCE: only these tokens of the row are possible, and equally so, whatever a mask says.
     """
@@ -130,9 +153,13 @@ class Kind(IntEnum):
     BIAS = 0
     SOURCE = 1
     HISTORY = 2
-    BAN = 3
-    FORCE = 4
+    DRY = 3
+    BAN = 4
+    FORCE = 5
 
+
+# Below this a softmax is one-hot in float32 for any two logits that differ.
+GREEDY_TEMPERATURE = 1e-5
 
 # In the order of the rows. Tokens outside of the vocabulary, which an encoder with its own may have, count for nothing.
 EDIT = np.dtype([("row", np.int32), ("token", np.int32), ("kind", np.int32), ("value", np.float32)])
@@ -158,6 +185,13 @@ def neutral_rows(count: int, **columns: Any) -> Table:
     if columns:
         raise ValueError(f"the sampling table has no column {', '.join(columns)}")
     return table
+
+
+def by_torch(table: Table) -> NDArray[np.bool_]:
+    """[S] rows that sample by a filter which only torch's sampler knows (`engine.backends.torch.sampling_whole`)."""
+    asked = (table["top_n_sigma"] > 0) | (table["typical_p"] < 1) | (table["xtc_probability"] > 0)
+    found: NDArray[np.bool_] = asked & (table["beam_width"] == 0) & (table["temperature"] >= GREEDY_TEMPERATURE)
+    return found
 
 
 def mask_words(vocabulary: int) -> int:

@@ -223,11 +223,11 @@ class Loop:
                 del self._owners[delta.request_id]
 
     def _waits(self, client: _Client, command: Add) -> bool:
-        """Whether a request's grammar is being compiled; steps go on meanwhile."""
+        """Whether a request's grammar is being compiled, or its breakers are looked up; steps go on meanwhile."""
         params = command.params
-        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+        if not isinstance(params, SamplingParams) or not (params.structured_outputs or params.uses_dry):
             return False
-        compiled = self._engine.prepare(params.structured_outputs)
+        compiled = self._engine.prepare(params)
         if compiled is None:
             return False
         self._compiling[client.name, command.request_id] = command, compiled
@@ -243,8 +243,10 @@ class Loop:
         for key, (command, compiled) in list(self._compiling.items()):
             if compiled.done():
                 del self._compiling[key]
-                client = self._clients[key[0]]
-                self._answer(client, command, _refusal(compiled) or self._add(client, command))
+                client, refusal = self._clients[key[0]], _refusal(compiled)
+                if refusal is None and self._waits(client, command):
+                    continue  # for the other of the two
+                self._answer(client, command, refusal or self._add(client, command))
                 concerned.append(client)
         return concerned
 

@@ -26,13 +26,14 @@ from engine.scheduling.plan import (
     SamplingBatch,
     StepPlan,
 )
+from engine.scheduling.repetition import dry_penalties
 from engine.scheduling.row import Row
 from engine.scheduling.sequence import IntBuffer, Sequence, SequenceGroup
 
 # Positions of an answer that random numbers are made for at a time: many take hardly longer than one.
 _AHEAD = 32
 _UNKNOWN = np.zeros(1, dtype=np.int32)  # in the place of a token
-_BIAS, _SOURCE, _HISTORY, _BAN, _FORCE = map(int, Kind)  # members of an enumeration are slow to come by
+_BIAS, _SOURCE, _HISTORY, _DRY, _BAN, _FORCE = map(int, Kind)  # members of an enumeration are slow to come by
 
 
 @dataclass(slots=True)
@@ -247,13 +248,13 @@ def _sampling_again(rows: Seq[Row], before: SamplingBatch | None) -> SamplingBat
 def _edits(rows: Seq[Row]) -> EditList:
     """What is edited of each row: its tokens by kinds."""
     parts: list[tuple[int, int, Int32 | list[int], float]] = []  # row, kind, tokens, value
-    biases: dict[int, Float32] = {}  # values of parts that have one for each token
+    values_of: dict[int, Float32] = {}  # values of parts that have one for each token
     for i, row in enumerate(rows):
         group = row.group
         if not group.has_edits:
             continue
         if group.biased is not None:
-            tokens, biases[len(parts)] = group.biased
+            tokens, values_of[len(parts)] = group.biased
             parts.append((i, _BIAS, tokens, 0.0))
         if len(group.favoured):
             parts.append((i, _SOURCE, group.favoured, 1.0 / group.request.decoding.encoder_repetition_penalty))
@@ -261,6 +262,9 @@ def _edits(rows: Seq[Row]) -> EditList:
             known, prompt = row.sequence.tokens, row.sequence.num_prompt
             parts.append((i, _HISTORY, known.view(0, prompt), 0.0))
             parts.append((i, _HISTORY, known.view(prompt), 1.0))
+        if (dry := group.request.decoding.dry) is not None:
+            tokens, values_of[len(parts)] = dry_penalties(dry, row.sequence)
+            parts.append((i, _DRY, tokens, 0.0))
         if group.has_bans:
             parts.append((i, _BAN, list(banned_tokens(row)), 0.0))
         if group.has_forced_tokens:
@@ -273,7 +277,7 @@ def _edits(rows: Seq[Row]) -> EditList:
     first["row"], first["kind"], first["value"] = numbers, kinds, values
     edits: EditList = np.repeat(first, lengths)
     np.concatenate(tokens_of, out=edits["token"], casting="unsafe")  # of nothing numpy makes floats
-    for part, own in biases.items():
+    for part, own in values_of.items():
         start = sum(lengths[:part])
         edits["value"][start : start + len(own)] = own
     return edits

@@ -43,13 +43,20 @@ def philox4x32(counter: UInt64, key: UInt64) -> UInt64:
     return np.stack((c0, c1, c2, c3), axis=1)
 
 
-def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits for each (seed, choice index, output position)."""
+def uniforms(
+    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], purpose: int = 0
+) -> NDArray[np.float64]:
+    """One number in [0, 1) with 53 random bits for each (seed, choice index, output position).
+
+    Args:
+        purpose: 0 for the numbers that tokens are drawn with; those of another purpose have nothing to do with them.
+    """
     seed = np.array([s & (2**64 - 1) for s in seeds], dtype=np.uint64)
     key = np.stack((seed & _MASK, seed >> _SHIFT), axis=1)
     counter = np.zeros((len(seed), 4), dtype=np.uint64)
     counter[:, 0] = np.asarray(positions, dtype=np.uint64)
     counter[:, 1] = np.asarray(choices, dtype=np.uint64)
+    counter[:, 2] = purpose
     words = philox4x32(counter, key)
     high, low = words[:, 0] >> np.uint64(5), words[:, 1] >> np.uint64(6)
     numerators = (high << np.uint64(26)) | low

@@ -113,6 +113,8 @@ class Sequence:
         logprobs: one entry per output token, if asked for (beams only: other answers send them at once).
         uniforms: random numbers for the next output tokens, by position, as far as they were made.
         constraint: of its output so far, None where all tokens may come.
+        repeats: for each place how many tokens up to there are those that the tokens ended with, when there were as
+            many as it has places; never changed, but made anew (`engine.scheduling.repetition`).
     """
 
     __slots__ = (
@@ -127,6 +129,7 @@ class Sequence:
         "num_published",
         "num_releases",
         "num_writable",
+        "repeats",
         "score",
         "source",
         "table",
@@ -147,6 +150,7 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
         self.uniforms: dict[int, float] = {}
         self.constraint: Constraint | None = None
+        self.repeats: Int32 = _EMPTY
 
     @property
     def num_tokens(self) -> int:
@@ -183,6 +187,7 @@ class Sequence:
         self.score = parent.score
         self.logprobs = None if parent.logprobs is None else list(parent.logprobs)
         self.constraint = None if parent.constraint is None else parent.constraint.fork()
+        self.repeats = parent.repeats
 
     def append(self, decoding: Decoding, token: int) -> None:
         """Go on with a token. Its constraint hears of it, but not of forced tokens, nor of the model's EOS."""
@@ -318,6 +323,7 @@ class SequenceGroup:
         self.may_be_forced = isinstance(decoding.constraint, Forcing) and self.beam is None
         self.heeds_tokens = self.has_penalties or bool(
             decoding.constraint is not None
+            or decoding.dry is not None
             or decoding.no_repeat_ngram_size
             or decoding.encoder_no_repeat_ngram_size
             or any(len(word) > 1 for word in decoding.bad_words)
@@ -332,7 +338,9 @@ class SequenceGroup:
         )
         self.has_bans = has_changing_bans or bool(decoding.suppress_tokens)
         self.has_forced_tokens = bool(decoding.forced_eos_token_ids) or decoding.forced_bos_token_id is not None
-        self.has_changing_edits = self.has_penalties or has_changing_bans or self.has_forced_tokens
+        self.has_changing_edits = (
+            self.has_penalties or decoding.dry is not None or has_changing_bans or self.has_forced_tokens
+        )
         self.has_edits = self.has_changing_edits or self.has_bans or self.biased is not None or len(self.favoured) > 0
 
     @property

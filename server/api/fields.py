@@ -11,7 +11,15 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from engine import BIAS_RANGE, MAX_LISTED_IDS, MAX_STOP_STRINGS, NUMBER_RANGES, SamplingParams
+from engine import (
+    BIAS_RANGE,
+    MAX_BREAKER_LENGTH,
+    MAX_BREAKERS,
+    MAX_LISTED_IDS,
+    MAX_STOP_STRINGS,
+    NUMBER_RANGES,
+    SamplingParams,
+)
 from server.config.wording import field_docs
 from server.errors import ApiError
 
@@ -56,6 +64,29 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "endianness": ("native", "little"),
     "bad_words": ([],),
     "logits_processors": ([],),
+    # Ways to sample that llama.cpp, text-generation-webui and others have.
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "mirostat_tau": (5.0,),
+    "mirostat_eta": (0.1,),
+    "samplers": (),
+    "sampler_seq": (),
+    "sampler_order": (),
+    "sampler_priority": (),
+    "temperature_last": (False,),
+    "dynamic_temperature": (False,),
+    "dynatemp_low": (1.0,),
+    "dynatemp_high": (1.0,),
+    "dynatemp_range": (0.0,),
+    "dynatemp_exponent": (1.0,),
+    "smoothing_factor": (0.0,),
+    "smoothing_curve": (1.0,),
+    "tfs": (1.0,),
+    "tfs_z": (1.0,),
+    "top_a": (0.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "input_type": (),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -65,6 +96,21 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "json_schema": (),
     "regex": (),
     "ebnf": (),
+}
+# What says nothing where the other one, which it belongs to, was sent and is off.
+_PART_OF: dict[str, tuple[str, ...]] = {
+    "mirostat_tau": ("mirostat", "mirostat_mode"),
+    "mirostat_eta": ("mirostat", "mirostat_mode"),
+    "dynatemp_low": ("dynamic_temperature",),
+    "dynatemp_high": ("dynamic_temperature",),
+    "dynatemp_exponent": ("dynatemp_range", "dynamic_temperature"),
+    "smoothing_curve": ("smoothing_factor",),
+}
+# What to send instead.
+_INSTEAD = {
+    "grammar": "grammar (llama.cpp's, in GBNF) is not supported; send structured_outputs.grammar, in Lark.",
+    "input_type": "input_type is not supported; send prompt_name, or put the prompt that the model wants for queries "
+    "or documents in front of the text.",
 }
 _SENDABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _NAMES_SHOWN = 32
@@ -78,16 +124,25 @@ def refuse_unsupported(unknown: Mapping[str, Any]) -> None:
     """
     for name, value in unknown.items():
         nothing = UNSUPPORTED.get(name)
-        if nothing is not None and value is not None and not any(_same(value, other) for other in nothing):
-            if name == "grammar":
-                message = "grammar (llama.cpp's, in GBNF) is not supported; send structured_outputs.grammar, in Lark."
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-            otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
-            message = f"{name} is not supported; leave it out{otherwise}."
-            raise ApiError(400, message, param=name, code="unsupported_parameter")
+        if nothing is None or _asks_for_nothing(name, value):
+            continue
+        if any(
+            unknown.get(whole) is not None and _asks_for_nothing(whole, unknown[whole])
+            for whole in _PART_OF.get(name, ())
+        ):
+            continue
+        otherwise = f" or send {json.dumps(nothing[0])}" if nothing else ""
+        message = _INSTEAD.get(name, f"{name} is not supported; leave it out{otherwise}.")
+        raise ApiError(400, message, param=name, code="unsupported_parameter")
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return value is None or any(_same(value, other) for other in UNSUPPORTED[name])
 
 
 def _same(value: Any, other: Any) -> bool:
+    if type(other) is float and type(value) is int:  # JSON writes 1.0 as 1, too
+        return value == other
     return type(value) is type(other) and bool(value == other)  # 0 is not false
 
 
@@ -143,6 +198,17 @@ def _paired(pairs: list[Any]) -> dict[Any, Any]:
     return biases
 
 
+def _listed(value: Any) -> Any:
+    """As in text-generation-webui the list may come as text, with or without its brackets."""
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            value = json.loads(text if text.startswith("[") else f"[{text}]")
+        except (ValueError, RecursionError):
+            raise PydanticCustomError("limit", 'must be a list of strings, such as ["\\n", ":"]') from None
+    return value
+
+
 MAX_NAME = 256  # characters of a field that names something
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 _FIRST = Field(fail_fast=True)  # one error is enough
@@ -180,6 +246,19 @@ _JSON_TYPES: dict[str, Any] = {
         str | Annotated[list[str], _FIRST],
         at_most(MAX_STOP_STRINGS, "strings"),
         WithJsonSchema({"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}]}),
+    ],
+    "dry_sequence_breakers": Annotated[
+        list[str],
+        _FIRST,
+        at_most(MAX_BREAKERS, "strings"),
+        BeforeValidator(_listed),
+        WithJsonSchema(
+            {
+                "type": "array",
+                "maxItems": MAX_BREAKERS,
+                "items": {"type": "string", "minLength": 1, "maxLength": MAX_BREAKER_LENGTH},
+            }
+        ),
     ],
     "stop_token_ids": _IDS,
     "suppress_tokens": _IDS,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.backends.native.loading import Kernel
 from engine.backends.native.structures import TWINS, structure
-from engine.interface.sampling_table import EDIT, TABLE, EditList, Masks, Table, mask_words
+from engine.interface.sampling_table import EDIT, TABLE, EditList, Masks, Table, by_torch, mask_words
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -161,7 +161,8 @@ class LogitRows:
         return found.numpy()
 
     def draw(self, rows: Int32, table: Table, uniforms: Float64) -> tuple[Int32, Int32]:
-        """Tokens drawn from rows [M] after temperature, top-k, top-p and min-p, as `transformers` has them.
+        """Tokens drawn from rows [M] after temperature, top-k, top-p and min-p, as `transformers` has them. Other
+        filters are not asked for in these rows (`by_torch`).
 
         A draw is where running sums of the weights in vocabulary order, in float64, pass its uniform number's share
         of the whole. Logits that are equal to the last that a filter keeps stay, too.
@@ -220,13 +221,14 @@ class LogitRows:
         """Makes tokens impossible in rows [M] for a while: those whose bits in masks [M, words] are 0
         (`engine.interface.sampling_table.mask_words`). `peak`, `place` and `log_sum` stay.
 
-        Only as much is written as `draw` will look at in rows that are `drawn` [M] by the parameters of a table [M],
-        and `best`, asked for one token, in others: where no token of a chunk is possible mostly its maximum alone.
+        Only as much is written as `draw`, or torch's sampler, will look at in rows that are `drawn` [M] by the
+        parameters of a table [M], and `best`, asked for one token, in others: where no token of a chunk is possible
+        mostly its maximum alone.
         """
         if masks.shape != (len(rows), mask_words(self.vocabulary)):
             raise ValueError(f"{masks.shape} words do not mask {len(rows)} rows of {self.vocabulary} tokens")
         before = torch.empty((len(rows), self._tops.shape[1] + self.vocabulary), dtype=torch.float32)
-        written: Bool = drawn & ((table["top_p"] < 1) | (table["top_k"] > self._tops.shape[1] // 2))
+        written: Bool = drawn & ((table["top_p"] < 1) | (table["top_k"] > self._tops.shape[1] // 2) | by_torch(table))
         laid = (_address(rows, np.int32), len(rows), _address(masks, np.uint32), masks.shape[1])
         made = (_address(written, np.bool_), before.data_ptr())
         _CONFINE.call(*self._rows, *laid, *made, 0)

@@ -6,12 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.interface.sampling_table import EditList, Kind, Masks, Table
+from engine.backends.torch import sampling_whole
+from engine.interface.sampling_table import GREEDY_TEMPERATURE, EditList, Kind, Masks, Table, by_torch
 from engine.scheduling.plan import Float32, Int32, SamplingBatch, StepResult, TokenScores
 
 _NEGATIVE_INFINITY = float("-inf")
-# Below this a softmax is one-hot in float32 for any two logits that differ.
-_GREEDY_TEMPERATURE = 1e-5
 # Most probable tokens that a top-p is looked for among, before all are sorted.
 _FEW = 256
 
@@ -24,7 +23,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
     table = batch.table
     beams = np.flatnonzero(table["beam_width"])
     processed = _process(logits, own, batch, beams)
-    drawing = np.flatnonzero((table["beam_width"] == 0) & (table["temperature"] >= _GREEDY_TEMPERATURE))
+    apart = by_torch(table)
+    drawing = np.flatnonzero((table["beam_width"] == 0) & (table["temperature"] >= GREEDY_TEMPERATURE) & ~apart)
     width = int(max(table["num_draws"].max(), min(int(table["beam_width"].max()), vocabulary), 1))
     scores = torch.full((len(logits), width), _NEGATIVE_INFINITY, dtype=torch.float32, device=logits.device)
     if len(beams) < len(logits):
@@ -41,6 +41,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> StepResult:
         index = _index(drawing, logits)
         drawn = _draw(processed[index], batch, drawing)
         tokens[index[:, None], torch.arange(drawn.shape[1], device=logits.device)] = drawn
+    for row in np.flatnonzero(apart).tolist():
+        drawn = sampling_whole.draw(processed[row], table[row : row + 1], batch.uniforms[row])
+        tokens[row, : len(drawn)] = drawn
     # NaN tells the scheduler that a row failed; one in which every token is banned has, too.
     logprobs = own.gather(1, tokens).masked_fill(processed.gather(1, tokens) == _NEGATIVE_INFINITY, float("nan"))
     ranks, top_ids, top_logprobs = _report(logits, own, tokens, batch)
@@ -97,6 +100,8 @@ def _process(logits: Tensor, own: Tensor, batch: SamplingBatch, beams: np.ndarra
             processed[where] = torch.where(score < 0, score * value, score / value)
         elif kind is Kind.HISTORY:
             _penalize(processed, chosen, batch.table)
+        elif kind is Kind.DRY:
+            processed[where] -= value
         elif kind is Kind.BAN:
             processed[where] = _NEGATIVE_INFINITY
         else:

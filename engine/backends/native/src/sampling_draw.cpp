@@ -16,7 +16,9 @@ struct Row {
   int32_t choice, position, num_draws, beam_width, renormalize, num_logprobs;
   float temperature;
   int32_t top_k;
-  float top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
+  float top_p, min_p;
+  float top_n_sigma, typical_p, xtc_probability, xtc_threshold;  // neutral in rows that are drawn from here
+  float repetition_penalty, presence_penalty, frequency_penalty;
 };
 
 struct Drawing {

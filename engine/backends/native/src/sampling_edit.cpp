@@ -4,6 +4,8 @@
 namespace octavo {
 namespace {
 
+constexpr int64_t PLACE_BITS = 29;
+
 // What is to be done to a row: a key is the column, then the kind, then the place among the row's edits.
 int64_t collect(const Edits& a, int64_t row, int64_t vocabulary, uint64_t* keys) {
   const int64_t first = a.start[row];
@@ -12,7 +14,7 @@ int64_t collect(const Edits& a, int64_t row, int64_t vocabulary, uint64_t* keys)
     const Edit& edit = a.edits[i];
     // Tokens of an encoder with a vocabulary of its own may lie outside of the decoder's.
     if (edit.token < 0 || edit.token >= vocabulary || edit.kind >= FORCE) continue;
-    keys[count++] = static_cast<uint64_t>(edit.token) << 32 | static_cast<uint64_t>(edit.kind) << 30 |
+    keys[count++] = static_cast<uint64_t>(edit.token) << 32 | static_cast<uint64_t>(edit.kind) << PLACE_BITS |
                     static_cast<uint64_t>(i - first);
   }
   return count;
@@ -39,9 +41,9 @@ void sort_by_column(uint64_t* keys, uint64_t* spare, int64_t count, int64_t voca
 // What the keys of one column make of its value.
 float edited(const Edits& a, int64_t row, float value, const uint64_t* keys, int64_t count) {
   bool known = false;
-  float outputs = 0;
+  float outputs = 0, taken = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const Edit& edit = a.edits[a.start[row] + static_cast<int64_t>(keys[i] & 0x3fffffff)];
+    const Edit& edit = a.edits[a.start[row] + static_cast<int64_t>(keys[i] & ((1 << PLACE_BITS) - 1))];
     if (edit.kind == BIAS) {
       value += edit.value;
     } else if (edit.kind == SOURCE) {
@@ -49,14 +51,16 @@ float edited(const Edits& a, int64_t row, float value, const uint64_t* keys, int
     } else if (edit.kind == HISTORY) {
       known = true;
       outputs += edit.value;
+    } else if (edit.kind == DRY) {
+      taken = edit.value;
     } else {
       return -INFINITE;
     }
   }
-  if (!known) return value;
+  if (!known) return value - taken;
   const float repetition = a.repetition[row];
   value = value < 0 ? value * repetition : value / repetition;
-  return value - (a.frequency[row] * outputs + a.presence[row] * (outputs > 0 ? 1.0f : 0.0f));
+  return value - (a.frequency[row] * outputs + a.presence[row] * (outputs > 0 ? 1.0f : 0.0f)) - taken;
 }
 
 // The row's changed columns hold other numbers now.

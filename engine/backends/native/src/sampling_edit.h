@@ -5,7 +5,7 @@
 
 namespace octavo {
 
-enum EditKind : int32_t { BIAS, SOURCE, HISTORY, BAN, FORCE };
+enum EditKind : int32_t { BIAS, SOURCE, HISTORY, DRY, BAN, FORCE };
 
 // The layout is that of `EDIT` in engine/interface/sampling_table.py.
 struct Edit {

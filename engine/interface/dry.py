@@ -1,0 +1,45 @@
+"""DRY ("don't repeat yourself"), as a request says it: what is taken from tokens that would go on with a repetition.
+
+As in llama.cpp and text-generation-webui. A token that followed earlier on what the text now ends with, over
+`allowed_length` tokens or more, loses `multiplier * base ** (length - allowed_length)` of its logit. Repetitions end at
+breakers, such as the end of a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+MAX_BREAKERS = 32
+MAX_BREAKER_LENGTH = 64  # characters
+DEFAULT_BASE = 1.75
+DEFAULT_ALLOWED_LENGTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Breakers:
+    """Where repetitions end, in tokens.
+
+    Attributes:
+        tails: for each token that a breaker begins in, the tokens that have to follow; () for a token that holds one.
+        longest: the most tokens of a tail.
+    """
+
+    tails: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    longest: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dry:
+    """`SamplingParams.dry_*` with every default filled in.
+
+    Attributes:
+        last_n: so many tokens at the end are looked at; -1: all of prompt and output.
+    """
+
+    multiplier: float
+    base: float = DEFAULT_BASE
+    allowed_length: int = DEFAULT_ALLOWED_LENGTH
+    last_n: int = -1
+    breakers: Breakers = field(default_factory=Breakers)
