@@ -199,6 +199,7 @@ def test_unknown_fields_are_ignored_and_reported() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"repeat_penalty": 1.1}, "repeat_penalty"),
         ({"mirostat": 2}, "mirostat"),
         ({"mirostat_mode": 1, "mirostat_tau": 5.0, "mirostat_eta": 0.1}, "mirostat_mode"),
         ({"mirostat_tau": 3.0}, "mirostat_tau"),
@@ -229,7 +230,7 @@ def test_other_ways_to_sample_are_refused_by_name(fields: dict[str, Any], param:
 def test_other_ways_to_sample_that_are_off_are_accepted() -> None:
     """As clients send them with every request."""
     off = {
-        "mirostat": 0, "mirostat_mode": 0, "mirostat_tau": 3, "mirostat_eta": 0.2, "samplers": None,
+        "repeat_penalty": 1, "repeat_last_n": 64, "mirostat": 0, "mirostat_mode": 0, "mirostat_tau": 3, "mirostat_eta": 0.2, "samplers": None,
         "sampler_seq": None, "dynatemp_range": 0, "dynatemp_exponent": 1.5, "dynamic_temperature": False,
         "dynatemp_low": 0.5, "dynatemp_high": 2, "tfs_z": 1, "tfs": 1.0, "top_a": 0, "smoothing_factor": 0.0,
         "smoothing_curve": 2, "epsilon_cutoff": 0, "eta_cutoff": 0, "temperature_last": False,

@@ -65,6 +65,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "logits_processors": ([],),
     # Ways to sample that llama.cpp, text-generation-webui and others have.
+    "repeat_penalty": (1.0,),
+    "repeat_last_n": (0,),
     "mirostat": (0,),
     "mirostat_mode": (0,),
     "mirostat_tau": (5.0,),
@@ -99,6 +101,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # What says nothing where the other one, which it belongs to, was sent and is off.
 _PART_OF: dict[str, tuple[str, ...]] = {
+    "repeat_last_n": ("repeat_penalty",),
     "mirostat_tau": ("mirostat", "mirostat_mode"),
     "mirostat_eta": ("mirostat", "mirostat_mode"),
     "dynatemp_low": ("dynamic_temperature",),
@@ -108,6 +111,7 @@ _PART_OF: dict[str, tuple[str, ...]] = {
 }
 # What to send instead.
 _INSTEAD = {
+    "repeat_penalty": "repeat_penalty is not supported; send repetition_penalty, which counts prompt and answer whole.",
     "grammar": "grammar (llama.cpp's, in GBNF) is not supported; send structured_outputs.grammar, in Lark.",
     "input_type": "input_type is not supported; send prompt_name, or put the prompt that the model wants for queries "
     "or documents in front of the text.",
