@@ -37,6 +37,7 @@ from engine.interface.outputs import (
 from engine.interface.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
 from engine.interface.request import (
     BIAS_RANGE,
+    MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     NUMBER_RANGES,
     AudioInput,
@@ -82,6 +83,7 @@ __all__ = [
     "FILTERS",
     "LLM",
     "MAX_LISTED_IDS",
+    "MAX_LOGPROBS",
     "MAX_STOP_STRINGS",
     "MAX_TOP_K",
     "NUMBER_RANGES",

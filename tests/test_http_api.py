@@ -718,7 +718,9 @@ def test_documentation() -> None:
     }  # fmt: skip
     others = {path for path in document["paths"] if not path.startswith(("/v1/", "/health"))}
     others -= {"/version", "/metrics", "/load", "/server_info", "/tokenizer_info"}
-    assert others == {"/tokenize", "/detokenize", "/translate", "/languages"}, "pages for people are no part of it"
+    assert others == {"/pooling", "/tokenize", "/detokenize", "/translate", "/languages"}, (
+        "pages for people are no part of it"
+    )
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert set(SamplingParams.__dataclass_fields__) - {"timestamps"} <= set(fields)  # speech has forms of its own
     assert fields["top_p"]["description"].startswith("keep the smallest set")
