@@ -318,6 +318,10 @@ def test_without_a_tokenizer_ids_go_in_and_out() -> None:
     assert choice["logprobs"]["tokens"] == ["97", "60", "97", "48", "62"]
     events = api.stream(prompt=[97], return_token_ids=True)
     assert [event["choices"][0]["token_ids"] for event in events] == [[60], [97], [48], [62]]
+    for field, value in [("stop", "x"), ("suffix", "x"), ("decoder_prompt", "x")]:
+        assert error(api.complete(prompt=[97], **{field: value}))["param"] == field
+    assert error(api.request("POST", "/tokenize", json={"prompt": "a"}))["code"] == "no_tokenizer"
+    assert error(api.request("POST", "/detokenize", json={"tokens": [97]}))["code"] == "no_tokenizer"
 
 
 # ---------------------------------------------------------------- streams
