@@ -57,6 +57,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "padding": ("do_not_pad",),
     "bad_words": ([],),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
