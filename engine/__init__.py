@@ -32,6 +32,7 @@ from engine.interface.outputs import (
     PoolingMode,
     RequestDelta,
     RequestOutput,
+    Task,
     TokenLogprobs,
 )
 from engine.interface.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
@@ -124,6 +125,7 @@ __all__ = [
     "Seq2SeqInput",
     "Span",
     "StructuredOutputsParams",
+    "Task",
     "Thresholds",
     "TokenClassificationOutput",
     "TokenInput",

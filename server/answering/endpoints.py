@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine import EngineInfo
-from engine.interface.outputs import Task
+from engine import EngineInfo, Task
 from engine.pooled import is_cross_encoder
 from engine.text.processor import Tokenizer
 from server.answering.sound import find_log_mel

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
-from engine import EngineInfo, PoolingParams, resolve_pooling
-from engine.interface.outputs import Task
+from engine import EngineInfo, PoolingParams, Task, resolve_pooling
 from engine.pooled import find_prompt, longest
 from server.answering.endpoints import MATRIX_TASKS, require
 from server.answering.matrices import MatrixRun, read_conversation
