@@ -33,11 +33,13 @@ from engine.interface.outputs import (
     PoolingMode,
     RequestDelta,
     RequestOutput,
+    Task,
     TokenLogprobs,
 )
 from engine.interface.pooling import DEFAULT_TOP_K, MAX_TOP_K, resolve_pooling
 from engine.interface.request import (
     BIAS_RANGE,
+    MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     NUMBER_RANGES,
     AudioInput,
@@ -85,6 +87,7 @@ __all__ = [
     "MAX_BREAKERS",
     "MAX_BREAKER_LENGTH",
     "MAX_LISTED_IDS",
+    "MAX_LOGPROBS",
     "MAX_STOP_STRINGS",
     "MAX_TOP_K",
     "NUMBER_RANGES",
@@ -125,6 +128,7 @@ __all__ = [
     "Seq2SeqInput",
     "Span",
     "StructuredOutputsParams",
+    "Task",
     "Thresholds",
     "TokenClassificationOutput",
     "TokenInput",

@@ -22,8 +22,8 @@ request_logger = structlog.get_logger("octavo.request")
 
 # Endings of the paths whose requests have a line in the log each.
 _LOGGED = (
-    "/completions", "/responses", "/messages", "/embeddings", "/score", "/rerank", "/classify", "/answer", "/fill-mask",
-    "/transcriptions", "/translations", "/translate",
+    "/completions", "/responses", "/messages", "/embeddings", "/pooling", "/score", "/rerank", "/classify", "/answer",
+    "/fill-mask", "/transcriptions", "/translations", "/translate",
 )  # fmt: skip
 _SHOWN = 80  # characters of a wrong value that an error message repeats
 

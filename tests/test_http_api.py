@@ -382,6 +382,10 @@ def test_without_a_tokenizer_ids_go_in_and_out() -> None:
     assert choice["logprobs"]["tokens"] == ["97", "60", "97", "48", "62"]
     events = api.stream(prompt=[97], return_token_ids=True)
     assert [event["choices"][0]["token_ids"] for event in events] == [[60], [97], [48], [62]]
+    for field, value in [("stop", "x"), ("suffix", "x"), ("decoder_prompt", "x")]:
+        assert error(api.complete(prompt=[97], **{field: value}))["param"] == field
+    assert error(api.request("POST", "/tokenize", json={"prompt": "a"}))["code"] == "no_tokenizer"
+    assert error(api.request("POST", "/detokenize", json={"tokens": [97]}))["code"] == "no_tokenizer"
 
 
 # ---------------------------------------------------------------- streams
@@ -790,7 +794,9 @@ def test_documentation() -> None:
     }  # fmt: skip
     others = {path for path in document["paths"] if not path.startswith(("/v1/", "/health"))}
     others -= {"/version", "/metrics", "/load", "/server_info", "/tokenizer_info"}
-    assert others == {"/tokenize", "/detokenize", "/translate", "/languages"}, "pages for people are no part of it"
+    assert others == {"/pooling", "/tokenize", "/detokenize", "/translate", "/languages"}, (
+        "pages for people are no part of it"
+    )
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert set(SamplingParams.__dataclass_fields__) - {"timestamps"} <= set(fields)  # speech has forms of its own
     assert fields["top_p"]["description"].startswith("keep the smallest set")

@@ -16,7 +16,7 @@ from server.answering.endpoints import ENDPOINTS
 from server.app import create_app
 
 CONVERSATIONS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
-VECTORS = ["/v1/embeddings", "/v1/score", "/v1/rerank"]
+VECTORS = ["/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank"]
 ENCODER: dict[str, Any] = {"encoder_only": True, "block_size": 0, "num_blocks": 0, "full_requests": 0.0}
 EMBEDS: dict[str, Any] = {"embedding_size": FEATURES}
 KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -24,15 +24,15 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "encoder-decoder": ({"tasks": ("generate",), "max_encoder_len": 64}, ["/v1/completions"]),
     "headless": ({"tasks": ("embed",), **ENCODER, **EMBEDS}, VECTORS),
     "masked": ({"tasks": ("fill_mask", "embed"), **ENCODER, **EMBEDS}, [*VECTORS, "/v1/fill-mask"]),
-    "classes": ({"tasks": ("classify",), "labels": ("a", "b"), **ENCODER}, ["/v1/classify"]),
+    "classes": ({"tasks": ("classify",), "labels": ("a", "b"), **ENCODER}, ["/pooling", "/v1/classify"]),
     "cross-encoder": (
         {"tasks": ("classify",), "labels": ("a",), **ENCODER},
-        ["/v1/score", "/v1/rerank", "/v1/classify"],
+        ["/pooling", "/v1/score", "/v1/rerank", "/v1/classify"],
     ),
     "headless-decoder": ({"tasks": ("embed",), **EMBEDS}, VECTORS),
-    "decoder-with-classes": ({"tasks": ("classify",), "labels": ("a", "b")}, ["/v1/classify"]),
+    "decoder-with-classes": ({"tasks": ("classify",), "labels": ("a", "b")}, ["/pooling", "/v1/classify"]),
     "answers": ({"tasks": ("answer",), **ENCODER}, ["/v1/answer"]),
-    "tokens": ({"tasks": ("token_classify",), "labels": ("O", "B-X"), **ENCODER}, ["/v1/classify"]),
+    "tokens": ({"tasks": ("token_classify",), "labels": ("O", "B-X"), **ENCODER}, ["/pooling", "/v1/classify"]),
 }
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
@@ -40,6 +40,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a"},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/embeddings": {"input": "a"},
+    "/pooling": {"input": "a"},
     "/v1/score": {"text_1": "a", "text_2": "b"},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v1/classify": {"input": "a"},
@@ -115,8 +116,8 @@ def test_every_endpoint_is_asked_for_here() -> None:
 
 
 def test_what_needs_texts_needs_a_tokenizer() -> None:
-    assert Api("decoder", tokenizer=False).card()["endpoints"] == ["/v1/completions", "/v1/embeddings"]
-    assert Api("masked", tokenizer=False).card()["endpoints"] == ["/v1/embeddings"]
+    assert Api("decoder", tokenizer=False).card()["endpoints"] == ["/v1/completions", "/v1/embeddings", "/pooling"]
+    assert Api("masked", tokenizer=False).card()["endpoints"] == ["/v1/embeddings", "/pooling"]
     api = Api("headless", tokenizer=False)
     assert api.request("POST", "/v1/embeddings", json={"input": [1, 2]}).status_code == 200
     refused = Api("headless", tokenizer=False).refused("/v1/embeddings")

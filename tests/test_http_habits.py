@@ -112,6 +112,19 @@ def test_tokens_named_by_their_ids() -> None:
     assert first["token"] == first["top_logprobs"][0]["token"] == "token_id:60"
 
 
+def test_as_many_log_probabilities_as_there_may_be() -> None:
+    api = Api()
+    assert api.complete(prompt="a", logprobs=-1, prompt_logprobs=-1).status_code == 200
+    assert (api.sampling().logprobs, api.sampling().prompt_logprobs) == (20, 20)
+    assert error(Api().complete(prompt="a", logprobs=-2))["param"] == "logprobs"
+    chat = ChatApi()
+    assert chat.chat(logprobs=True, top_logprobs=-1).status_code == 200
+    ((_, params),) = chat.client.asked.values()
+    assert params.logprobs == 20
+    assert error(ChatApi().chat(top_logprobs=-1))["param"] == "top_logprobs"
+    assert error(ChatApi().chat(logprobs=True, top_logprobs=-2))["param"] == "top_logprobs"
+
+
 def test_logit_bias_as_pairs() -> None:
     api = Api()
     assert api.complete(prompt="a", logit_bias=[[97, 1.5], [98, False]]).status_code == 200

@@ -73,6 +73,7 @@ def test_a_broken_tokenizer_is_a_clear_error(tmp_path: Path, content: str) -> No
     with pytest.raises(ModelLoadError, match="cannot be loaded") as caught:
         load_tokenizer(tmp_path)
     assert str(tmp_path) in str(caught.value)
+    assert "--skip-tokenizer-init" in str(caught.value)
 
 
 def test_no_code_from_the_model_runs(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
-"""Vectors as JSON. `json` would take longer for the numbers of a batch than a GPU takes to compute them."""
+"""Matrices of numbers as JSON and as bytes. `json` would take longer for the numbers of a batch than a GPU takes to
+compute them."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from engine.interface.outputs import Matrix, Pooled
+from engine.interface.outputs import Matrix
+
+EmbedDtype = Literal["float32", "float16", "bfloat16"]
 
 _DIGITS = 9  # significant ones, which tell any two float32 apart
 _POWERS = np.array([float(10**power) for power in range(23)])  # of ten, as far as float64 holds them exactly
@@ -31,16 +34,36 @@ def _numbers(values: Matrix) -> bytes:
     return _json.encode(short.tolist())
 
 
-def _base64(values: Matrix) -> bytes:
-    """The JSON string of a vector in base64 of little-endian float32."""
-    return b'"' + base64.b64encode(values.astype("<f4").tobytes()) + b'"'
+def json_matrix(values: Matrix, *, rows: bool = False) -> bytes:
+    """Numbers as JSON, each with as many digits as tell it from any other float32.
 
-
-def json_vectors(answers: Iterable[Pooled], *, as_base64: bool = False) -> Iterator[bytes]:
-    """The vectors in the answers to requests with the task "embed", as JSON: lists of numbers, or base64 of
-    little-endian float32.
-
-    Each is made when it is asked for: a thread that goes through thousands lets others run in between.
+    Args:
+        values: [rows, features], finite.
+        rows: a list of lists; else that of the first row.
     """
-    write = _base64 if as_base64 else _numbers
-    return (write(answer.values()[0]) for answer in answers)
+    return b"[%b]" % b",".join(map(_numbers, values)) if rows else _numbers(values[0])
+
+
+def packed(values: Matrix, dtype: EmbedDtype, *, big_endian: bool = False) -> bytes:
+    """Numbers one after the other in so many bits each, row by row.
+
+    bfloat16 is rounded to the nearest, ties to even; what float16 cannot hold is infinite there.
+
+    Args:
+        values: [rows, features], finite.
+    """
+    order = ">" if big_endian else "<"
+    with np.errstate(over="ignore"):
+        match dtype:
+            case "float32":
+                return values.astype(f"{order}f4").tobytes()
+            case "float16":
+                return values.astype(f"{order}f2").tobytes()
+            case "bfloat16":
+                bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+                return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(f"{order}u2").tobytes()
+
+
+def json_base64(written: bytes) -> bytes:
+    """The JSON string of these bytes in base64."""
+    return b'"' + base64.b64encode(written) + b'"'

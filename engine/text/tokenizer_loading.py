@@ -63,8 +63,8 @@ def load_tokenizer(
         raise ModelLoadError(
             f"The tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). A "
             "complete tokenizer.json is enough; SentencePiece's files (*.model, *.spm) need the package sentencepiece "
-            "(pip install sentencepiece), or tiktoken. To use the model with token ids only, remove the tokenizer's "
-            "files."
+            "(pip install sentencepiece), or tiktoken. To use the model with token ids alone, set "
+            "--skip-tokenizer-init (skip_tokenizer_init of LLM)."
         ) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine import EngineInfo, PixelInput, TokenInput
 from engine.pooled import token_input
@@ -57,6 +57,7 @@ async def encode_all(
     param: str = "input",
     *,
     name: str | None = None,
+    places: Sequence[int] | None = None,
     add_special_tokens: bool = True,
     truncate: int | None = None,
     may_be_empty: bool = False,
@@ -65,6 +66,7 @@ async def encode_all(
 
     Args:
         param: the field that they came in.
+        places: theirs there, for refusals (default: there is nothing else in it).
         name: what a refusal of one that is too long calls it; its field and place unless told.
         truncate: cut each, or each pair, to so many tokens (see `engine.pooled.longest`).
         may_be_empty: texts without any token are no mistake.
@@ -76,9 +78,10 @@ async def encode_all(
     limit = service.client.info.max_model_len
     reader = _Reader(tokenizer, limit, param, name, add_special_tokens, truncate, may_be_empty)
     found: list[Encoding] = []
+    named: Sequence[int | None] = places or ([None] if len(texts) == 1 else range(len(texts)))
     for start in range(0, len(texts), _AT_ONCE):
-        part = texts[start : start + _AT_ONCE]
-        found += await asyncio.to_thread(reader.read, part, start, alone=len(texts) == 1)
+        part = slice(start, start + _AT_ONCE)
+        found += await asyncio.to_thread(reader.read, texts[part], named[part])
     return found
 
 
@@ -100,24 +103,43 @@ async def read_inputs(
         ApiError: as `encode_all`; or there are ids outside the vocabulary.
     """
     _need_vocabulary(service, param)
-    texts = [prompt + item for item in given if isinstance(item, str)]
+    texts = {place: prompt + item for place, item in enumerate(given) if isinstance(item, str)}
+    ids = {place: item for place, item in enumerate(given) if not isinstance(item, str)}
+    found = await asyncio.to_thread(read_ids, service, ids, param, truncate, alone=len(given) == 1)
     if texts:
-        read = await encode_all(service, texts, param, add_special_tokens=add_special_tokens, truncate=truncate)
-        return [token_input(encoding, service.client.info, text) for encoding, text in zip(read, texts, strict=True)]
-    return await asyncio.to_thread(_read_ids, service, given, param, truncate)
+        read = await encode_all(
+            service,
+            list(texts.values()),
+            param,
+            places=list(texts) if ids else None,
+            add_special_tokens=add_special_tokens,
+            truncate=truncate,
+        )
+        for (place, text), encoding in zip(texts.items(), read, strict=True):
+            found[place] = token_input(encoding, service.client.info, text)
+    return [found[place] for place in range(len(given))]
 
 
-def _read_ids(service: Service, given: Sequence[str | list[int]], param: str, truncate: int | None) -> list[TokenInput]:
-    info, inputs = service.client.info, []
-    for place, ids in enumerate(given):
-        assert isinstance(ids, list)
+def read_ids(
+    service: Service, given: Mapping[int, list[int]], param: str, truncate: int | None, *, alone: bool
+) -> dict[int, TokenInput]:
+    """Token ids as the engine takes them, by their places among the request's inputs.
+
+    Args:
+        truncate: cut each to so many.
+        alone: the request has no other input.
+
+    Raises:
+        ApiError: some are outside the vocabulary, or there are more than the model takes.
+    """
+    info, inputs = service.client.info, dict[int, TokenInput]()
+    for place, ids in given.items():
         _check_own(ids, info, param)
         side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
         found = Encoding.of_ids(ids, truncate, side)
         if len(found.ids) > info.max_model_len:
-            where = None if len(given) == 1 else place
-            raise too_long(param, None, where, f"{len(found.ids)} tokens", info.max_model_len)
-        inputs.append(token_input(found, info))
+            raise too_long(param, None, None if alone else place, f"{len(found.ids)} tokens", info.max_model_len)
+        inputs[place] = token_input(found, info)
     return inputs
 
 
@@ -183,9 +205,9 @@ class _Reader:
         self._truncate = truncate
         self._may_be_empty = may_be_empty
 
-    def read(self, texts: Sequence[Text], start: int, *, alone: bool) -> list[Encoding]:
-        """These texts, the first of which is the one at `start` of the request's; `alone`: it has no other."""
-        return [self._encode(item, None if alone else start + place) for place, item in enumerate(texts)]
+    def read(self, texts: Sequence[Text], places: Sequence[int | None]) -> list[Encoding]:
+        """These texts, with their places among the request's; None: it has no other."""
+        return [self._encode(item, place) for item, place in zip(texts, places, strict=True)]
 
     def _encode(self, item: Text, place: int | None) -> Encoding:
         first, *second = (item,) if isinstance(item, str) else item

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine import EngineInfo
+from engine import EngineInfo, Task
 from engine.pooled import is_cross_encoder
 from engine.text.processor import Tokenizer
 from server.answering.sound import find_log_mel
@@ -18,6 +18,9 @@ _HEADS = {
     "token_classify": "its head tells classes of tokens apart",
     "answer": "its head finds answers to questions",
 }
+
+# Tasks whose answers are vectors or matrices of numbers; of a model that can do several, the first counts.
+MATRIX_TASKS: tuple[Task, ...] = ("embed", "classify", "token_classify")
 
 # Why a model cannot serve an endpoint; None where it can.
 _Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
@@ -45,6 +48,12 @@ def _chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
 
 def _embeddings(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
     return None if "embed" in info.tasks else f"{_kind(info)}, and it gives no vectors"
+
+
+def _pooling(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
+    if set(MATRIX_TASKS) & set(info.tasks):
+        return None
+    return f"{_kind(info)}, and it gives neither vectors nor classes"
 
 
 def _score(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
@@ -102,6 +111,7 @@ ENDPOINTS: dict[str, _Reason] = {
     "/v1/responses": _chat,
     "/v1/messages": _chat,
     "/v1/embeddings": _embeddings,
+    "/pooling": _pooling,
     "/v1/score": _score,
     "/v1/rerank": _score,
     "/v1/classify": _classify,

@@ -79,6 +79,8 @@ class PoolingRun(ABC):
         request_id: of the answer: `id_prefix`, and a random part.
         created: Unix seconds.
         num_tokens: of all inputs, once they are known.
+        media_type: of the body.
+        headers: of the answer, besides those that every answer has; `render` may add some.
     """
 
     id_prefix: ClassVar[str]
@@ -89,6 +91,8 @@ class PoolingRun(ABC):
     request_id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     num_tokens: int = 0
+    media_type: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
     record: PoolingRecord = field(init=False)
     terms: Terms = field(init=False)
     _answers: _Answers | None = None
@@ -139,7 +143,7 @@ class PoolingRun(ABC):
                 content = await wanted.run(request.scope, request.receive, self.record.whole(self._in_time(ticket)))
         except ClientGoneError:
             return Response(status_code=499)  # the client has gone
-        return Response(content, media_type="application/json", headers=headers)
+        return Response(content, media_type=self.media_type, headers=self.headers | headers)
 
     async def _in_time(self, ticket: Place) -> bytes:
         try:

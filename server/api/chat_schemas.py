@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, WithJsonSchema
 from typing_extensions import TypedDict
 
-from engine import SamplingParams
+from engine import MAX_LOGPROBS, SamplingParams
 from server.api.fields import at_most
 from server.api.schemas import MAX_MESSAGES, GenerationBody, LiveBeams, Usage
 from server.api.template_fields import FUNCTION_NAME, TemplateFields, ToolChoice
@@ -68,7 +68,11 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1, description="Outweighs max_tokens, its older name.")
     logprobs: bool | None = Field(None, description="Report the log-probability of each token.")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="With logprobs: report this many of the most probable tokens, too."
+        None,
+        ge=-1,
+        le=MAX_LOGPROBS,
+        description=f"With logprobs: report this many of the most probable tokens, too; -1: as many as there may be "
+        f"({MAX_LOGPROBS}).",
     )
     tool_choice: ToolChoice | None = Field(
         None, description="Whether the answer calls functions: auto (the model decides), none, required, or which one."
@@ -89,7 +93,7 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
             SamplingParams(max_tokens=fields.get("max_tokens"))  # outweighed, but wrong is wrong
             fields["max_tokens"] = self.max_completion_tokens
         if fields.pop("logprobs", False):
-            fields["logprobs"] = self.top_logprobs or 0
+            fields["logprobs"] = MAX_LOGPROBS if self.top_logprobs == -1 else self.top_logprobs or 0
         return fields
 
 

@@ -97,6 +97,13 @@ EMBEDDINGS: dict[str, Any] = {
         "value": {"input": "The food was delicious.", "dimensions": 2, "truncate_prompt_tokens": -1},
     },
 }
+POOLING: dict[str, Any] = {
+    "simple": {"summary": "What the model's head says of two texts", "value": {"input": ["A cat sat.", "It rains."]}},
+    "half": {
+        "summary": "In base64, of half as many bits",
+        "value": {"input": "A cat sat.", "encoding_format": "base64", "embed_dtype": "float16"},
+    },
+}
 # Each works on a model that the endpoint is for (fill-mask: whose mask token is BERT's).
 _QUERY = "How many leaves does a sheet folded three times have?"
 _DOCUMENTS = [

@@ -62,6 +62,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "targets": ([],),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
+    "padding": ("do_not_pad",),
     "bad_words": ([],),
     "logits_processors": ([],),
     # Ways to sample that llama.cpp, text-generation-webui and others have.
@@ -89,6 +90,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
     "input_type": (),
+    "logprob_token_ids": ([],),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -295,10 +297,16 @@ _JSON_TYPES: dict[str, Any] = {
 }
 
 
+# Of these -1 means as many as there may be, as in vLLM.
+COUNTS_OF_LOGPROBS = ("logprobs", "prompt_logprobs")
+
+
 def _number(name: str) -> Any:
     allowed = NUMBER_RANGES[name]
     schema: dict[str, Any] = {"type": "integer" if allowed.integer else "number"}
-    if allowed.low is not None:
+    if name in COUNTS_OF_LOGPROBS:
+        schema["minimum"] = -1
+    elif allowed.low is not None:
         schema["exclusiveMinimum" if allowed.open_low else "minimum"] = allowed.low
     if allowed.high is not None:
         schema["maximum"] = allowed.high

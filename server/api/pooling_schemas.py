@@ -140,15 +140,15 @@ def _check_input(value: Any) -> list[str | Image | list[int]]:
     if isinstance(given, list) and given:
         inputs: list[Any] = [_read_object(item) if isinstance(item, dict) else item for item in given]
         check_each(inputs, alone=given is not value)
-        if all(isinstance(item, str) for item in inputs) or all(is_ids(item) for item in inputs):
+        if all(isinstance(item, str) or is_ids(item) for item in inputs):
             return inputs
     message = (
-        'must be a string, an object such as {"text": "..."} or {"image": "data:..."}, a list of these, a list of '
-        "token ids or a list of such lists, none empty"
+        'must be a string, an object such as {"text": "..."} or {"image": "data:..."}, a list of token ids, or a list '
+        "of these, none empty"
     )
     raise PydanticCustomError("input", message)
 
 
-_ITEM_SCHEMA = {"anyOf": [TEXT_SCHEMA, _OBJECT_SCHEMA, IMAGE_SCHEMA]}
-_INPUT_SCHEMA = {"anyOf": [*_ITEM_SCHEMA["anyOf"], several(_ITEM_SCHEMA), IDS_SCHEMA, several(IDS_SCHEMA)]}
+_ITEMS = [TEXT_SCHEMA, _OBJECT_SCHEMA, IMAGE_SCHEMA, IDS_SCHEMA]
+_INPUT_SCHEMA = {"anyOf": [*_ITEMS, several({"anyOf": _ITEMS})]}
 Inputs = Annotated[Any, PlainValidator(_check_input), WithJsonSchema(_INPUT_SCHEMA)]

@@ -18,9 +18,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from engine import SamplingParams
+from engine import MAX_LOGPROBS, SamplingParams
 from server.api.base import Body
-from server.api.fields import Name, at_most, sampling_fields
+from server.api.fields import COUNTS_OF_LOGPROBS, Name, at_most, sampling_fields
 from server.api.structured import StructuredBody
 from server.api.template_fields import TemplateFields
 
@@ -131,6 +131,7 @@ class GenerationBody(_SamplingBody, StructuredBody):
         """Keyword arguments for `SamplingParams`: the sampling fields that were given."""
         names = [field.name for field in dataclasses.fields(SamplingParams) if field.name in type(self).model_fields]
         given = {name: getattr(self, name) for name in names}
+        given |= {name: MAX_LOGPROBS for name in COUNTS_OF_LOGPROBS if given.get(name) == -1}
         structured = self.structured()
         if structured is not None:
             given["structured_outputs"] = structured

@@ -42,6 +42,9 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = Field(None, description="Of type json_schema.")
+    schema_: Schema | None = Field(
+        None, alias="schema", description="Of type json_object, as in llama.cpp: its schema."
+    )
     structures: list[Any] | None = Field(None, description="Of type structural_tag: begin, schema and end of each tag.")
     triggers: list[Any] | None = Field(None, description="Of type structural_tag: texts that tags begin with.")
 
@@ -107,14 +110,17 @@ class StructuredBody(Body):
             return param
         ((name, _), *_) = self._asked() or [(param, {})]
         if name == "response_format":
-            return "response_format.json_schema" if param.endswith(".json") else name
+            assert self.response_format is not None
+            part = "schema" if self.response_format.schema_ is not None else "json_schema"
+            return f"response_format.{part}" if param.endswith(".json") else name
         return param if name == "structured_outputs" else name
 
     def _asked(self) -> list[tuple[str, dict[str, Any]]]:
         """The fields that ask for something, and what they ask for."""
         asked: list[tuple[str, dict[str, Any]]] = []
-        if self.response_format is not None and self.response_format.type != "text":
-            asked.append(("response_format", _read_format(self.response_format)))
+        wanted = self.response_format
+        if wanted is not None and (wanted.type != "text" or wanted.schema_ is not None):
+            asked.append(("response_format", _read_format(wanted)))
         if self.structured_outputs is not None:
             asked.append(("structured_outputs", self.structured_outputs.given()))
         for name in ("guided_choice", "guided_grammar", "guided_json", "guided_regex"):
@@ -127,8 +133,11 @@ class StructuredBody(Body):
 
 
 def _read_format(given: ResponseFormat) -> dict[str, Any]:
+    if given.schema_ is not None and given.type != "json_object":
+        message = f"response_format.schema goes with type json_object, and this is {given.type}; send json_schema."
+        raise ApiError(400, message, param="response_format.schema", code="invalid_value")
     if given.type == "json_object":
-        return {"json_object": True}
+        return {"json_object": True} if given.schema_ is None else {"json": given.schema_}
     if given.type == "json_schema":
         if given.json_schema is None:
             message = "response_format of type json_schema needs json_schema, an object that holds the schema."

@@ -1,33 +1,31 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings and /pooling."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
-from engine import Pooled, PoolingParams, TokenInput, resolve_pooling
-from engine.pooled import find_prompt, longest, prompt_tokens
-from engine.pooled.vectors import json_vectors
-from server.answering.encoding import estimate, need_tokenizer, read_images, read_inputs
-from server.answering.endpoints import require
-from server.answering.pooling import PoolingInput, PoolingRun, image_input, joined
+from engine import EngineInfo, PoolingParams, Task, resolve_pooling
+from engine.pooled import find_prompt, longest
+from server.answering.endpoints import MATRIX_TASKS, require
+from server.answering.matrices import MatrixRun, read_conversation
 from server.api import examples
-from server.api.embedding_schemas import EmbeddingRequest, EmbeddingResponse
-from server.api.pooling_schemas import Image
+from server.api.embedding_schemas import BYTES, EmbeddingRequest, EmbeddingResponse, PoolingRequest, PoolingResponse
 from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES, ApiError
+from server.errors import ERROR_RESPONSES, ApiError, shown
 
 router = APIRouter(route_class=StrictJsonRoute)
+
+_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": BYTES}, **ERROR_RESPONSES}
 
 
 @router.post("/embeddings", include_in_schema=False)
 @router.post(
-    "/v1/embeddings", response_model=EmbeddingResponse, responses=ERROR_RESPONSES, summary="Texts and images to vectors"
+    "/v1/embeddings", response_model=EmbeddingResponse, responses=_RESPONSES, summary="Texts and images to vectors"
 )
 async def create_embeddings(
     body: Annotated[EmbeddingRequest, Body(openapi_examples=examples.EMBEDDINGS)],
@@ -40,15 +38,17 @@ async def create_embeddings(
     require(service, "/v1/embeddings")
     body.refuse_unsupported()
     info = service.client.info
-    params = PoolingParams(task="embed", pooling=body.pooling, normalize=body.normalize, dimensions=body.dimensions)
+    params = PoolingParams(task="embed", pooling=body.pooling, normalize=body.normalizes(), dimensions=body.dimensions)
     resolve_pooling(params, info, prompt_len=1)  # what is impossible is said before any work
     run = _EmbeddingRun(
         service,
         body,
         arrival,
         params=params,
+        asked=read_conversation(body, service),
         prompt=find_prompt(info, body.prompt_name),
         truncate=longest(body.truncate_prompt_tokens, info),
+        shape=b'{"object":"embedding","index":%d,"embedding":%b}',
     )
     if body.prompt_name is not None and not run.texts:
         message = "prompt_name goes with texts: token ids are taken as they are. Put the prompt's tokens among them."
@@ -56,50 +56,58 @@ async def create_embeddings(
     return await run.respond(request)
 
 
-@dataclass(slots=True)
-class _EmbeddingRun(PoolingRun):
-    """One request for vectors.
+@router.post("/pooling", response_model=PoolingResponse, responses=_RESPONSES, summary="What a model's head says")
+async def create_pooling(
+    body: Annotated[PoolingRequest, Body(openapi_examples=examples.POOLING)], request: Request, service: ServiceDep
+) -> Response:
+    """The head's numbers for each input, as vLLM's endpoint of this name has them: a vector, the classes, or the
+    classes of each token."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    require(service, "/pooling")
+    body.refuse_unsupported()
+    info = service.client.info
+    params = _params(body, info)
+    run = _TaskRun(
+        service,
+        body,
+        arrival,
+        params=params,
+        asked=read_conversation(body, service),
+        prompt=find_prompt(info, None) if params.task == "embed" else "",
+        truncate=longest(body.truncate_prompt_tokens, info),
+        shape=b'{"object":"pooling","index":%d,"data":%b}',
+    )
+    return await run.respond(request)
 
-    Attributes:
-        params: of all inputs, but for the prompt's tokens.
-        prompt: stands in front of each text.
-        truncate: how many tokens an input is cut to, if it is.
+
+def _params(body: PoolingRequest, info: EngineInfo) -> PoolingParams:
+    """What is asked of each input.
+
+    Raises:
+        ApiError: the model cannot do it, or a field goes with another task.
     """
+    known: list[Task] = [task for task in MATRIX_TASKS if task in info.tasks]
+    task = next((task for task in known if body.task in (None, task)), None)
+    if task is None:
+        message = f"task must be {' or '.join(known)} for this model, got {shown(body.task)}."
+        raise ApiError(400, message, param="task", code="unsupported_task")
+    if task == "embed":
+        params = PoolingParams(task=task, normalize=body.normalizes(), dimensions=body.dimensions)
+        resolve_pooling(params, info, prompt_len=1)
+        return params
+    for name in ("dimensions", "normalize"):
+        if getattr(body, name) is not None:
+            message = f"{name} goes with task embed, and this is {task}; leave it out."
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
+    return PoolingParams(task=task, use_activation=body.use_activation)
 
+
+@dataclass(slots=True)
+class _EmbeddingRun(MatrixRun):
     id_prefix = "embd"
-    body: EmbeddingRequest
-    params: PoolingParams = field(kw_only=True)
-    prompt: str = field(kw_only=True)
-    truncate: int | None = field(kw_only=True)
 
-    @property
-    def texts(self) -> bool:
-        """There are texts among the inputs."""
-        return any(isinstance(item, str) and not isinstance(item, Image) for item in self.body.input)
 
-    def size(self) -> int:
-        return estimate(self.body.input, self.service.client.info)
-
-    async def inputs(self) -> Sequence[PoolingInput]:
-        special, info = self.body.add_special_tokens is not False, self.service.client.info
-        images = await read_images(self.service, self.body.input)
-        others = [item for item in self.body.input if not isinstance(item, Image)]
-        params, read = self.params, list[TokenInput]()
-        if others:
-            read = await read_inputs(
-                self.service, others, add_special_tokens=special, truncate=self.truncate, prompt=self.prompt
-            )
-        if self.texts:
-            tokenizer = need_tokenizer(self.service, "input")
-            count = prompt_tokens(tokenizer, info, self.prompt, add_special_tokens=special)
-            params = replace(params, skip_tokens=count)
-        rest = iter(read)
-        return [
-            image_input(images[place], self.params, info) if place in images else PoolingInput(next(rest), params)
-            for place in range(len(self.body.input))
-        ]
-
-    def render(self, answers: Sequence[Pooled]) -> bytes:
-        written = json_vectors(answers, as_base64=self.body.encoding_format == "base64")
-        items = (b'{"object":"embedding","index":%d,"embedding":%b}' % entry for entry in enumerate(written))
-        return joined(self, items)
+@dataclass(slots=True)
+class _TaskRun(MatrixRun):
+    id_prefix = "pool"

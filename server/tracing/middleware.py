@@ -15,8 +15,8 @@ from server.tracing.request import RequestTrace
 TRACED = frozenset(
     {
         "/v1/completions", "/completions", "/v1/chat/completions", "/chat/completions", "/v1/responses", "/v1/messages",
-        "/v1/embeddings", "/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/classify",
-        "/classify", "/v1/answer", "/answer", "/v1/fill-mask", "/fill-mask", "/translate",
+        "/v1/embeddings", "/embeddings", "/pooling", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank",
+        "/v1/classify", "/classify", "/v1/answer", "/answer", "/v1/fill-mask", "/fill-mask", "/translate",
     }
 )  # fmt: skip
 _CONTEXT = (b"traceparent", b"tracestate")

@@ -1,0 +1,184 @@
+"""Answering a request for vectors, or for matrices of numbers: what its inputs may be, and how the numbers are written.
+
+The forms beside lists of numbers are vLLM's: base64 in JSON, and bytes whose places the header `metadata` tells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from engine import Pooled, PoolingParams, TokenInput
+from engine.pooled import prompt_tokens, token_input
+from engine.pooled.vectors import json_base64, json_matrix, packed
+from engine.text.processor import Encoding
+from server.answering.encoding import estimate, need_tokenizer, read_images, read_inputs, too_long
+from server.answering.messages import Message, estimate_messages, read_messages
+from server.answering.pooling import PoolingInput, PoolingRun, image_input, joined
+from server.answering.prompt import MAX_TOKENIZED, Room
+from server.answering.rendering import Rendering, read_rendering
+from server.answering.tools import read_tools
+from server.api.embedding_schemas import MatrixBody
+from server.api.pooling_schemas import Image
+from server.context import Service
+from server.errors import ApiError
+
+MOST_IN_HEADER = 256  # answers that the header metadata tells of: clients take headers of 64 KiB, some of 32
+_FOR_MESSAGES = ("tools", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A conversation that is to be one input."""
+
+    messages: list[Message]
+    rendering: Rendering
+
+    @property
+    def num_tokens(self) -> int:
+        """About how many tokens it has."""
+        return estimate_messages(self.messages) + self.rendering.num_tokens
+
+
+def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
+    """The conversation of a request; None where it has other inputs.
+
+    Raises:
+        ApiError: something is wrong with it, there are both or neither, or the body asks for what no model here does.
+    """
+    if body.input is None and body.messages is None:
+        raise ApiError(400, "input is required, or messages.", param="input", code="missing_required_parameter")
+    if body.input is not None and body.messages is not None:
+        message = "messages and input are two ways to say what is read; send one of them."
+        raise ApiError(400, message, param="messages", code="invalid_value")
+    if body.padding == "max_length" and service.client.info.filler is None:
+        message = f"padding max_length is not supported: {service.model_id} reads each input without any padding."
+        raise ApiError(400, message, param="padding", code="unsupported_parameter")
+    count = len(body.input or ())
+    if body.encoding_format == "bytes" and count > MOST_IN_HEADER:
+        message = (
+            f"encoding_format bytes tells of each answer in a header, which holds {MOST_IN_HEADER}, and there are "
+            f"{count}. Send fewer inputs, or bytes_only."
+        )
+        raise ApiError(400, message, param="encoding_format", code="invalid_value")
+    if body.messages is None:
+        for name in (*_FOR_MESSAGES, "add_generation_prompt"):
+            if getattr(body, name):
+                raise ApiError(400, f"{name} goes with messages, not with input.", param=name, code="invalid_value")
+        return None
+    if body.add_special_tokens:
+        message = "add_special_tokens cannot be used with messages: the chat template writes the special tokens."
+        raise ApiError(400, message, param="add_special_tokens", code="invalid_value")
+    need_tokenizer(service, "messages").need_chat_template()
+    opens = bool(body.add_generation_prompt)
+    rendering = replace(read_rendering(body, read_tools(body.tools)), add_generation_prompt=opens)
+    return Asked(read_messages(body.messages), rendering)
+
+
+class _Whole(Room):
+    """The room of a conversation that is one input."""
+
+    def refusal(self, length: str) -> ApiError:
+        return too_long(self.param, None, None, f"{length} tokens", self.tokens)
+
+
+@dataclass(slots=True)
+class MatrixRun(PoolingRun):
+    """One such request.
+
+    Attributes:
+        params: of all inputs, but for the prompt's tokens.
+        asked: the conversation, where there is one.
+        prompt: stands in front of each text.
+        truncate: how many tokens an input is cut to, if it is.
+        shape: of an item of the answer, with places for its index and its numbers.
+    """
+
+    body: MatrixBody
+    params: PoolingParams = field(kw_only=True)
+    asked: Asked | None = field(kw_only=True)
+    prompt: str = field(default="", kw_only=True)
+    truncate: int | None = field(kw_only=True)
+    shape: bytes = field(kw_only=True)
+
+    @property
+    def given(self) -> list[str | Image | list[int]]:
+        """The inputs as they were sent; none where there is a conversation."""
+        return self.body.input or []
+
+    @property
+    def texts(self) -> bool:
+        """There are texts among the inputs."""
+        return any(isinstance(item, str) and not isinstance(item, Image) for item in self.given)
+
+    def size(self) -> int:
+        if self.asked is not None:
+            return min(self.asked.num_tokens, self.service.client.info.max_model_len)
+        return estimate(self.given, self.service.client.info)
+
+    async def inputs(self) -> Sequence[PoolingInput]:
+        if self.asked is not None:
+            return [PoolingInput(await self._rendered(self.asked), self.params)]
+        special, info = self.body.add_special_tokens is not False, self.service.client.info
+        images = await read_images(self.service, self.given)
+        others = [item for item in self.given if not isinstance(item, Image)]
+        params, read = self.params, list[TokenInput]()
+        if others:
+            read = await read_inputs(
+                self.service, others, add_special_tokens=special, truncate=self.truncate, prompt=self.prompt
+            )
+        if self.texts and params.task == "embed":
+            tokenizer = need_tokenizer(self.service, "input")
+            count = prompt_tokens(tokenizer, info, self.prompt, add_special_tokens=special)
+            params = replace(params, skip_tokens=count)
+        rest = iter(read)
+        found = list[PoolingInput]()
+        for place, item in enumerate(self.given):
+            if place in images:
+                found.append(image_input(images[place], self.params, info))
+            else:
+                found.append(PoolingInput(next(rest), params if isinstance(item, str) else self.params))
+        return found
+
+    async def _rendered(self, asked: Asked) -> TokenInput:
+        service, limit = self.service, self.service.client.info.max_model_len
+        room = _Whole(limit if self.truncate is None else max(limit, MAX_TOKENIZED), "messages")
+        prompt = await service.render(asked.messages, room, asked.rendering)
+        assert service.tokenizer is not None
+        found = Encoding.of_ids(prompt.token_ids, self.truncate, service.tokenizer.truncation_side)
+        if len(found.ids) > limit:
+            raise room.refusal(str(len(found.ids)))
+        return token_input(found, service.client.info, prompt.text)
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        dtype, big = self.body.embed_dtype or "float32", self.body.endianness == "big"
+        form, rows = self.body.encoding_format or "float", self.params.task == "token_classify"
+        if form == "float":
+            written = (json_matrix(answer.values(), rows=rows) for answer in answers)
+        elif form == "base64":
+            written = (json_base64(packed(answer.values(), dtype, big_endian=big)) for answer in answers)
+        else:
+            parts = [packed(answer.values(), dtype, big_endian=big) for answer in answers]
+            self.media_type = "application/octet-stream"
+            if form == "bytes":
+                self.headers["metadata"] = self._metadata(answers, parts)
+            return b"".join(parts)
+        return joined(self, (self.shape % entry for entry in enumerate(written)))
+
+    def _metadata(self, answers: Sequence[Pooled], parts: Sequence[bytes]) -> str:
+        items, end = [], 0
+        for index, (answer, part) in enumerate(zip(answers, parts, strict=True)):
+            start, end = end, end + len(part)
+            items.append(
+                {
+                    "index": index,
+                    "embed_dtype": self.body.embed_dtype or "float32",
+                    "endianness": self.body.endianness or "native",
+                    "start": start,
+                    "end": end,
+                    "shape": answer.shape if self.params.task == "token_classify" else answer.shape[1:],
+                }
+            )
+        facts = {"id": self.request_id, "created": self.created, "model": self.service.model_id}
+        return json.dumps({**facts, "data": items, "usage": self.usage.model_dump()}, separators=(",", ":"))
