@@ -230,7 +230,8 @@ def test_other_ways_to_sample_are_refused_by_name(fields: dict[str, Any], param:
 def test_other_ways_to_sample_that_are_off_are_accepted() -> None:
     """As clients send them with every request."""
     off = {
-        "repeat_penalty": 1, "repeat_last_n": 64, "mirostat": 0, "mirostat_mode": 0, "mirostat_tau": 3, "mirostat_eta": 0.2, "samplers": None,
+        "repeat_penalty": 1, "repeat_last_n": 64,
+        "mirostat": 0, "mirostat_mode": 0, "mirostat_tau": 3, "mirostat_eta": 0.2, "samplers": None,
         "sampler_seq": None, "dynatemp_range": 0, "dynatemp_exponent": 1.5, "dynamic_temperature": False,
         "dynatemp_low": 0.5, "dynatemp_high": 2, "tfs_z": 1, "tfs": 1.0, "top_a": 0, "smoothing_factor": 0.0,
         "smoothing_curve": 2, "epsilon_cutoff": 0, "eta_cutoff": 0, "temperature_last": False,
