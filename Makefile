@@ -32,7 +32,7 @@ test-browser:
 lint:
 	@$(PYTHON) tools/setup.py lint
 
-# README's table of families, from the registry.
+# The table in docs/families.md, from the registry.
 docs:
 	@$(PYTHON) tools/setup.py docs
 

@@ -8,7 +8,7 @@
     python3 tools/setup.py test-examples    set up, then run every example against a started server
     python3 tools/setup.py test-browser     set up, then try the playground in a browser (needs Node.js and Chromium)
     python3 tools/setup.py lint             set up, then run ruff and mypy
-    python3 tools/setup.py docs             set up, then write README's table of families
+    python3 tools/setup.py docs             set up, then write docs/families.md's table
     python3 tools/setup.py lock             set up, then write requirements/*.lock
     python3 tools/setup.py release          set up, then make what is published, in dist/
     python3 tools/setup.py install          set up for all of these
