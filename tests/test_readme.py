@@ -123,7 +123,9 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md",
 def anchors(page: Path) -> set[str]:
     """Where links into a page may lead, as GitHub and the documentation's site name headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    words = (re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    words = (
+        re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    )
     return {heading.replace(" ", "-") for heading in words}
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the table in docs/families.md, and what `octavo models` lists, from the registry that the engine loads models by.
+"""Writes the table in docs/families.md, and what `octavo models` lists, from the registry of families.
 
     make docs               or: python3 tools/setup.py docs
 
