@@ -212,6 +212,7 @@ def test_a_server_reads_a_bundled_tokenizer_without_torch() -> None:
     """Neither its imports nor the tokenizer of a bundled model bring torch, which takes seconds."""
     code = (
         "import sys; from server.assembly import import_app; import_app();"
-        "from engine.text.processor import load_tokenizer; load_tokenizer(sys.argv[1]); assert 'torch' not in sys.modules"
+        "from engine.text.processor import load_tokenizer; load_tokenizer(sys.argv[1]);"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(DEMOS["chat"])], cwd=ROOT, check=True, timeout=300)
