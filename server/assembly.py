@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from engine import EngineConfig
 from engine.host.logs import LogFormat
 from engine.process.client import ProcessEngineClient
+from engine.text.processor import prepare_tokenizers
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.door.keys import KeyRing
@@ -40,9 +41,8 @@ class Assembly:
 def import_app() -> None:
     """Import what takes seconds: the routes, and what reads tokenizers."""
     import server.app  # noqa: F401
-    from engine.text import tokenizer_loading
 
-    tokenizer_loading.prepare()
+    prepare_tokenizers()
 
 
 def assemble(

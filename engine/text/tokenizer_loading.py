@@ -78,7 +78,7 @@ def load_tokenizer(
         ) from error
 
 
-def prepare() -> None:
+def prepare_tokenizers() -> None:
     """Import what reads a tokenizer.json, which takes a second."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
