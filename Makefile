@@ -5,7 +5,7 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: serve test test-all test-real test-examples test-browser lint docs install lock release clean
+.PHONY: serve test test-all test-real test-examples test-browser lint docs docs-site install lock release clean
 
 serve:
 	@$(PYTHON) tools/setup.py serve $(ARGS)
@@ -32,9 +32,13 @@ test-browser:
 lint:
 	@$(PYTHON) tools/setup.py lint
 
-# README's table of families, from the registry.
+# The table in docs/families.md, from the registry.
 docs:
 	@$(PYTHON) tools/setup.py docs
+
+# The documentation as a site, in build/site.
+docs-site:
+	@$(PYTHON) tools/setup.py docs-site
 
 install:
 	@$(PYTHON) tools/setup.py install

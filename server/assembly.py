@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING
 
 from engine import EngineConfig
 from engine.host.logs import LogFormat
 from engine.process.client import ProcessEngineClient
-from server.app import create_app
+from engine.text.processor import prepare_tokenizers
 from server.config.settings import ServerSettings
 from server.door.drain import Drain
 from server.door.keys import KeyRing
@@ -19,6 +18,9 @@ from server.memory import MemoryGuard, find_limit
 from server.response_store import open_store
 from server.tracing.start import start_tracing
 from server.workers.pool import shared_workers
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,13 @@ class Assembly:
     app: FastAPI
     client: ProcessEngineClient
     drain: Drain
+
+
+def import_app() -> None:
+    """Import what takes seconds: the routes, and what reads tokenizers."""
+    import server.app  # noqa: F401
+
+    prepare_tokenizers()
 
 
 def assemble(
@@ -59,7 +68,9 @@ def assemble(
     """
     tracing = start_tracing(settings, version)
     response_store = open_store(settings)
-    client = load(config, settings, log_format)
+    client = load(config, settings, log_format, import_app)
+    from server.app import create_app
+
     tokenizer = read_tokenizer(config, client.info)
     log_facts(client.info, tokenizer, model_id)
     if tokenizer is not None and tokenizer.chat_template is not None:

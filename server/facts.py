@@ -8,8 +8,6 @@ from pathlib import Path
 from engine import EngineConfig, EngineInfo
 from engine.host.logs import adopt_libraries
 from engine.text.processor import Tokenizer, load_tokenizer
-from server.answering.endpoints import served_endpoints
-from server.answering.long_texts import leave_to_worker
 from server.config.settings import DEMOS
 
 # What clients call a bundled model, and what the log says of it.
@@ -38,12 +36,16 @@ def read_tokenizer(config: EngineConfig, info: EngineInfo) -> Tokenizer | None:
     tokenizer = load_tokenizer(source or "", revision=revision, hf_token=config.hf_token, lower_case=info.lower_case)
     adopt_libraries()
     if tokenizer is not None:
+        from server.answering.long_texts import leave_to_worker  # with the app, while the engine loads
+
         leave_to_worker(tokenizer)
     return tokenizer
 
 
 def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> None:
     """Log what is served, and how much of it."""
+    from server.answering.endpoints import served_endpoints  # with the app, while the engine loads
+
     endpoints = ", ".join(served_endpoints(info, tokenizer)) or "no endpoint"
     if tokenizer is None:
         logger.warning("The model has no tokenizer: prompts are token ids, and texts are empty.")

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,8 +34,13 @@ def announcement(settings: ServerSettings, listener: Listener, model_id: str) ->
     return f"Serving {model_id} on {listener.url}{hints}"
 
 
-def load(config: EngineConfig, settings: ServerSettings, log_format: LogFormat) -> ProcessEngineClient:
+def load(
+    config: EngineConfig, settings: ServerSettings, log_format: LogFormat, meanwhile: Callable[[], object]
+) -> ProcessEngineClient:
     """Start the engine; blocks until it can serve.
+
+    Args:
+        meanwhile: called while the engine loads.
 
     Raises:
         OctavoError: the model cannot be loaded.
@@ -42,7 +48,8 @@ def load(config: EngineConfig, settings: ServerSettings, log_format: LogFormat) 
     if note := _DEMO_NOTES.get(Path(config.model)):
         logger.info("The bundled demo serves: %s. For another model: octavo serve MODEL.", note)
     logger.info("Loading %s.", config.model)
-    return ProcessEngineClient(config, RestartPolicy(max_failures=settings.max_engine_failures), log_format)
+    policy = RestartPolicy(max_failures=settings.max_engine_failures)
+    return ProcessEngineClient(config, policy, log_format, meanwhile)
 
 
 def say_end(failure: str | None) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import structlog
-from fastapi.exceptions import ValidationException
 from pydantic import ValidationError
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, WrappedLogger
@@ -113,10 +112,16 @@ def traceback_text(problem: BaseException, *, log_prompts: bool = False) -> str:
     return text
 
 
+def _validation_errors() -> tuple[type[BaseException], ...]:
+    """pydantic's, and FastAPI's where that is imported: nowhere else can there be one."""
+    fastapi = sys.modules.get("fastapi.exceptions")
+    return (ValidationError,) if fastapi is None else (ValidationError, fastapi.ValidationException)
+
+
 def _unsafe_lines(problem: BaseException, seen: set[int]) -> Iterator[tuple[str, str]]:
     """Lines of the message of this exception, and of all that are shown with it, and what may stand there."""
     seen.add(id(problem))
-    if isinstance(problem, ValidationError | ValidationException):
+    if isinstance(problem, _validation_errors()):
         for line in str(problem).splitlines():
             # pydantic's lines end with [type=..., input_value=..., input_type=...]; FastAPI's are whole errors.
             kept, found, _ = line.partition(" [type=")

@@ -9,10 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from fastapi import FastAPI
 from uvicorn.loops.auto import auto_loop_factory
 
 from server.config.settings import ServerSettings
@@ -23,6 +22,9 @@ from server.door.protocol import HEAD_TIMEOUT, http_protocol
 from server.door.root_path import RootPath
 from server.door.slots import FEW, Slot, Slots, count_slots
 from server.watchdog import LoopWatchdog
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 KEEP_ALIVE = 75  # seconds; longer than clients and gateways keep an idle connection, so that they end it, not we
 

@@ -1,4 +1,4 @@
-"""The registry of families: README's table of it, and what is said of architectures that it lacks."""
+"""The registry of families: the table of it in docs/families.md, and what is said of architectures that it lacks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load_tool() -> ModuleType:
 
 
 tool = load_tool()
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
 SERVED = [family for family in families.FAMILIES if family.weights is not None]
 
 
@@ -85,11 +85,11 @@ def test_no_tensor_that_the_reference_reads_is_ignored(name: str) -> None:
     assert not [n for n in ignored if not any(re.fullmatch(pattern, n) for pattern in unread)]
 
 
-# ---------------------------------------------------------------- README's table
+# ---------------------------------------------------------------- the table in docs/families.md
 
 
-def test_the_readme_has_the_current_table() -> None:
-    assert tool.replaced(README, tool.table()) == README, f"README's table of families is not current: {tool.COMMAND}"
+def test_the_page_of_families_has_the_current_table() -> None:
+    assert tool.replaced(PAGE, tool.table()) == PAGE, f"{tool.PAGE.name} is not current: {tool.COMMAND}"
 
 
 def test_the_list_of_octavo_models_is_current() -> None:
@@ -151,13 +151,13 @@ def test_a_name_of_older_checkpoints_stands_beside_the_newer_one() -> None:
 
 
 def test_only_what_is_between_the_markers_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme, listed = tmp_path / "README.md", tmp_path / "families.json"
-    monkeypatch.setattr(tool, "README", readme)
+    page, listed = tmp_path / "families.md", tmp_path / "families.json"
+    monkeypatch.setattr(tool, "PAGE", page)
     monkeypatch.setattr(tool, "LISTED", listed)
-    readme.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n", encoding="utf-8")
+    page.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n", encoding="utf-8")
     for _ in range(2):
         assert tool.main() == 0
-        assert readme.read_text(encoding="utf-8") == f"before\n{tool.BEGIN}\n{tool.table()}{tool.END}\nafter\n"
+        assert page.read_text(encoding="utf-8") == f"before\n{tool.BEGIN}\n{tool.table()}{tool.END}\nafter\n"
         assert listed.read_text(encoding="utf-8") == tool.listed()
     for damaged in (tool.BEGIN, f"{tool.BEGIN}{tool.END}{tool.END}"):
         with pytest.raises(ValueError, match="each of these lines once"):

@@ -1,5 +1,5 @@
-"""What README shows is what one gets: its requests and scripts, one after the other, on the bundled models. And the
-reference of the API names every field."""
+"""What README and docs/tour.md show is what one gets: their requests and scripts, one after the other, on the bundled
+models. Links lead somewhere, and the reference of the API names every field."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from support.service import ROOT, Service
 from server import api
 from server.api.schemas import Body
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHOWN = (ROOT / "README.md", ROOT / "docs" / "tour.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REQUEST = re.compile(
     r"^\$ curl (?:-N )?(http://127\.0\.0\.1:8000(/\S+))[^\n]*\\\n    -d '(\{.*?\})'\n(.*?)(?=^\$ |\Z)", re.M | re.S
@@ -39,7 +40,8 @@ def serve(bundled: Callable[..., Service]) -> Serve:
 def blocks() -> list[tuple[str, str]]:
     """Language and text of each block; those of another model left out."""
     found: list[tuple[str, str]] = []
-    for section in re.split(r"^(?=## )", README, flags=re.MULTILINE):
+    text = "".join(page.read_text(encoding="utf-8") for page in SHOWN)
+    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
         inside = [(match[1], match[2]) for match in BLOCK.finditer(section)]
         cut = next((i for i, (_, text) in enumerate(inside) if OTHER_MODEL in text), len(inside))
         found += inside[:cut]
@@ -47,7 +49,7 @@ def blocks() -> list[tuple[str, str]]:
 
 
 def shown_requests() -> list[tuple[bool, str, dict[str, Any], str]]:
-    """Whether it is for the encoder-decoder, the path, the body, and what README says comes back."""
+    """Whether it is for the encoder-decoder, the path, the body, and what the page says comes back."""
     return [
         (SEQ2SEQ in text, match[2], json.loads(match[3]), match[4].strip())
         for language, text in blocks()
@@ -111,6 +113,36 @@ def test_scripts(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
         assert whole(printed.getvalue()) == whole(expected)
         compared += 1
     assert compared >= 4
+
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
+
+
+def anchors(page: Path) -> set[str]:
+    """Where links into a page may lead, as GitHub and the documentation's site name headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    words = (
+        re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    )
+    return {heading.replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not re.match(r"[a-z]+:", link) and not (target.exists() and (not anchor or anchor in anchors(target))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 200
 
 
 def test_the_reference_names_every_field_of_a_request() -> None:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import tokenizers
 from fake_client import EOS, byte_tokenizer
+from support.service import ROOT
 from support.turns import lets_others_run
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequestError, ModelLoadError
 from engine.text.processor import Tokenizer, load_tokenizer
+from engine.text.tokenizer_loading import ELSEWISE, GENERIC, is_generic
+from server.config.settings import DEMOS
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "chat_templates" / "models" / "templates"
 TEXT = "Once upon a time, there was a little girl."
@@ -148,3 +154,66 @@ def test_bytes_of_tokens_that_are_parts_of_characters() -> None:
     fallback = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>"))
     assert [fallback.token_bytes(byte + 2) for byte in "☃".encode()] == [bytes([byte]) for byte in "☃".encode()]
     assert fallback.token_bytes(1) == b" a"
+
+
+def test_kinds_that_transformers_reads_by_other_classes_are_listed() -> None:
+    """Of these a tokenizer.json is left to AutoTokenizer, whatever class the folder names."""
+    from transformers.models.auto import tokenization_auto as auto
+
+    generic = GENERIC | {"PythonBackend"}
+    own = {
+        kind
+        for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+        if (auto.TOKENIZER_MAPPING_NAMES.get(kind) or "").removesuffix("Fast") not in generic
+    }
+    source = Path(auto.__file__).read_text(encoding="utf-8")  # the mapping depends on what is installed here
+    mistral = set(re.findall(r'"(\w+)",\s+"MistralCommonBackend"\n', source))
+    assert len(mistral) > 5
+    assert own | mistral == ELSEWISE
+
+
+@pytest.mark.parametrize("name", sorted(GENERIC))
+@pytest.mark.parametrize("kind", ["llama", "t5", "bert", None])
+def test_a_tokenizer_json_alone_is_what_transformers_makes_of_it(tmp_path: Path, name: str, kind: str | None) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).write_bytes((DEMOS["chat"] / file).read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": name, "add_eos_token": True, "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if kind is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert is_generic(tmp_path)
+    ours, theirs = loaded(tmp_path)._hf, AutoTokenizer.from_pretrained(str(tmp_path))
+    assert type(ours) is type(theirs)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.encode(TEXT) == theirs.encode(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config"),
+    [
+        ({"tokenizer_class": "LlamaTokenizerFast"}, {}),
+        ({}, {}),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": ["a", "b"]}}, {}),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"model_type": "qwen2"}),
+    ],
+)
+def test_other_folders_are_left_to_transformers(
+    tmp_path: Path, settings: dict[str, object], config: dict[str, object]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not is_generic(tmp_path)
+
+
+def test_a_server_reads_a_bundled_tokenizer_without_torch() -> None:
+    """Neither its imports nor the tokenizer of a bundled model bring torch, which takes seconds."""
+    code = (
+        "import sys; from server.assembly import import_app; import_app();"
+        "from engine.text.processor import load_tokenizer; load_tokenizer(sys.argv[1]);"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(DEMOS["chat"])], cwd=ROOT, check=True, timeout=300)

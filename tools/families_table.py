@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes README's table of families, and what `octavo models` lists, from the registry that the engine loads models by.
+"""Writes the table in docs/families.md, and what `octavo models` lists, from the registry of families.
 
     make docs               or: python3 tools/setup.py docs
 
@@ -40,8 +40,9 @@ from engine.model.sentence import Pipeline
 from engine.model.spec import ModelSpec
 from engine.model.table import Family
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-LISTED = README.parent / "cli" / "commands" / "families.json"  # read without the engine, which takes seconds
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "families.md"
+LISTED = ROOT / "cli" / "commands" / "families.json"  # read without the engine, which takes seconds
 COMMAND = "python3 tools/setup.py docs"
 BEGIN = "<!-- families: written by `make docs` from the registry; do not edit by hand -->"
 END = "<!-- end of families -->"
@@ -176,14 +177,14 @@ def replaced(text: str, content: str) -> str:
         ValueError: a marker is missing or there twice.
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{README.name} must hold each of these lines once: {BEGIN} and {END}")
+        raise ValueError(f"{PAGE.name} must hold each of these lines once: {BEGIN} and {END}")
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{content}{END}{rest.split(END)[1]}"
 
 
 def main() -> int:
     for path, wanted in (
-        (README, replaced(README.read_text(encoding="utf-8"), table())),
+        (PAGE, replaced(PAGE.read_text(encoding="utf-8"), table())),
         (LISTED, listed()),
     ):
         current = path.exists() and path.read_text(encoding="utf-8") == wanted

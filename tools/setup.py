@@ -8,7 +8,8 @@
     python3 tools/setup.py test-examples    set up, then run every example against a started server
     python3 tools/setup.py test-browser     set up, then try the playground in a browser (needs Node.js and Chromium)
     python3 tools/setup.py lint             set up, then run ruff and mypy
-    python3 tools/setup.py docs             set up, then write README's table of families
+    python3 tools/setup.py docs             set up, then write docs/families.md's table
+    python3 tools/setup.py docs-site        set up, then build the documentation's site in build/site
     python3 tools/setup.py lock             set up, then write requirements/*.lock
     python3 tools/setup.py release          set up, then make what is published, in dist/
     python3 tools/setup.py install          set up for all of these
@@ -83,6 +84,7 @@ EXTRAS: dict[str, frozenset[str]] = {
     "test-browser": frozenset({"test"}),
     "lint": frozenset({"lint"}),
     "docs": frozenset(),
+    "docs-site": frozenset({"docs"}),
     "lock": frozenset({"release"}),
     "release": frozenset({"release"}),
     "install": frozenset({"test", "lint"}),
@@ -350,7 +352,7 @@ def main(arguments: Sequence[str]) -> int:
     if command not in EXTRAS:
         say(f"unknown command {command!r}; known: {', '.join(EXTRAS)} (see --help)")
         return 2
-    if extra and command in ("lint", "docs", "install", "lock"):
+    if extra and command in ("lint", "docs", "docs-site", "install", "lock"):
         say(f"{command} takes no arguments, got {' '.join(extra)}")
         return 2
     signal.signal(signal.SIGTERM, stop_on_sigterm)
@@ -370,6 +372,9 @@ def main(arguments: Sequence[str]) -> int:
             become([str(program("python")), str(ROOT / "tools" / f"{command}.py"), *extra])
         if command == "docs":
             become([str(program("python")), str(ROOT / "tools" / "families_table.py")])
+        if command == "docs-site":
+            os.chdir(ROOT)
+            become([str(program("python")), "-m", "mkdocs", "build", "--strict"])
         return lint() if command == "lint" else 0
     except SetupError as error:
         say(str(error))

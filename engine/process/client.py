@@ -54,6 +54,7 @@ class ProcessEngineClient(ConnectedClient):
         config: the engine's settings.
         policy: what happens when the engine dies.
         log_format: of the lines that the engine's process logs on stderr; None: it sets no logging up.
+        meanwhile: called while the engine loads: what else takes its time at start.
 
     Attributes:
         on_change: called when the engine has died, and when it serves again.
@@ -62,7 +63,13 @@ class ProcessEngineClient(ConnectedClient):
         OctavoError: the engine cannot start; the error raised there.
     """
 
-    def __init__(self, config: EngineConfig, policy: RestartPolicy | None = None, log_format: LogFormat | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: RestartPolicy | None = None,
+        log_format: LogFormat | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ):
         super().__init__(b"server")
         self._config = config
         self._log_format = log_format
@@ -77,6 +84,7 @@ class ProcessEngineClient(ConnectedClient):
             self._process = self._next_process()
             try:
                 self._process.start()
+                meanwhile()
                 self._adopt(self._process.wait_ready())
             except BaseException:  # a signal's handler may raise anything
                 self._process.stop()

@@ -27,6 +27,7 @@ from engine.host.children import leave_signals_to_parent, take_standard_input
 from engine.host.logs import adopt_libraries, configure
 from engine.interface.outputs import EngineStats, RequestDelta
 from engine.interface.request import SamplingParams
+from engine.process.configs_alone import take_configs_alone
 from engine.process.messages import (
     GOODBYE,
     Abort,
@@ -90,6 +91,7 @@ def _report(line: socket.socket, error: BaseException) -> int:
 
 
 def _run(start: Start, line: socket.socket) -> None:
+    take_configs_alone()
     from engine.engine import Engine  # heavy: the lifeline is watched already
 
     if start.log_format is not None:

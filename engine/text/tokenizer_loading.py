@@ -30,6 +30,16 @@ TOKENIZER_FILES = (
 # Classes that transformers lacks, with those that read the same files. An input of theirs begins with the token of the
 # language that it is to be translated to (arXiv:2210.11621).
 TARGET_MARKED = {"SMALL100Tokenizer": "M2M100Tokenizer"}
+# Classes that are a tokenizer.json and nothing more.
+GENERIC = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+# Kinds of models for which `AutoTokenizer` may take another class nevertheless.
+ELSEWISE = frozenset(
+    {
+        "hyperclovax_vision_v2", "ministral", "ministral3", "mistral", "mistral3", "mistral_large4", "mixtral",
+        "pixtral", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "siglip2", "voxtral",
+        "voxtral_realtime",
+    }
+)  # fmt: skip
 # Files that say which tokenizer class to use and complete it.
 COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
 
@@ -68,20 +78,43 @@ def load_tokenizer(
         ) from error
 
 
+def prepare_tokenizers() -> None:
+    """Import what reads a tokenizer.json, which takes a second."""
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object, empty if there is none."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
 def _class_name(folder: Path) -> str:
     """The class that a tokenizer_config.json names, "" if there is none."""
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return ""
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return str(found.get("tokenizer_class", "")) if isinstance(found, dict) else ""
+    return str(_read(folder / "tokenizer_config.json").get("tokenizer_class", ""))
+
+
+def is_generic(folder: Path) -> bool:
+    """`AutoTokenizer` would make of the folder what its tokenizer.json alone makes. It would also import torch and
+    the model's code, which takes seconds."""
+    settings = _read(folder / "tokenizer_config.json")
+    return (
+        (folder / "tokenizer.json").is_file()
+        and settings.get("tokenizer_class") in GENERIC
+        and "auto_map" not in settings
+        and _read(folder / "config.json").get("model_type") not in ELSEWISE
+    )
 
 
 def _load(folder: Path) -> Any:
     import transformers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+    from transformers import PreTrainedTokenizerFast  # slow to import
 
     settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if is_generic(folder):
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
+    from transformers import AutoTokenizer  # slower still
+
     if (name := TARGET_MARKED.get(_class_name(folder))) is not None:
         return getattr(transformers, name).from_pretrained(str(folder), **settings)
     try:

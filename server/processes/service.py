@@ -81,7 +81,7 @@ def serve_several(
         OctavoError: the model cannot be loaded, or a setting is wrong.
     """
     read_api_keys(settings)  # what is wrong with them is said before the model loads
-    client = load(config, settings, log_format)
+    client = load(config, settings, log_format, lambda: None)  # the fronts' imports are their own
     folder = client.folder / "metrics"
     folder.mkdir()
     begin = Begin(
