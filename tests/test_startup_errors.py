@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 import torch
+from safetensors.torch import load_file
 from support.checkpoints import Checkpoint
 from support.driving import make_engine
 
