@@ -520,7 +520,8 @@ def test_a_wrong_key_file_is_one_clear_line(tmp_path: Path) -> None:
     service = Service("--api-key-file", str(tmp_path / "absent"), log=tmp_path / "log")
     try:
         assert service.process.wait(PATIENCE) in (1, 2)
-        (line,) = service.log.read_text().splitlines()
+        *others, line = service.log.read_text().splitlines()
+        assert all("--log-format console" in other for other in others), "how to read the log"
         assert "api_key_file" in line
         assert "No such file" in line
     finally:

@@ -10,14 +10,15 @@ constexpr int64_t LEAST = 16, FEW = 256;
 // Tokens of which the rest of a nucleus is sorted out, once the others are known to be in or out.
 constexpr int64_t REST = 512;
 
-// The layout is that of `TABLE` in engine/interface/sampling_table.py.
+// The layout is that of `TABLE` in engine/interface/sampling_table.py. Filters after min-p are neutral in rows that are
+// drawn from here.
 struct Row {
   int64_t seed;
   int32_t choice, position, num_draws, beam_width, renormalize, num_logprobs;
   float temperature;
   int32_t top_k;
   float top_p, min_p;
-  float top_n_sigma, typical_p, xtc_probability, xtc_threshold;  // neutral in rows that are drawn from here
+  float top_n_sigma, typical_p, xtc_probability, xtc_threshold;
   float repetition_penalty, presence_penalty, frequency_penalty;
 };
 
