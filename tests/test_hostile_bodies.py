@@ -214,8 +214,9 @@ def test_no_body_hurts_as_a_whole(service: Service, listener: Listener) -> None:
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
 def test_no_field_hurts(endpoint: Endpoint, service: Service, listener: Listener) -> None:
-    """Each has two shapes, the next one other two: all of them come by turns, in each endpoint several times."""
+    """Each has two shapes, the next one other two: all of them come by turns."""
     shapes = itertools.cycle(SHAPES)
+    next(itertools.islice(shapes, 7 * [*ENDPOINTS.values()].index(endpoint), None))  # each endpoint begins elsewhere
     for field in endpoint.fields:
         for shape in itertools.islice(shapes, 2):
             attack(service, listener, endpoint.hostile(field, shape, 2 * MIB))
