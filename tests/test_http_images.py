@@ -238,7 +238,7 @@ def test_inputs_of_kinds_that_a_model_does_not_read(apis: Callable[[str], Api]) 
         {"image": ""},
         {"image": "a", "text": "b"},
         {"image_url": "a"},
-        [{"image": "a"}, [1, 2]],
+        [{"image": "a"}, [1, "x"]],
         [{"image": None}],
     ],
 )
