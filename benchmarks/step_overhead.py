@@ -69,7 +69,7 @@ class Stand(torch.nn.Module):
         self.encoder = object() if encoder else None
         self.decoder = object()
         self.device, self.unplaced = torch.device("cpu"), None
-        self.spec = SimpleNamespace(head=spec.Lm(tied=True))
+        self.spec, self.head, self.twin = SimpleNamespace(head=spec.Lm(tied=True)), None, None
         self.hidden = torch.zeros(8192, 8)
         self.weights = torch.zeros(MEMORY // 4)
         self.seconds = 0.0
