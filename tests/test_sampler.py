@@ -235,7 +235,7 @@ def test_any_filters_together_leave_what_their_references_leave(
 
 
 def test_xtc_counts_for_its_share_of_the_places() -> None:
-    """By numbers of the row's seed, answer and place alone: whatever is drawn, and whoever draws several at once."""
+    """XTC's decision depends on the row's seed, answer and place alone, not on the tokens or on the number of draws."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -9.0]])
     place = {"xtc_probability": 0.3, "xtc_threshold": 0.1, "draws": [0.0]}
     rows = [{**place, "seed": 7, "choice": choice, "position": at} for choice in range(4) for at in range(1000)]
