@@ -23,12 +23,17 @@ import json, sys
 from pathlib import Path
 from engine.process.configs_alone import take_configs_alone
 take_configs_alone()
+from transformers import models
+from transformers.utils import import_utils
+first = import_utils.define_import_structure(models.__file__)
+whole = import_utils.create_import_structure_from_path.__wrapped__(models.__file__)
 from engine.model.checkpoint import read_config
 from engine.model.families import build_spec
 bundled = build_spec(read_config(Path(sys.argv[1])))
 brought = [name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules]
 specs = {folder.name: repr(build_spec(read_config(folder))) for folder in sorted(Path(sys.argv[2]).iterdir())}
-print(json.dumps({"brought": brought, "specs": specs}))
+listed = first == import_utils.spread_import_structure(whole)
+print(json.dumps({"brought": brought, "listed": listed, "specs": specs}))
 """
 
 
@@ -48,5 +53,6 @@ def test_every_family_is_read_the_same_without_models(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["brought"] == []
+    assert found["listed"]
     assert len(expected) > 100
     assert found["specs"] == expected

@@ -259,7 +259,9 @@ def test_the_drain_lets_everybody_finish_and_refuses_the_rest(
     ]
     with httpx.Client(base_url=service.url, timeout=PATIENCE) as kept, ThreadPoolExecutor(3) as pool:
         assert kept.get("/health").status_code == 200
-        answers = [pool.submit(kept.post, "/v1/completions", json=body) for body in bodies]
+        answers = [pool.submit(kept.post, "/v1/completions", json=bodies[0])]
+        wait_for(lambda: gate.holds, "no step came to the gate")  # before that, a short one could come and go
+        answers += [pool.submit(kept.post, "/v1/completions", json=body) for body in bodies[1:]]
         wait_for(lambda: "\noctavo_num_requests_in_service 4" in kept.get("/metrics").text, "they did not arrive")
         service.process.send_signal(signal.SIGTERM)
         wait_for(lambda: kept.get("/health").status_code == 503, "it did not begin to stop")

@@ -40,6 +40,7 @@ import time
 
 def wait():
     while os.path.exists({file!r}):
+        open({held!r}, "w").close()
         time.sleep(0.01)
 """
 _WHILE_LOADING = """
@@ -77,13 +78,18 @@ class Gate:
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, position: int | None = None):
-        self._file = folder / "closed"
+        self._file, self._held = folder / "closed", folder / "held"
         code = _WHILE_LOADING if position is None else _IN_A_STEP.format(position=position)
-        patch_engines(_WAIT.format(file=str(self._file)) + code, folder, monkeypatch)
+        patch_engines(_WAIT.format(file=str(self._file), held=str(self._held)) + code, folder, monkeypatch)
 
     def close(self) -> None:
         """Nothing passes from now on."""
         self._file.touch()
+
+    @property
+    def holds(self) -> bool:
+        """Whether an engine has come to it since it was made, and found it closed."""
+        return self._held.exists()
 
     def open(self) -> None:
         """What waits goes on."""
