@@ -39,7 +39,7 @@ EVERY = {"LlamaForCausalLM", "GPT2LMHeadModel", "DebertaV2Model", "T5ForConditio
 
 
 def _architectures() -> Iterator[Any]:
-    """A shape for each architecture, and which of the absurd values its settings get: all in a few, a quarter in
+    """A shape for each architecture, and which of the absurd values its settings get: all in a few, a sixth in
     others, each time another one, so that settings that many have get all of them as well."""
     seen: set[str] = set()
     for shapes, make in (
@@ -50,7 +50,7 @@ def _architectures() -> Iterator[Any]:
         for shape in shapes.values():
             name = shape.architecture
             if name not in seen:
-                values = ABSURD if name in EVERY else ABSURD[len(seen) % 4 :: 4]
+                values = ABSURD if name in EVERY else ABSURD[len(seen) % 6 :: 6]
                 seen.add(name)
                 yield pytest.param(shape, make, values, id=name)
 
@@ -83,7 +83,7 @@ def test_whatever_a_config_holds_is_served_or_refused(
             refused += 1
         except Exception as error:
             pytest.fail(f"{name}: {value!r} ends in {type(error).__name__}: {error}")
-    assert refused > 5
+    assert refused > 3
     file.write_text(json.dumps(own))
     make_engine(tmp_path).close()
 
