@@ -25,6 +25,7 @@ def test_numbers_by_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare(turns) == {"a": {"before": 12.0, "after": 6.0, "ratio": 0.5}}
 
 
+@pytest.mark.slow
 def test_two_checkouts_take_turns(tmp_path: Path) -> None:
     trees = []
     for name, seconds in (("before", 4), ("after", 2)):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.encoder_shape import class_of
 from support.encoders import ENCODER_SHAPES
 from support.families import FAMILY_SHAPES
@@ -37,6 +38,7 @@ print(json.dumps({"brought": brought, "listed": listed, "specs": specs}))
 """
 
 
+@pytest.mark.slow
 def test_every_family_is_read_the_same_without_models(tmp_path: Path) -> None:
     shapes: dict[str, Any] = {**FAMILY_SHAPES, **ENCODER_SHAPES, **SEQ2SEQ_SHAPES}
     expected = {}

@@ -147,6 +147,7 @@ def test_rows_with_a_constraint_do_not_run_ahead(counting: None, engines: Callab
     assert one.stats().num_steps_ahead > 5
 
 
+@pytest.mark.slow
 def test_masks_are_filled_when_the_forward_pass_has_begun(
     counting: None, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

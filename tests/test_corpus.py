@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from support import corpus
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 
 
+@pytest.mark.slow
 def test_a_record_is_repeatable_and_shows_a_change(tmp_path: Path) -> None:
     make_family_checkpoint(FAMILY_SHAPES["llama"], tmp_path / "llama")
     make_encoder_checkpoint(ENCODER_SHAPES["bert"], tmp_path / "bert")

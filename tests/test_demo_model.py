@@ -208,6 +208,7 @@ def test_it_is_small_and_complete() -> None:
     assert config["num_key_value_heads"] < config["num_attention_heads"]
 
 
+@pytest.mark.slow
 def test_it_was_trained_on_the_corpus_that_is_here(training: dict[str, Any]) -> None:
     assert corpus.digest(training["digest_count"]) == training["digest"], "the corpus has changed: train again"
 

@@ -229,6 +229,7 @@ def test_drafts_take_no_page_that_others_need(engines: Callable[..., Engine]) ->
     assert one.stats().num_preemptions == 0
 
 
+@pytest.mark.slow
 def test_a_runner_in_another_process_says_how_many_it_accepts(engines: Callable[..., Engine]) -> None:
     plain = answers(engines(), JOBS)
     apart = engines(distributed_executor_backend="mp")

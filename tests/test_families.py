@@ -15,6 +15,7 @@ import torch
 import transformers
 from support.encoder_shape import class_of
 from support.encoders import ENCODER_SHAPES
+from support.everyday import everyday
 from support.families import FAMILY_SHAPES
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
 
@@ -65,7 +66,7 @@ UNREAD: dict[str, str] = {
 POOLER = r"pooler\.(dense\.)?(weight|bias)"
 
 
-@pytest.mark.parametrize("name", [*FAMILY_SHAPES, *ENCODER_SHAPES, *SEQ2SEQ_SHAPES])
+@pytest.mark.parametrize("name", everyday([*FAMILY_SHAPES, *ENCODER_SHAPES, *SEQ2SEQ_SHAPES]))
 def test_no_tensor_that_the_reference_reads_is_ignored(name: str) -> None:
     """Patterns of `WeightTable.ignored` are for what transformers does not load either: what it loads has a place, or
     is another name of what has one."""
@@ -150,6 +151,7 @@ def test_a_name_of_older_checkpoints_stands_beside_the_newer_one() -> None:
         tool.line(replace(family, architectures=("OldGPT2",)))
 
 
+@pytest.mark.slow
 def test_only_what_is_between_the_markers_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, listed = tmp_path / "families.md", tmp_path / "families.json"
     monkeypatch.setattr(tool, "PAGE", page)

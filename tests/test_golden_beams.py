@@ -30,7 +30,7 @@ def assert_equal(
         assert (answer.finish_reason == "stop") == (answer.token_ids[-1] in ends)
 
 
-@pytest.mark.parametrize("num_beams", [2, 4, 8])
+@pytest.mark.parametrize("num_beams", [4, *(pytest.param(beams, marks=pytest.mark.slow) for beams in (2, 8))])
 @pytest.mark.parametrize("name", SHAPES)
 def test_beams_equal_reference(
     name: str, num_beams: int, checkpoint: Callable[[str], Checkpoint], shared_llm: Any

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.decoder_classes import LABELS, classifier_of, logits, make_classifier, padded
 from support.driving import check_idle, make_engine, preempt_all, watching
+from support.everyday import everyday
 from support.families import FAMILY_SHAPES, FamilyCheckpoint, make_family_checkpoint
 from support.pages import close
 from torch import Tensor
@@ -32,7 +33,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=everyday(SHAPES))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCheckpoint:
     """Each shape in turn."""
     return make_family_checkpoint(FAMILY_SHAPES[request.param], tmp_path_factory.mktemp(request.param))

@@ -18,6 +18,7 @@ from support.checkpoints import random_prompt
 from support.driving import finish, make_engine
 from support.encoder_shape import LENGTHS, first_tokens
 from support.encoders import ENCODER_SHAPES, EncoderCheckpoint, make_encoder_checkpoint
+from support.everyday import everyday
 from support.pages import close
 from torch import Tensor
 
@@ -59,7 +60,7 @@ class Subject:
         return PoolingParams(task=self.task, positions=positions, top_k=2)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=ENCODER_SHAPES)
+@pytest.fixture(scope="module", params=everyday(ENCODER_SHAPES))
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     """Each shape in turn, made and loaded once for all tests."""
     model = make_encoder_checkpoint(ENCODER_SHAPES[request.param], tmp_path_factory.mktemp(request.param))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from support.driving import Job, add, finish, make_engine
+from support.everyday import everyday
 from support.families import FAMILY_SHAPES, FamilyCheckpoint, make_family_checkpoint, stops
 from support.family_shape import BEAM_PROMPTS, BEAM_TOKENS, GREEDY_TOKENS, NUM_BEAMS, SEARCHES
 from support.pages import Pages, close, load, scattered_tables
@@ -33,7 +34,7 @@ class Subject:
     engine: Engine
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=everyday(SERVED))
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     """Each shape in turn, made and loaded once for all tests."""
     model = make_family_checkpoint(FAMILY_SHAPES[request.param], tmp_path_factory.mktemp(request.param))

@@ -16,6 +16,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.driving import finish, make_engine, watching
+from support.everyday import everyday
 from support.pages import BLOCK, Pages, close, load, scattered_tables
 from support.reference import MIN_MARGIN, skip_if_older
 from support.seq2seq import (
@@ -49,7 +50,7 @@ class Subject:
     engine: Engine
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=everyday(SHAPES))
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     """Each shape in turn, made and loaded once for all tests."""
     model = make_seq2seq_checkpoint(SHAPES[request.param], tmp_path_factory.mktemp(request.param))

@@ -86,5 +86,6 @@ def test_words_are_as_wide_as_everything_allows() -> None:
         assert copies.PageCopier(memory, [0, 36], [8, 8])._memory.dtype == torch.uint8
 
 
+@pytest.mark.slow
 def test_it_compiles(tmp_path: Path) -> None:
     check_compiled(compile_variants("support.variants_copies", tmp_path))

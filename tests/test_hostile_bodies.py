@@ -28,8 +28,8 @@ pytestmark = pytest.mark.slow
 MIB = 2**20
 LARGEST = 16 * MIB - 4096
 ENDPOINTS = endpoints_of(create_app(FakeClient(pool), None, "model").openapi())
-# Fields that hold lists, objects or long texts, which are attacked at the largest size: the first with every shape, each
-# other one with a third of them, the next field with the next third.
+# Fields that hold lists, objects or long texts, which are attacked at the largest size: the first with every shape, the
+# others with a third of them each, the next field with the next third.
 WIDE = [
     ("/v1/completions", "prompt"), ("/v1/completions", "stop"), ("/v1/completions", "stop_token_ids"),
     ("/v1/completions", "logit_bias"), ("/v1/completions", "bad_words_ids"), ("/v1/completions", "unknown"),

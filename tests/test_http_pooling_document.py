@@ -59,6 +59,7 @@ def test_examples_work_as_they_stand(served: tuple[str, PoolingApi]) -> None:
         assert all(field.get("description") for field in fields.values()), schema
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_the_app_keeps_to_its_document(served: tuple[str, PoolingApi], mode: GenerationMode) -> None:
     kind, api = served

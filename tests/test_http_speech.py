@@ -83,6 +83,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         service.process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 3])
 def test_the_text_is_the_references(api: Api, beams: int) -> None:
     answer = api.post(language="German", num_beams=str(beams))
@@ -224,6 +225,7 @@ def test_other_bodies_and_endpoints(api: Api) -> None:
     assert api.service.get("/v1/models").json()["data"][0]["inputs"] == ["audio"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_commands_of_the_documentation(api: Api, tmp_path: Path) -> None:
     """Each as it stands, but for the server's address."""

@@ -47,6 +47,7 @@ def expected(one: TextCheckpoint, text: str, mark: str, first: str | None, **how
     return [one.text(answer).strip() for answer in one.generate(one.encode(text), **settings)]
 
 
+@pytest.mark.slow
 def test_a_list_is_one_batch(m2m100: Api) -> None:
     one = m2m100.checkpoint
     names = ("encoder_runs", "steps", "num_preemptions")
@@ -84,6 +85,7 @@ def test_completions_name_the_same_languages(m2m100: Api) -> None:
     assert m2m100.refused(**(asked | {"src_lang": "__ro__"}))["param"] == "src_lang"
 
 
+@pytest.mark.slow
 def test_a_model_whose_input_names_the_target(small100: Api) -> None:
     """SMaLL-100: the source language changes nothing, and may be left to the model."""
     one = small100.checkpoint
@@ -99,6 +101,7 @@ def test_a_model_whose_input_names_the_target(small100: Api) -> None:
     assert small100.refused("/translate", q="sea", source="xx", target="de")["param"] == "source"
 
 
+@pytest.mark.slow
 def test_a_model_of_one_pair(marian: Api) -> None:
     """Languages are those that the tokenizer's config names."""
     assert marian.http.get("/languages").json() == [{"code": "en", "name": "en", "targets": ["de"]}]

@@ -157,6 +157,7 @@ def happened(kinds: list[type[Simulator]], seeds: range, steps: int) -> dict[str
     return total
 
 
+@pytest.mark.slow
 def test_a_mirror_agrees_with_the_pool_after_every_step() -> None:
     found = happened([Simulator, AheadSimulator], range(3), 250)
     assert all(found.values()), found  # evictions, preemptions, clearing, salts, drops
@@ -218,6 +219,7 @@ def test_what_the_queue_does_not_hold_is_dropped_and_replayed() -> None:
         publisher.close()
 
 
+@pytest.mark.slow
 def test_long_replays_reach_several_clients_whole() -> None:
     """More messages than a socket buffers, to clients that begin to read late, and one that goes away."""
     publisher = published("inproc://kv-long", max_queue_size=10**5, replay_endpoint="inproc://kv-long-r")

@@ -286,6 +286,7 @@ def test_an_engine_that_can_read_nothing_ends(berts: Callable[..., Path], monkey
             engine.step()
 
 
+@pytest.mark.slow
 def test_an_engine_in_its_own_process_answers_as_one_in_ours(berts: Callable[..., Path]) -> None:
     """Accepted first, then the whole answer; a refusal; a request that is given up; one that comes too late."""
     works = whole_works("ForMaskedLM")

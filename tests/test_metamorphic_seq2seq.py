@@ -24,6 +24,7 @@ from support.driving import (
     run_alone,
     watching,
 )
+from support.everyday import everyday
 from support.jobs import beams, greedy, sampled
 from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
@@ -40,7 +41,7 @@ JOBS = [
 ]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=everyday(NAMES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     make_seq2seq_checkpoint(SHAPES[request.param], path)

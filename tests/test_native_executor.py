@@ -16,6 +16,7 @@ from support.checkpoints import SHAPES as PLAIN_SHAPES
 from support.checkpoints import make_checkpoint, random_prompt
 from support.driving import Job, make_engine, run
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.everyday import everyday
 from support.executors import by_torch, counted, stacks_of, use_torch
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.native import ISAS, kernels_of, needs_native
@@ -67,7 +68,7 @@ class Subject:
         return model
 
 
-@pytest.fixture(scope="module", params=[*PLAIN_SHAPES, *DECODERS, *SEQ2SEQ_SHAPES])
+@pytest.fixture(scope="module", params=[*PLAIN_SHAPES, *everyday([*DECODERS, *SEQ2SEQ_SHAPES])])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     """Each shape in turn."""
     name = request.param
@@ -307,7 +308,7 @@ def read(model: Transformer, padding: int = 0) -> Tensor:
         )[: sum(LENGTHS)]
 
 
-@pytest.fixture(scope="module", params=ENCODER_SHAPES)
+@pytest.fixture(scope="module", params=everyday(ENCODER_SHAPES))
 def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each shape of an encoder in turn."""
     return make_encoder_checkpoint(ENCODER_SHAPES[request.param], tmp_path_factory.mktemp("encoder")).path
@@ -359,7 +360,7 @@ def test_layers_with_disentangled_attention_and_a_convolution_are_one_call(tmp_p
     assert ran.call_count == 1
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", everyday(HEADS))
 def test_heads_are_one_call_before_their_last_matrix(name: str, tmp_path: Path) -> None:
     model = load(
         make_encoder_checkpoint(ENCODER_SHAPES[name], tmp_path).path, max_model_len=40, backend=NativeAttention()

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
 from support.driving import make_engine, run
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.everyday import EVERYDAY
 from support.families import FAMILY_SHAPES, make_family_checkpoint
 from support.jobs import CHECKPOINT, MIXED
 from support.native import ISAS, kernels_of
@@ -62,7 +63,8 @@ def cases() -> Iterator[Any]:
     for shapes, make in MAKERS:
         for name, shape in shapes.items():
             if "-" not in name or any(word in name for word in words):
-                yield pytest.param(shape, make, id=name)
+                marks = () if name in EVERYDAY else pytest.mark.slow
+                yield pytest.param(shape, make, id=name, marks=marks)
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def test_the_same_answers(engines: Callable[..., Engine], mixed_answers: list[To
     assert stats.num_page_copies > 5
 
 
+@pytest.mark.slow
 def test_all_that_is_said(engines: Callable[..., Engine]) -> None:
     jobs = [
         Job(prompt(71, 30), sampled(3, 18, logprobs=2, prompt_logprobs=2)),
@@ -89,6 +90,7 @@ def test_all_that_is_said(engines: Callable[..., Engine]) -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 def test_encoders(tmp_path: Path) -> None:
     name = next(iter(ENCODER_SHAPES))
     make_encoder_checkpoint(ENCODER_SHAPES[name], tmp_path / "encoder")
@@ -106,11 +108,13 @@ def test_encoders(tmp_path: Path) -> None:
         assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_what_keeps_a_model_from_loading(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"holds no config\.json"):
         make_engine(tmp_path, **APART)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_a_runner_logs_as_its_engine_does(
     log_format: LogFormat,
@@ -134,6 +138,7 @@ def test_a_runner_logs_as_its_engine_does(
             assert re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z INFO octavo\.native: ", line)
 
 
+@pytest.mark.slow
 def test_a_runner_that_is_killed(engines: Callable[..., Engine]) -> None:
     one = engines(**APART)
     add(one, "a", Job(prompt(1, 9), greedy(50)))
@@ -144,6 +149,7 @@ def test_a_runner_that_is_killed(engines: Callable[..., Engine]) -> None:
         finish(one)
 
 
+@pytest.mark.slow
 def test_a_runner_ends_with_its_engine(engines: Callable[..., Engine]) -> None:
     one = engines(**APART)
     pid = executor_of(one).pid
@@ -152,6 +158,7 @@ def test_a_runner_ends_with_its_engine(engines: Callable[..., Engine]) -> None:
     wait_gone(pid)
 
 
+@pytest.mark.slow
 def test_a_runner_ends_with_a_killed_engine(engines: Callable[..., Engine]) -> None:
     path = engines().config.model
     program = (

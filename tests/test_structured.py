@@ -164,6 +164,7 @@ def test_forced_tokens_are_appended(engines: Callable[..., Engine], model: Check
         assert [e.logprob for e in found.values()] == pytest.approx([e.logprob for e in expected.values()], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_runner_in_another_process(engines: Callable[..., Engine], model: Checkpoint) -> None:
     jobs = [job for _, job in jobs_of(model.vocab, 30)]
     expected = run(engines(), jobs)
@@ -475,6 +476,7 @@ def test_offline(model: Checkpoint) -> None:
         llm.close()
 
 
+@pytest.mark.slow
 def test_without_llguidance(model: Checkpoint) -> None:
     """The engine runs; a request for structured output is refused, with what to install."""
     script = f"""

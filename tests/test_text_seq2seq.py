@@ -194,6 +194,7 @@ def test_marian_with_a_tokenizer_json_alone(tmp_path: Path) -> None:
     assert mine.decode([0, *mine.encode("the sea")]) == "the sea"
 
 
+@pytest.mark.slow
 def test_a_missing_sentencepiece_is_named(tmp_path: Path) -> None:
     marian_tokenizer(tmp_path)
     code = (

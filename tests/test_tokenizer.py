@@ -209,6 +209,7 @@ def test_other_folders_are_left_to_transformers(
     assert not is_generic(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_reads_a_bundled_tokenizer_without_torch() -> None:
     """Neither its imports nor the tokenizer of a bundled model bring torch, which takes seconds."""
     code = (

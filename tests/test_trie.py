@@ -152,6 +152,7 @@ def test_a_fork_goes_its_own_way() -> None:
     assert filled([state], 8) == [{2, 3}]
 
 
+@pytest.mark.slow
 def test_one_long_title_beside_many_short_ones_takes_no_memory_for_those() -> None:
     """No matrix of all titles by the longest one's length is ever made."""
     titles = [[number % 97] for number in range(20_000)] + [[5] * 50_000]
