@@ -14,6 +14,7 @@ from typing import Literal
 from cli import healthcheck
 from cli.terminal.style import styled
 from engine import ConfigError, EngineConfig, ModelFacts, NotDownloadedError, OctavoError, TorchFacts
+from engine.host import gpus
 from engine.host.logs import printable
 from engine.text.processor import load_tokenizer
 from server.config.settings import ServerSettings
@@ -145,28 +146,19 @@ def check_device(config: EngineConfig) -> Finding:
     """The device is there; a GPU that is there is used."""
     from engine import inspect_device, inspect_torch
 
-    facts, driver = inspect_torch(), _has_nvidia_driver()
-    cuda_build = "Install a CUDA build of torch, as listed on pytorch.org."
+    facts = inspect_torch()
     try:
         device = inspect_device(config)
     except ConfigError:
         found = f"{config.device} was asked for, and torch sees {len(facts.gpus)} GPUs"
         if facts.gpus:
             return Finding("device", "FAIL", found, f"Use --device cuda:N with N from 0 to {len(facts.gpus) - 1}.")
-        if facts.cuda is None:
-            return Finding("device", "FAIL", f"{found}: it is a CPU build", f"{cuda_build} Or use --device cpu.")
-        fix = "Make the GPU visible (docker run --gpus all; CUDA_VISIBLE_DEVICES)" if driver else "Install its driver"
-        return Finding("device", "FAIL", found, f"{fix}, or use --device cpu.")
-    if device == "cpu" and config.device == "auto" and driver and not facts.gpus:
-        if facts.cuda is None:
-            return Finding("device", "warn", "cpu: there is an NVIDIA driver, but torch is a CPU build", cuda_build)
-        fix = "Check nvidia-smi and CUDA_VISIBLE_DEVICES."
-        return Finding("device", "warn", "cpu: there is an NVIDIA driver, but torch sees no GPU", fix)
+        why, fix = gpus.obstacle(facts.cuda)
+        return Finding("device", "FAIL", f"{found}: {why}", f"{fix} Or use --device cpu.")
+    if device == "cpu" and config.device == "auto" and gpus.has_driver():
+        why, fix = gpus.obstacle(facts.cuda)
+        return Finding("device", "warn", f"cpu, although there is an NVIDIA driver: {why}", fix)
     return Finding("device", "ok", f"{device} ({', '.join(facts.gpus)})" if device.startswith("cuda") else device)
-
-
-def _has_nvidia_driver() -> bool:
-    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
 def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from cli.doctor import Finding
 from cli.main import main
 from engine import EngineConfig, inspect_model
 from engine.backends import native
-from engine.host import cpus
+from engine.host import cpus, gpus
 from engine.host.cgroups import available_memory
 from server.app import create_app
 from server.config.settings import DEMO_MODEL, ServerSettings
@@ -164,22 +164,24 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, model: Path) -
     (model / "model.safetensors").unlink()
     findings = examine(model, device="cuda:3")
     text = failed(findings["device"])
-    assert "cuda:3 was asked for, and torch sees 0 GPUs: it is a CPU build" in text
+    assert "cuda:3 was asked for, and torch sees 0 GPUs: torch is a CPU build" in text
     assert "--device cpu" in text
     assert "holds no weights" in failed(findings["model"]), "the model is looked at all the same"
 
     cuda_build = replace(CPU_BUILD, version="2.13.0+cu130", cuda="13.0")
     monkeypatch.setattr(engine, "inspect_torch", lambda: cuda_build, raising=False)
-    monkeypatch.setattr(doctor, "_has_nvidia_driver", lambda: False)
-    assert "Install its driver" in failed(doctor.check_device(EngineConfig(model="m", device="cuda:3")))
-    monkeypatch.setattr(doctor, "_has_nvidia_driver", lambda: True)
-    assert "Make the GPU visible" in failed(doctor.check_device(EngineConfig(model="m", device="cuda:3")))
+    monkeypatch.setattr(gpus, "has_driver", lambda: False)
+    assert "Install the GPU's driver" in failed(doctor.check_device(EngineConfig(model="m", device="cuda:3")))
+    monkeypatch.setattr(gpus, "has_driver", lambda: True)
+    assert "Check nvidia-smi, CUDA_VISIBLE_DEVICES" in failed(
+        doctor.check_device(EngineConfig(model="m", device="cuda:3"))
+    )
 
 
 def test_a_driver_without_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "inspect_torch", lambda: CPU_BUILD, raising=False)
     monkeypatch.setattr(engine, "inspect_device", lambda config: "cpu", raising=False)
-    monkeypatch.setattr(doctor, "_has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(gpus, "has_driver", lambda: True)
     assert "Install a CUDA build of torch" in warned(doctor.check_device(EngineConfig(model="m")))
     assert doctor.check_device(EngineConfig(model="m", device="cpu")).verdict == "ok"
 

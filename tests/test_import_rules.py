@@ -169,6 +169,7 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
         "engine.audio.decoding",
         "engine.process.client",
         "engine.host.children",
+        "engine.host.gpus",
         "engine.host.logs",
         "engine.images",
         "engine.pooled",

@@ -4,6 +4,7 @@ is read, load reads the weights, and prepare gives pages, measures, and records 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from engine.execution.profiling import allocate_pages
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
 from engine.execution.warmup import can_record, measure, record
+from engine.host import gpus
 from engine.interface.outputs import EngineInfo
 from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
@@ -41,6 +43,8 @@ from engine.model.quantisation import Quantization
 from engine.model.sentence import Pipeline, read_pipeline
 from engine.model.spec import ModelSpec
 from engine.model.weights import load_model, stored_dtype
+
+logger = logging.getLogger("octavo.execution")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,9 @@ def start(config: EngineConfig) -> LocalExecutor:
         ModelLoadError, UnsupportedModelError, ConfigError: with what to do about it.
     """
     device = choose_device(config.device)
+    if config.device == "auto" and device.type == "cpu" and gpus.has_driver():
+        why, fix = gpus.obstacle(torch.version.cuda)
+        logger.warning("the CPU computes, although there is an NVIDIA driver: %s. %s", why, fix)
     with explained(config.model), gpu.current(device):
         use_threads(config)
         resolved = resolve(config, device)
@@ -196,10 +203,11 @@ def choose_device(setting: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device is {setting}, but torch {torch.__version__} sees {count} GPUs. Use --device cpu, or install "
-                "a CUDA build of torch and a driver."
-            )
+            seen = f"device is {setting}, but torch {torch.__version__} sees {count} GPUs"
+            if count:
+                raise ConfigError(f"{seen}. Use --device cuda:N with N from 0 to {count - 1}.")
+            why, fix = gpus.obstacle(torch.version.cuda)
+            raise ConfigError(f"{seen}: {why}. {fix} Or use --device cpu.")
     return device
 
 
