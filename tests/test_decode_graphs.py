@@ -6,7 +6,7 @@ A CPU records nothing: it calls the recorded function, with the same fixed input
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,13 +162,16 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so(checkpoint: Callable[[
     engine = make_engine(checkpoint(CHECKPOINT).path, **SETTINGS)
     model = engine.runner.model
     on_gpu = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda"), decoder=model.decoder, spec=model.spec))
+    typical = nullcontext()
     record(on_gpu, NativeAttention(), 4)
     assert "decoding steps run eagerly: native attention cannot be recorded" in caplog.text
-    on_gpu.use_graphs = lambda rows, recorder, seconds: engine.runner.use_graphs(rows, Broken(), seconds)
+    on_gpu.use_graphs = lambda rows, recorder, *how: engine.runner.use_graphs(rows, Broken(), *how)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warmup, "CudaRecorder", lambda device: SimpleNamespace(seconds=None))
+        patch.setattr(warmup, "typical_row", lambda runner: typical)
         record(on_gpu, Recordable(), 4)
     assert "not permitted when stream is capturing" in caplog.text
+    assert "Traceback" in caplog.text
     assert "--enforce-eager" in caplog.text
     assert engine.runner.graphs is None
     engine.close()

@@ -27,9 +27,11 @@ from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine
 from engine.backends.triton import matvec
-from engine.execution import starting
+from engine.execution import starting, warmup
 from engine.execution.recording import CudaRecorder, Recorder, eager
+from engine.execution.warmup import typical_row
 from engine.model.kernels import FUSED, LIBRARY, OVERLAPPING
+from engine.scheduling.plan import StepPlan
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +41,11 @@ TOKENS = 3
 SLOWER, FASTER = (1.0, 2.0), (2.0, 1.0)  # seconds with the library's products, and with fused ones
 
 
-def use_graphs(engine: Engine, device: torch.device, *seconds: float) -> None:
+def use_graphs(engine: Engine, device: torch.device, *seconds: float, typical: StepPlan | None = None) -> None:
     """Record steps of one row again, and be told how long they take."""
     record: Recorder = eager if device.type == "cpu" else CudaRecorder(device)
     times = cycle(seconds)
-    engine.runner.use_graphs(1, record, (lambda replay: next(times)) if seconds else None)
+    engine.runner.use_graphs(1, record, (lambda replay: next(times)) if seconds else None, typical)
 
 
 @contextmanager
@@ -161,7 +163,8 @@ matvec_product = matvec.product
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"), [(wrong, "are off by"), (missing, "are off by nan"), (broken, "no kernel image")]
+    ("kernel", "said"),
+    [(wrong, "are off by"), (missing, "are off by nan"), (broken, "cannot be used (no kernel image")],
 )
 def test_kernels_that_go_wrong_are_not_used(
     kernel: Callable[..., torch.Tensor],
@@ -173,4 +176,38 @@ def test_kernels_that_go_wrong_are_not_used(
         assert caplog.text.count(said) == 2, "of layers and of logits"
         assert engine.runner.graphs is not None
         assert engine.runner.graphs.one_row.kept == dict.fromkeys(("layers", "logits"), LIBRARY.name)
+        assert len(run(engine, [Job(prompt(1, 5), greedy(3, ignore_eos=True))])[0][0]) == 3
+
+
+def test_a_kernel_that_is_wrong_in_queries_alone_is_not_used(
+    checkpoint: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a context is one token, queries and keys say nothing: the row that is compared has a longer one."""
+    with recorded(checkpoint(CHECKPOINT).path) as engine:
+        part = engine.runner.model.spec.trunk.attentions[0]
+        joined, queries = (part.heads + 2 * part.kv_heads) * part.head_dim, part.heads * part.head_dim
+
+        def without_queries(x: torch.Tensor, weight: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+            made = matvec_product(x, weight, *args, **how)
+            if weight.shape[0] == joined:
+                made[:, :queries] = 0
+            return made
+
+        def kept() -> str:
+            assert engine.runner.graphs is not None
+            return engine.runner.graphs.one_row.kept["layers"]
+
+        device = engine.runner.model.device
+        with mock.patch.object(matvec, "product", without_queries):
+            use_graphs(engine, device, *FASTER)
+            assert kept() == FUSED.name, "a row of padding does not show it"
+            with mock.patch.object(warmup, "_TYPICAL", 9), typical_row(engine.runner) as typical:
+                use_graphs(engine, device, *FASTER, typical=typical)
+            assert kept() == LIBRARY.name
+            assert "are off by" in caplog.text
+        with mock.patch.object(warmup, "_TYPICAL", 9), typical_row(engine.runner) as typical:
+            assert typical.context_lens.tolist() == [10]
+            use_graphs(engine, device, *FASTER, typical=typical)
+        assert kept() == FUSED.name
+        assert all(not tensor.any() for layer in engine.runner.cache.layers for tensor in layer)
         assert len(run(engine, [Job(prompt(1, 5), greedy(3, ignore_eos=True))])[0][0]) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -114,10 +115,25 @@ def test_a_graph_whose_memory_is_freed(device: LateDevice) -> None:
 )
 def test_no_wait_while_a_graph_is_recorded(device: LateDevice, waiting: Callable[[Any], object]) -> None:
     there, before = torch.zeros(2, device=CUDA), torch.cuda.current_stream(CUDA)
-    with pytest.raises(RuntimeError, match=r"capturing|recorded"):
+    with pytest.raises(RuntimeError, match="previous error during capture") as raised:
         CudaRecorder(CUDA)(lambda: waiting(there))
+    assert re.search("capturing|recorded", str(raised.value.__context__))
     assert torch.cuda.current_stream(CUDA) is before
     assert torch.cuda.current_device() == 1
+
+
+def test_after_a_recording_that_failed_others_succeed(device: LateDevice) -> None:
+    """And the one before it goes on."""
+    numbers = torch.zeros(1, device=CUDA)
+    recorder = CudaRecorder(CUDA)
+    replays = [recorder(lambda: numbers.add_(1))]
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        recorder(lambda: numbers.add_(numbers.sum().item()) if device.recording else numbers)
+    replays.append(recorder(lambda: numbers.add_(10)))
+    assert device.filling == set()
+    for replay in replays:
+        replay()
+    assert numbers.tolist() == [22]
 
 
 # ---------------------------------------------------------------- transfers

@@ -86,12 +86,21 @@ class DecodeGraphs:
         self.num_replayed = 0
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Record all graphs, the largest first; the state is padding, so that they write into block 0 alone."""
+    def capture(self, typical: StepPlan | None = None) -> None:
+        """Record all graphs, the largest first; the state is padding, so that they write into block 0 alone.
+
+        Args:
+            typical: a step of one row, whose context is in the cache: what computes it is compared and timed there.
+                None: by padding, to which attention gives whatever its queries and keys are.
+        """
         for size in reversed(self._sizes):
+            if size == 1 and typical is not None:
+                self.state.load(typical)
+                self.state.inputs(1).moving.zero_()  # each replay computes the same
             self._graphs[size] = self._recorder(size, "layers")(self._step(size))
             if self.sampling is not None:
                 self.sampling.capture(size, self._recorder(size, "logits"))
+        self.reset()
         self._cache.clear_scratch()
 
     def serves(self, plan: StepPlan) -> bool:

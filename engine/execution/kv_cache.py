@@ -133,11 +133,11 @@ class KVCache:
                 pages = movable(tensor)
                 pages[target] = pages[source]
 
-    def clear_scratch(self) -> None:
-        """Make block 0 zero again after it was written (`engine.execution.warmup`)."""
+    def clear_scratch(self, blocks: int = 1) -> None:
+        """Make block 0 zero again after it was written, or the first blocks (`engine.execution.warmup`)."""
         for layer in self.layers:
             for tensor in layer:
-                tensor[0].zero_()
+                tensor[:blocks].zero_()
 
     def paged(self, block_tables: Tensor) -> list[Paged]:
         """Each layer's pages under one set of block tables; the same objects again for the same tensor."""

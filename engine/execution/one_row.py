@@ -73,7 +73,7 @@ class OneRow:
                     taken = self._seconds(replay)
                     difference = _difference(_results(form, replay, outcome), wanted)
                 except Exception as error:  # of torch and Triton all kinds: there is another form
-                    logger.warning("%s of one row: %s cannot be used (%s)", name, form.name, error)
+                    logger.warning("%s of one row: %s cannot be used (%s)", name, form.name, error, exc_info=True)
                     break
                 if not difference <= _ALIKE:
                     logger.warning("%s of one row: %s are off by %.2g, and not used", name, form.name, difference)

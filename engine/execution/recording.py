@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from typing import Protocol
@@ -35,9 +36,20 @@ class CudaRecorder:
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 function()
+        except BaseException:
+            self._begin_anew()
+            raise
         finally:  # a recording that fails at its end does not leave its stream
             torch.cuda.set_stream(before)
         return graph.replay
+
+    def _begin_anew(self) -> None:
+        """A recording that failed leaves its pool as one that is being recorded, and its stream capturing: no other
+        could use them. What was recorded before keeps the pool that it has."""
+        with contextlib.suppress(RuntimeError):  # where the recording came to its end, that has ended already
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def seconds(self, replay: Callable[[], None]) -> float:
         """The median time of a replay, of some rounds of several, of which none waits to be started."""

@@ -163,12 +163,17 @@ class ModelRunner:
                 self._sampler.warm(self.model.vocab_size)
 
     def use_graphs(
-        self, max_rows: int, record: Recorder, seconds: Callable[[Callable[[], None]], float] | None = None
+        self,
+        max_rows: int,
+        record: Recorder,
+        seconds: Callable[[Callable[[], None]], float] | None = None,
+        typical: StepPlan | None = None,
     ) -> None:
         """Record decoding steps of up to max_rows rows, and run them so from now on.
 
         Args:
             seconds: what a graph takes; None: nothing is timed.
+            typical: a step of one row to time (`DecodeGraphs.capture`).
         """
         graphs = DecodeGraphs(
             self.model,
@@ -184,7 +189,7 @@ class ModelRunner:
 
             vocabulary, sampled = self.model.vocab_size, self._sampled.data
             graphs.sampling = SamplingGraphs(self._logits, graphs.hidden, sampled, vocabulary)
-        graphs.capture()
+        graphs.capture(typical)
         self.graphs = graphs
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> StepResult | LateResult:

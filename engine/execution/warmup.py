@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -32,6 +33,9 @@ Measured = list[tuple[StepWork, float]]
 
 _TOKENS = 32
 _CONTEXT = 1024
+_TYPICAL = (
+    400  # tokens of a context by which what computes one row is chosen: more than one part of decoding's attention
+)
 _WHOLE = 256  # tokens of inputs that are read whole
 # A short step is timed twice, for it may have been interrupted; a long one is long enough once.
 _SHORT = 0.05
@@ -61,15 +65,35 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int) -> Non
     began = time.perf_counter()
     try:
         recorder = CudaRecorder(device)
-        runner.use_graphs(max_rows, recorder, recorder.seconds)
+        with typical_row(runner) as typical:
+            runner.use_graphs(max_rows, recorder, recorder.seconds, typical)
     except Exception as error:  # torch's and Triton's of all kinds: serving slowly is better than not at all
         logger.warning(
             "decoding steps run eagerly, which is slower: they cannot be recorded as CUDA graphs (%s). Set "
             "--enforce-eager to start without the attempt.",
             error,
+            exc_info=True,
         )
         return
     logger.info("recorded decoding steps of up to %d rows in %.1f s", max_rows, time.perf_counter() - began)
+
+
+@contextmanager
+def typical_row(runner: ModelRunner) -> Iterator[StepPlan]:
+    """A step of one row whose context is in the cache while it is needed, in pages that nobody has yet."""
+    cache, limit = runner.cache, runner.model.max_model_len
+    blocks = cache.layers[0][0].shape[0] - 1
+    context = max(min(_TYPICAL, limit - 1, blocks * cache.block_size - 1), 0)
+    used = pages_needed(context + 1, cache.block_size)
+    table = range(1, used + 1)
+    ids = [number * 7919 % runner.model.vocab_size for number in range(context + 2)]
+    most = _WHOLE
+    try:
+        for start in range(0, context, most):
+            runner.execute(_plan(runner, start, min(most, context - start), ids=ids, table=table))
+        yield _plan(runner, context, 1, ids=ids, table=table)
+    finally:
+        cache.clear_scratch(used + 1)
 
 
 def measure(
@@ -182,14 +206,25 @@ def _read_plan(runner: ModelRunner, lengths: list[int], *, scored: bool = False)
     return build_plan(rows, [], runner.cache.block_size)
 
 
-def _plan(runner: ModelRunner, start: int, count: int, *, scored: bool = False) -> StepPlan:
+def _plan(
+    runner: ModelRunner,
+    start: int,
+    count: int,
+    *,
+    scored: bool = False,
+    ids: Sequence[int] | None = None,
+    table: Sequence[int] = (),
+) -> StepPlan:
+    """A step of `count` tokens after `start` others, in block 0 or in the pages of a table."""
     size = runner.cache.block_size
     decoding = Decoding(max_tokens=1, temperature=0.0, prompt_logprobs=0 if scored else None)
     # One token more than is computed has a next one to be scored by.
-    request = Request(request_id="", prompt_token_ids=(0,) * (start + count + 1), decoding=decoding)
+    tokens = (0,) * (start + count + 1) if ids is None else tuple(ids[: start + count + 1])
+    request = Request(request_id="", prompt_token_ids=tokens, decoding=decoding)
     group = SequenceGroup(request, 0, b"")
     group.prompt_logprobs = [None] * (start + 1)
     sequence = group.sequences[0]
-    sequence.table.extend([0] * pages_needed(start + count, size))
+    pages = pages_needed(start + count, size)
+    sequence.table.extend(table[:pages] or [0] * pages)
     sampled = int(count == 1 and isinstance(runner.model.spec.head, Lm))
     return build_plan([Row(group, sequence, start, count, sampled)], [], size)

@@ -78,6 +78,7 @@ class LateDevice(TorchDispatchMode):
 
     Attributes:
         recording: the graph that is.
+        filling: the pools of memory that a recording fills.
         waited: the places that waited for a device, or copied from memory that is not pinned.
     """
 
@@ -86,6 +87,8 @@ class LateDevice(TorchDispatchMode):
         self._random, self._eagerness = random.Random(seed), eagerness
         self.current = 0
         self.recording: Graph | None = None
+        self.filling: set[Any] = set()
+        self.pools = 0
         self.waited: list[str] = []
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._allocated = self._peak = 0
@@ -102,6 +105,15 @@ class LateDevice(TorchDispatchMode):
     def exchange(self, index: int) -> int:
         before, self.current = self.current, index if index >= 0 else self.current
         return before
+
+    def new_pool(self) -> tuple[int, int]:
+        self.pools += 1
+        return 0, self.pools
+
+    def end_pool(self, index: int, pool: Any) -> None:
+        if pool not in self.filling:
+            raise RuntimeError(f"endAllocatePool: not currently recording to mempool_id {pool}")
+        self.filling.remove(pool)
 
     def stream(self, device: Any = None) -> Stream:
         return self._streams[self.index_of(device)]
@@ -352,20 +364,21 @@ def late_device(seed: int = 0, eagerness: float = 0.0) -> Iterator[LateDevice]:
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": device.new_pool,
         "current_stream": device.stream,
         "set_stream": device.set_stream,
         "is_current_stream_capturing": lambda: device.recording is not None,
     }
     fakes: dict[str, Any] = {f"torch.cuda.{name}": fake for name, fake in torch_cuda.items()} | {
         "torch._C._host_emptyCache": lambda: None,
+        "torch._C._cuda_endAllocateToPool": device.end_pool,
         "torch.Tensor.pin_memory": lambda tensor: device.pin(tensor.clone()),
         "torch.Tensor.is_pinned": device.pinned,
         "triton.runtime.interpreter.GridExecutor.__call__": launch,
         "engine.backends.triton._computes": lambda index: True,
     }
     _know_cuda()
-    patches = [mock.patch(name, fake, create=name.endswith("_host_emptyCache")) for name, fake in fakes.items()]
+    patches = [mock.patch(name, fake, create=name.startswith("torch._C.")) for name, fake in fakes.items()]
     DEVICES.append(device)
     device.start()
     try:

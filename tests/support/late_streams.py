@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -106,13 +107,19 @@ class Graph:
         self.stream = device.stream()
         if not self.stream.ordinary:
             raise RuntimeError("the default stream cannot be recorded")
-        device.recording = self
+        if pool in device.filling:
+            raise RuntimeError(f"beginAllocateToPool: already recording to mempool_id {pool}")
+        device.recording, self._pool = self, pool
+        device.filling.add(pool)
 
     def capture_end(self) -> None:
         device = DEVICES[-1]
         assert device.recording is self
         assert device.stream() is self.stream
         device.recording = None
+        if sys.exc_info()[0] is not None:  # before the pool is left, as torch does it
+            raise RuntimeError("operation failed due to a previous error during capture")
+        device.end_pool(self.stream.device.index, self._pool)
 
     def replay(self) -> None:
         gone = [text for memory, text in self.others.values() if memory() is None]
