@@ -11,7 +11,11 @@ One command, no download: weights are random, in the shapes of Qwen3-0.6B and Ll
     beams     steps of 4 beams beside greedy ones with as many rows
     peer      transformers' continuous batching on the same work
 
+Each part runs in a process of its own, once for each model, and each family of checks as well; what there is so far is
+kept after each. A part fails where its engine did not record its steps, overlap its kernels or use its own attention.
+
     python benchmarks/gpu.py --goals
+    python benchmarks/gpu.py --plan                   # what it would do, and the memory that takes
     python benchmarks/gpu.py --parts decode gap --models Qwen3-0.6B
     python benchmarks/gpu.py --device cpu --tiny      # a dry run without a GPU: shows that everything works
 """
@@ -25,9 +29,11 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +42,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 PARTS = ("kernels", "decode", "gap", "sampler", "prefill", "beams", "peer")
 MODELS = ("Qwen3-0.6B", "Llama-3.1-8B")
+CHECKS = ("layers", "row", "attention", "experts", "sampler", "engine")
 _OF_AN_ENGINE = ("decode", "gap", "prefill", "beams", "peer")
 
 
-class PartTimeoutError(Exception):
-    """A part took longer than it may."""
+# Seconds after which a part is told again that it is late.
+_AGAIN = 5.0
+
+
+class PartTimeoutError(BaseException):
+    """A part took longer than it may; no handler of what a part can do without catches that."""
 
 
 class Run:
@@ -48,17 +59,20 @@ class Run:
 
     def __init__(self, options: argparse.Namespace):
         import torch
-        from gpu_parts import shapes, timing
+        from gpu_parts import floors, timing
         from gpu_parts.report import machine
 
         self.options = options
         self.device = torch.device(options.device)
-        self.sizes = shapes.TINY if options.tiny else shapes.Sizes()
+        self.sizes = sizes_of(options)
         self.machine = machine(self.device)
         self.parts: dict[str, Any] = {}
         self.engines: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         self.failures: dict[str, str] = {}
+        if options.rates is not None:
+            self.rates = floors.Rates(*options.rates)
+            return
         self.rates = timing.measure_rates(self.device, copied=self.sizes.copied, product=self.sizes.product)
         print(
             f"{self.machine['gpu'] or self.machine['cpu']}: a copy reads and writes {self.rates.bandwidth / 1e12:.3f} "
@@ -80,7 +94,7 @@ class Run:
     def _kernels(self) -> None:
         from gpu_parts import kernels
 
-        checks = self.parts["kernels"] = kernels.check_all(self.device)
+        checks = self.parts["kernels"] = kernels.check_all(self.device, self.options.checks)
         wrong = [check["kernel"] for check in checks if check["passed"] is False]
         if wrong:
             raise RuntimeError(f"wrong: {', '.join(wrong)}")
@@ -106,12 +120,17 @@ class Run:
 
     def _with_engine(self, model: str, config: dict[str, Any]) -> dict[str, float]:
         """Octavo's parts; its figures of the work that the peer will have."""
+        import torch
         from gpu_parts import decode, peer, shapes
 
         work, sizes, rates = shapes.Work.of(config), self.sizes, self.rates
         ours: dict[str, float] = {}
+        if self.device.type == "cuda":
+            sizes = sizes.within(work, torch.cuda.mem_get_info(self.device)[0])
         with shapes.random_engine(config, self.options.device, sizes) as engine:
             self.engines[model] = shapes.facts(engine)
+            if problems := shapes.fallen_back(engine):
+                self.failures[f"engine {model}"] = "; ".join(problems)
             acts: dict[str, Callable[[], Any]] = {
                 "decode": lambda: decode.decode(engine, work, rates, sizes),
                 "gap": lambda: decode.gap(engine, sizes),
@@ -135,12 +154,12 @@ class Run:
         limit, started = self.options.part_timeout, time.perf_counter()
         if part == "engine":  # its parts have limits of their own
             limit *= 1 + len(_OF_AN_ENGINE)
-        outer = signal.setitimer(signal.ITIMER_REAL, limit)[0]
+        outer = signal.setitimer(signal.ITIMER_REAL, limit, _AGAIN)[0]
         # Where a kernel never ends, no exception comes through: then the process ends, with what was kept so far.
         faulthandler.dump_traceback_later(limit + 60, exit=True, file=sys.__stderr__)
         try:
             act()
-        except Exception as error:
+        except (Exception, PartTimeoutError) as error:
             self.failures[label] = f"{type(error).__name__}: {error}"
             print(f"{label} FAILED: {self.failures[label]}", flush=True)
             if not isinstance(error, PartTimeoutError):
@@ -148,36 +167,94 @@ class Run:
         finally:
             faulthandler.cancel_dump_traceback_later()
             spent = time.perf_counter() - started
-            signal.setitimer(signal.ITIMER_REAL, max(outer - spent, 1.0) if outer else 0.0)
+            signal.setitimer(signal.ITIMER_REAL, max(outer - spent, 1.0) if outer else 0.0, _AGAIN if outer else 0.0)
             self.seconds[label] = round(spent, 1)
             self.write()
 
     def result(self) -> dict[str, Any]:
         """Everything, as JSON."""
-        from gpu_parts import floors
-
-        return {
-            "benchmark": "gpu",
-            "shapes": "tiny" if self.options.tiny else "full",
-            "machine": self.machine,
-            "rates": {"bandwidth": self.rates.bandwidth, "products": self.rates.products},
-            "goals": floors.judge(floors.goals(self.sizes), self.parts, meant=not self.options.tiny),
-            "engines": self.engines,
-            "parts": self.parts,
-            "seconds": self.seconds,
-            "failures": self.failures,
-        }
+        return judged(
+            {
+                "machine": self.machine,
+                "rates": {"bandwidth": self.rates.bandwidth, "products": self.rates.products},
+                "engines": self.engines,
+                "parts": self.parts,
+                "seconds": self.seconds,
+                "failures": self.failures,
+            },
+            self.options,
+        )
 
     def write(self) -> None:
         """Keep what there is so far."""
-        if self.options.output is not None:
-            self.options.output.parent.mkdir(parents=True, exist_ok=True)
-            self.options.output.write_text(json.dumps(self.result(), indent=2) + "\n")
+        write(self.result(), self.options)
+
+
+def sizes_of(options: argparse.Namespace) -> Any:
+    """How much is measured."""
+    from gpu_parts import shapes
+
+    sizes = shapes.TINY if options.tiny else shapes.Sizes()
+    return replace(sizes, batches=tuple(sorted(options.batches))) if options.batches else sizes
+
+
+def judged(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What was found, with the goals, in the order in which it is kept."""
+    from gpu_parts import floors
+
+    goals = floors.judge(floors.goals(sizes_of(options)), found["parts"], meant=not options.tiny)
+    head = {"benchmark": "gpu", "shapes": "tiny" if options.tiny else "full"}
+    return head | {"machine": found["machine"], "rates": found["rates"], "goals": goals} | found
+
+
+def write(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Keep a result."""
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def in_processes(options: argparse.Namespace) -> dict[str, Any]:
+    """The result of all parts, each in a process of its own."""
+    from gpu_parts import jobs
+
+    command = [sys.executable, str(Path(__file__).resolve()), "--together", "--child", "--device", options.device]
+    command += ["--part-timeout", str(options.part_timeout), *(["--tiny"] if options.tiny else [])]
+    if options.batches:
+        command += ["--batches", *map(str, options.batches)]
+    with tempfile.TemporaryDirectory(prefix="octavo-gpu-") as folder:
+        found = jobs.run_all(
+            planned(options), command, Path(folder), lambda whole: write(judged(whole, options), options)
+        )
+    return judged(found, options)
+
+
+def planned(options: argparse.Namespace) -> list[Any]:
+    """The processes."""
+    from gpu_parts import jobs
+
+    return jobs.plan(options.parts, options.models, options.checks, _OF_AN_ENGINE, options.part_timeout + 60)
+
+
+def tell_plan(options: argparse.Namespace) -> None:
+    """What would be done, and the memory that it takes; what does not fit beside the weights is left out."""
+    from gpu_parts import shapes
+
+    sizes = sizes_of(options)
+    for job in planned(options):
+        print(f"{job.label:28s} {job.limit:5.0f} s at most")
+    for model in options.models:
+        work = shapes.Work.of(shapes.config_of(model, tiny=options.tiny))
+        pages = [f"{rows} rows {work.kv_bytes * sizes.tokens(rows) / 1e9:.1f} GB" for rows in sizes.batches]
+        print(f"{model}: weights {work.weight_bytes / 1e9:.1f} GB; pages of {', '.join(pages)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
     options = _options(arguments)
+    if options.plan:
+        tell_plan(options)
+        return 0
     if options.device == "cpu":  # before anything imports Triton
         os.environ["TRITON_INTERPRET"] = "1"
     # A profiler that is started again after CUDA graphs have run may crash where it was taken down in between.
@@ -194,13 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from gpu_parts import report
 
-    before = signal.signal(signal.SIGALRM, _late)
-    try:
-        run = Run(options)
-        run.all()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    result = run.result()
+    result = together(options) if options.together else in_processes(options)
+    if options.child:
+        return 1 if result["failures"] else 0
     if "decode" in result["parts"]:
         print("\n" + report.steps(result["parts"]["decode"]))
     if options.goals:
@@ -208,16 +281,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\nTiny shapes: the figures say nothing about the goals.")
         print("\n" + report.table(result["goals"]))
     if options.output is not None:
-        run.write()
+        write(result, options)
         print(f"written to {options.output}")
         try:
             report.plot(result, options.output.with_suffix(".png"))
             print(f"and {options.output.with_suffix('.png')}")
         except RuntimeError as error:
             print(f"not plotted: {error}")
-    for label, error in run.failures.items():
+    for label, error in result["failures"].items():
         print(f"FAILED: {label}: {error}", file=sys.stderr)
-    return 1 if run.failures else 0
+    return 1 if result["failures"] else 0
+
+
+def together(options: argparse.Namespace) -> dict[str, Any]:
+    """The result of all parts, in this process."""
+    before = signal.signal(signal.SIGALRM, _late)
+    try:
+        run = Run(options)
+        run.all()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    run.write()
+    return run.result()
 
 
 def _late(*_: object) -> None:
@@ -230,6 +315,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: shows that everything works")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batches", nargs="+", type=int, metavar="ROWS", help="rows of decoding steps")
+    parser.add_argument(
+        "--checks", nargs="+", choices=CHECKS, default=list(CHECKS), help="families of checks of kernels"
+    )
+    parser.add_argument("--plan", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument("--together", action="store_true", help="all parts in this process, as in dry runs on a CPU")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rates", nargs=2, type=float, help=argparse.SUPPRESS)  # measured by the process before
     parser.add_argument("--part-timeout", type=float, default=240.0, help="seconds of each part (default: 240)")
     parser.add_argument("--goals", action="store_true", help="print the goals and how near they are")
     parser.add_argument(

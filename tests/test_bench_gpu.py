@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backends import native
+from engine.backends.triton import matvec
+from engine.model.kernels import OVERLAPPING
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from gpu_parts import check, decode, floors, gaps, kernels, report, sampling, shapes  # noqa: E402
+from gpu_parts import check, decode, floors, gaps, jobs, kernels, report, sampling, shapes  # noqa: E402
 from gpu_parts.floors import LLAMA, QWEN, Rates  # noqa: E402
 from gpu_parts.gaps import Interval  # noqa: E402
 
@@ -255,7 +258,7 @@ BLOCKED = (
 def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     """In a process that has nothing but what the engine's core needs."""
     output = tmp_path / "results" / "gpu.json"
-    arguments = ["gpu.py", "--device", "cpu", "--tiny", "--goals", "--output", str(output)]
+    arguments = ["gpu.py", "--device", "cpu", "--tiny", "--together", "--goals", "--output", str(output)]
     code = (
         "import runpy, sys\n"
         f"for name in {BLOCKED}: sys.modules[name] = None\n"
@@ -298,7 +301,7 @@ def test_full_sizes_are_for_gpus_and_a_failing_part_is_named(tmp_path: Path) -> 
     done = subprocess.run([*command, "cpu"], capture_output=True, text=True, timeout=540)
     assert done.returncode == 2
     assert "add --tiny" in done.stderr
-    late = [*command, "cpu", "--tiny", "--parts", "sampler", "prefill", "--part-timeout", "0.01"]
+    late = [*command, "cpu", "--tiny", "--together", "--parts", "sampler", "prefill", "--part-timeout", "0.01"]
     done = subprocess.run(late, capture_output=True, text=True, timeout=540)
     assert done.returncode == 1
     assert "FAILED: sampler: PartTimeoutError: it took longer than --part-timeout allows" in done.stderr
@@ -306,6 +309,86 @@ def test_full_sizes_are_for_gpus_and_a_failing_part_is_named(tmp_path: Path) -> 
         done = subprocess.run(command[:-1], capture_output=True, text=True, timeout=540)
         assert done.returncode == 2
         assert "sees no GPU" in done.stderr
+
+
+def test_each_part_has_a_process_and_what_came_is_merged(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--output", str(output)]
+    few = ["--parts", "sampler", "decode", "kernels", "--models", QWEN, "--batches", "2", "--checks", "sampler"]
+    done = subprocess.run([*command, *few], capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads(output.read_text())
+    assert result["failures"] == {}
+    assert set(result["parts"]) == {"kernels", "sampler", "decode"}
+    assert [row["rows"] for row in result["parts"]["decode"][QWEN]] == [2]
+    assert set(result["seconds"]) == {"kernels", "sampler", f"engine {QWEN}", f"decode {QWEN}"}
+    assert result["machine"]["torch"] == torch.__version__
+    assert done.stdout.count("a copy reads and writes") == 1, "rates are measured once"
+
+
+def test_what_would_be_done_is_told_without_a_gpu() -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--plan", "--models", LLAMA, "--part-timeout", "100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^kernels attention +160 s at most$", done.stdout, re.MULTILINE)
+    assert re.search(r"^beams Llama-3.1-8B +320 s at most$", done.stdout, re.MULTILINE)
+    assert f"{LLAMA}: weights 15.0 GB; pages of 1 rows" in done.stdout
+    assert QWEN not in done.stdout
+
+
+CRASHES = """
+import json, os, signal, sys, time
+part, output = sys.argv[2], sys.argv[-1]
+if part != "early":
+    json.dump({"parts": {"kernels": [{"kernel": part}]}, "machine": {"gpu": part}}, open(output, "w"))
+if part == "hangs":
+    time.sleep(100)
+if part == "spoils":
+    os.kill(os.getpid(), signal.SIGSEGV)
+sys.exit(3 if part == "early" else 0)
+"""
+
+
+def test_a_process_that_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
+    names, kept = ("early", "good", "spoils", "hangs", "last"), []
+    made = [jobs.Job(name, ("--parts", name), 2.0 if name == "hangs" else 60.0) for name in names]
+    whole = jobs.run_all(made, [sys.executable, "-c", CRASHES], tmp_path, lambda so_far: kept.append(str(so_far)))
+    assert whole["failures"] == {
+        "early": "ended with the status 3", "spoils": "ended by SIGSEGV", "hangs": "killed after 2 s",
+    }  # fmt: skip
+    assert [one["kernel"] for one in whole["parts"]["kernels"]] == ["good", "spoils", "hangs", "last"]
+    assert whole["machine"] == {"gpu": "good"}
+    assert len(kept) == len(names)
+
+
+def test_rows_that_do_not_fit_are_left_out() -> None:
+    sizes, work = shapes.Sizes(), shapes.Work.of(shapes.MODELS[LLAMA])
+    assert sizes.within(work, 141 * 10**9) == sizes
+    small = sizes.within(work, 42 * 10**9)
+    assert (small.batches, small.beam_rows, small.gap_batches) == ((1, 8, 32, 48), (32,), (1, 32))
+    with pytest.raises(RuntimeError, match="24 GB are free; weights of 15 GB, pages of 9 GB"):
+        sizes.within(work, 24 * 10**9)
+
+
+def test_what_is_not_as_it_is_meant_is_named() -> None:
+    def found(attention: str, ways: dict[str, Any] | None) -> list[str]:
+        graphs = ways and SimpleNamespace(one_row=SimpleNamespace(timed=ways, kept=dict.fromkeys(ways, "x")))
+        module = SimpleNamespace(backend=SimpleNamespace(name=attention))
+        model = SimpleNamespace(device=torch.device("cuda"), modules=lambda: [module])
+        names = ("dtype", "kv_cache_dtype", "block_size", "num_blocks", "async_scheduling", "enforce_eager")
+        some: Any = SimpleNamespace(**dict.fromkeys(names))
+        engine: Any = SimpleNamespace(runner=SimpleNamespace(model=model, graphs=graphs), info=some, config=some)
+        return shapes.fallen_back(engine)
+
+    with mock.patch.object(matvec, "can_overlap", return_value=True):
+        assert found("triton", {"layers": {OVERLAPPING.name: 1.0}}) == []
+        assert "attention is torch, not triton" in found("torch", {"layers": {OVERLAPPING.name: 1.0}})
+        assert found("triton", None) == ["decoding steps were not recorded as CUDA graphs"]
+        assert found("triton", {"logits": {"other": 1.0}}) == [
+            f"logits of one row cannot be computed by {OVERLAPPING.name}"
+        ]
+    with mock.patch.object(matvec, "can_overlap", return_value=False):
+        assert found("triton", {"logits": {"other": 1.0}}) == []
 
 
 # ---------------------------------------------------------------- checks of kernels
@@ -349,7 +432,7 @@ def test_a_wrong_kernel_is_named_and_the_status_says_so(
     import gpu
 
     found = [{"kernel": "norms", "passed": True}, {"kernel": "gates", "passed": False}, {"kernel": "x", "passed": None}]
-    monkeypatch.setattr(kernels, "check_all", lambda _: found)
+    monkeypatch.setattr(kernels, "check_all", lambda *_: found)
     output = tmp_path / "gpu.json"
     arguments = ["--device", "cpu", "--tiny", "--parts", "kernels", "--output", str(output)]
     for name in ("TRITON_INTERPRET", "DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"):

@@ -88,7 +88,7 @@ def _peer(parts: Mapping[str, Any]) -> float:
 
 def goals(sizes: Any) -> list[Goal]:
     """All goals, in the order of the report; of tiny sizes those that have the same meaning."""
-    few, some, many = sizes.batches[0], sizes.batches[len(sizes.batches) // 2], sizes.batches[-1]
+    few, some, many = sizes.batches[0], sizes.batches[(len(sizes.batches) - 1) // 2], sizes.batches[-1]
     made = [
         Goal(f"{LLAMA}, batch {rows}: of the floor", _decode(LLAMA, rows, "percent_of_floor"), 75.0, "%", 85.0)
         for rows in (few, some, many)

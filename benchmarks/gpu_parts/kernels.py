@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -55,8 +56,8 @@ def run(check: Check, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def check_all(device: torch.device) -> list[dict[str, Any]]:
-    """What came of all checks.
+def check_all(device: torch.device, families: Sequence[str]) -> list[dict[str, Any]]:
+    """What came of all checks of these families.
 
     Raises:
         RuntimeError: Triton is not there.
@@ -66,15 +67,12 @@ def check_all(device: torch.device) -> list[dict[str, Any]]:
     full = device.type == "cuda"
     setting = Setting(device, torch.bfloat16 if full else torch.float16, full)
     made = []
-    for check in _checks():
+    for check in _checks(families):
         with contextlib.nullcontext() if full or check.served else gpu.interpreted():
             made.append(run(check, setting))
     return made
 
 
-def _checks() -> Iterator[Check]:
-    # They import Triton.
-    from gpu_parts import checks_attention, checks_engine, checks_experts, checks_layers, checks_row, checks_sampler
-
-    for family in (checks_layers, checks_row, checks_attention, checks_experts, checks_sampler, checks_engine):
-        yield from family.CHECKS
+def _checks(families: Sequence[str]) -> Iterator[Check]:
+    for name in families:
+        yield from import_module(f"gpu_parts.checks_{name}").CHECKS  # it imports Triton

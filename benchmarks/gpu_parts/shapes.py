@@ -11,7 +11,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.execution import starting
+from engine.model.kernels import OVERLAPPING
 from engine.model.transformer import Transformer
 
+# Of the free memory that weights and pages may take: steps need some, too.
+_SHARE = 0.8
 # As published in the models' own config.json.
 QWEN3_06B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -101,7 +104,7 @@ class Sizes:
         product: rows, columns and inner size of the product that measures the matrix rate.
     """
 
-    batches: tuple[int, ...] = (1, 8, 32, 128, 256)
+    batches: tuple[int, ...] = (1, 8, 32, 48, 128, 256)
     context: int = 1024
     steps: int = 48
     warm: int = 8
@@ -118,6 +121,37 @@ class Sizes:
     sampler: tuple[int, int] = (256, 131072)
     copied: int = 2 * 2**30
     product: int = 8192
+
+    def tokens(self, rows: int) -> int:
+        """Of the pages that an engine needs for so many rows."""
+        return rows * (self.context + 2 * self.steps + 256) + 4 * self.max_model_len
+
+    def within(self, work: Work, memory: int) -> Sizes:
+        """Without the numbers of rows whose pages do not fit beside the weights.
+
+        Args:
+            memory: bytes that are free.
+
+        Raises:
+            RuntimeError: the fewest do not fit either.
+        """
+        most = memory * _SHARE - work.weight_bytes
+        least = work.kv_bytes * self.tokens(min(self.batches))
+        if least > most:
+            raise RuntimeError(
+                f"{memory / 1e9:.0f} GB are free; weights of {work.weight_bytes / 1e9:.0f} GB, pages of "
+                f"{least / 1e9:.0f} GB and what steps need do not fit"
+            )
+
+        def fitting(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(rows for rows in numbers if work.kv_bytes * self.tokens(rows) <= most)
+
+        return replace(
+            self,
+            batches=fitting(self.batches),
+            beam_rows=fitting(self.beam_rows),
+            gap_batches=fitting(self.gap_batches),
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -215,7 +249,7 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
         settings: of `EngineConfig`, instead of the benchmark's own.
     """
     rows = max(*sizes.batches, *sizes.beam_rows)
-    tokens = rows * (sizes.context + 2 * sizes.steps + 256) + 4 * sizes.max_model_len
+    tokens = sizes.tokens(rows)
     chosen: dict[str, Any] = {
         "dtype": config["dtype"],
         "device": device,
@@ -264,6 +298,25 @@ def facts(engine: Engine) -> dict[str, Any]:
         **{name: getattr(engine.info, name) for name in ("dtype", "kv_cache_dtype", "block_size", "num_blocks")},
         **{name: getattr(engine.config, name) for name in ("async_scheduling", "enforce_eager")},
     }
+
+
+def fallen_back(engine: Engine) -> list[str]:
+    """What an engine on a GPU computes otherwise than it is meant to."""
+    device, found = engine.runner.model.device, facts(engine)
+    if device.type != "cuda":
+        return []
+    from engine.backends.triton import matvec
+
+    problems = []
+    if found["attention"] != "triton":
+        problems.append(f"attention is {found['attention']}, not triton")
+    if not found["graphs"]:
+        problems.append("decoding steps were not recorded as CUDA graphs")
+    elif matvec.can_overlap(device):
+        for name, way in found["one_row"].items():
+            if OVERLAPPING.name not in way["ms"]:
+                problems.append(f"{name} of one row cannot be computed by {OVERLAPPING.name}")
+    return problems
 
 
 def ways_of_one_row(engine: Engine) -> dict[str, dict[str, Any]]:

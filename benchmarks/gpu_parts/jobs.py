@@ -1,0 +1,104 @@
+"""Each part in a process of its own: an illegal access spoils a device for its process, and no part for another."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process.
+
+    Attributes:
+        label: of its failure, if it has one.
+        arguments: of the benchmark.
+        limit: seconds after which it is killed; its parts have lower ones of their own.
+    """
+
+    label: str
+    arguments: tuple[str, ...]
+    limit: float
+
+
+def plan(
+    parts: Sequence[str], models: Sequence[str], checks: Sequence[str], of_an_engine: Sequence[str], limit: float
+) -> list[Job]:
+    """The processes of these parts: one for each family of checks, and one for each part of each model.
+
+    Args:
+        of_an_engine: the parts that need one.
+        limit: seconds of a part.
+    """
+    made = []
+    if "kernels" in parts:
+        made += [Job(f"kernels {name}", ("--parts", "kernels", "--checks", name), limit) for name in checks]
+    if "sampler" in parts:
+        made.append(Job("sampler", ("--parts", "sampler"), limit))
+    for model in models:
+        for part in of_an_engine:
+            if part in parts:  # as long again to load the model
+                made.append(Job(f"{part} {model}", ("--parts", part, "--models", model), 2 * limit))
+    return made
+
+
+def run(job: Job, command: Sequence[str], output: Path) -> tuple[dict[str, Any], str | None]:
+    """Run a process, whose output goes on to ours; what it kept, and how it ended if that was not by itself.
+
+    Args:
+        command: the benchmark, to which the job's arguments and --output are added.
+        output: where it keeps its result.
+    """
+    ending = None
+    process = subprocess.Popen([*command, *job.arguments, "--output", str(output)])
+    try:
+        status = process.wait(job.limit)
+        if status < 0:
+            ending = f"ended by {signal.Signals(-status).name}"
+        elif status not in (0, 1):
+            ending = f"ended with the status {status}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        ending = f"killed after {job.limit:.0f} s"
+    found = json.loads(output.read_text()) if output.exists() else {}
+    if not found and ending is None:
+        ending = f"ended with the status {status} before it had anything"
+    return found, ending
+
+
+def merge(whole: dict[str, Any], found: dict[str, Any]) -> None:
+    """Add a process's result to that of all; what was measured once, as the machine and its rates, is the first's."""
+    for part, figures in found.get("parts", {}).items():
+        if isinstance(figures, list):
+            whole["parts"].setdefault(part, []).extend(figures)
+        else:
+            whole["parts"].setdefault(part, {}).update(figures)
+    for name in ("engines", "seconds", "failures"):
+        whole[name].update(found.get(name, {}))
+    for name in ("machine", "rates"):
+        if not whole[name]:
+            whole[name] = found.get(name, {})
+
+
+def run_all(
+    jobs: Sequence[Job], command: Sequence[str], folder: Path, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """The merged result of all jobs, each after the other; `keep` is given it after each."""
+    whole: dict[str, Any] = {"machine": {}, "rates": {}, "engines": {}, "parts": {}, "seconds": {}, "failures": {}}
+    for number, job in enumerate(jobs):
+        rates = whole["rates"]
+        known = ["--rates", *map(str, (rates["bandwidth"], rates["products"]))] if rates else []
+        found, ending = run(job, [*command, *known], folder / f"{number}.json")
+        merge(whole, found)
+        if ending is not None:
+            whole["failures"][job.label] = ending
+            print(f"{job.label} FAILED: {ending}", file=sys.stderr, flush=True)
+        keep(whole)
+    return whole
