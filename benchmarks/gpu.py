@@ -44,8 +44,6 @@ PARTS = ("kernels", "decode", "gap", "sampler", "prefill", "beams", "peer")
 MODELS = ("Qwen3-0.6B", "Llama-3.1-8B")
 CHECKS = ("layers", "row", "attention", "experts", "sampler", "engine")
 _OF_AN_ENGINE = ("decode", "gap", "prefill", "beams", "peer")
-
-
 # Seconds after which a part is told again that it is late.
 _AGAIN = 5.0
 

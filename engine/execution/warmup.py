@@ -33,9 +33,8 @@ Measured = list[tuple[StepWork, float]]
 
 _TOKENS = 32
 _CONTEXT = 1024
-_TYPICAL = (
-    400  # tokens of a context by which what computes one row is chosen: more than one part of decoding's attention
-)
+# Tokens of the context on which kernels of one row are compared: attention reads it in more than one part.
+_TYPICAL = 400
 _WHOLE = 256  # tokens of inputs that are read whole
 # A short step is timed twice, for it may have been interrupted; a long one is long enough once.
 _SHORT = 0.05
@@ -80,17 +79,17 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int) -> Non
 
 @contextmanager
 def typical_row(runner: ModelRunner) -> Iterator[StepPlan]:
-    """A step of one row whose context is in the cache while it is needed, in pages that nobody has yet."""
+    """The plan of one decoding row. A prompt is computed into the first pages of the cache, which no request has yet;
+    the row follows it. Its pages are zero again afterwards."""
     cache, limit = runner.cache, runner.model.max_model_len
     blocks = cache.layers[0][0].shape[0] - 1
     context = max(min(_TYPICAL, limit - 1, blocks * cache.block_size - 1), 0)
     used = pages_needed(context + 1, cache.block_size)
     table = range(1, used + 1)
     ids = [number * 7919 % runner.model.vocab_size for number in range(context + 2)]
-    most = _WHOLE
     try:
-        for start in range(0, context, most):
-            runner.execute(_plan(runner, start, min(most, context - start), ids=ids, table=table))
+        for start in range(0, context, _WHOLE):
+            runner.execute(_plan(runner, start, min(_WHOLE, context - start), ids=ids, table=table))
         yield _plan(runner, context, 1, ids=ids, table=table)
     finally:
         cache.clear_scratch(used + 1)
