@@ -434,7 +434,7 @@ def test_a_wrong_kernel_is_named_and_the_status_says_so(
     found = [{"kernel": "norms", "passed": True}, {"kernel": "gates", "passed": False}, {"kernel": "x", "passed": None}]
     monkeypatch.setattr(kernels, "check_all", lambda *_: found)
     output = tmp_path / "gpu.json"
-    arguments = ["--device", "cpu", "--tiny", "--parts", "kernels", "--output", str(output)]
+    arguments = ["--device", "cpu", "--tiny", "--parts", "kernels", "--together", "--output", str(output)]
     for name in ("TRITON_INTERPRET", "DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"):
         monkeypatch.setenv(name, "1")  # what a run sets is gone afterwards
     assert gpu.main(arguments) == 1
