@@ -151,6 +151,8 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
     facts = inspect_model(EngineConfig(model=str(llama), device="cpu"))
     assert facts.architecture == "LlamaForCausalLM"
     assert facts.weight_files == 1
+    assert {"Q8_0", "Q4_0", "Q5_1", "BF16", "F32"} >= facts.stored.keys() >= {"Q8_0", "Q4_0"}
+    assert sum(facts.stored.values()) < llama.stat().st_size
     with caplog.at_level("INFO", logger="octavo.model"):
         answers(llama, [[1]])
     assert "tiny.gguf" in caplog.text or str(facts.path) in caplog.text
