@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import struct
 import sys
 from collections.abc import Iterator
@@ -16,9 +18,9 @@ from hypothesis import strategies as st
 from support.gguf_files import library
 
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.gguf import blocks, container
+from engine.model.gguf import architectures, blocks, container, vocabulary
 from engine.model.gguf.blocks import BlockFormat, dequantise
-from engine.model.gguf.container import read_gguf
+from engine.model.gguf.container import Value, read_gguf
 from engine.model.gguf.tensors import check_readable, mapped, read_tensor
 
 ORACLE = Path(sys.prefix) / "clients" / "quantised"  # tools/setup.py puts it there
@@ -206,6 +208,57 @@ def test_no_damage_gives_another_error(octets: bytes, somewhere: Path) -> None:
     else:
         message = str(somewhere)
     assert str(somewhere) in message
+
+
+TOKENIZERS: dict[str, dict[str, Value]] = {
+    "gpt2": {"pre": "llama-bpe", "tokens": ["a", "b", "ab"], "merges": ["a b"]},
+    "llama": {
+        "tokens": ["a", "b", "ab"],
+        "scores": [0.0, 0.0, -1.0],
+        "token_type": [1, 3, 4],
+        "add_space_prefix": True,
+    },
+}
+WRONG: tuple[Value, ...] = (
+    0,
+    -1,
+    2**64 - 1,
+    1.5,
+    float("nan"),
+    float("inf"),
+    True,
+    "",
+    "x",
+    [],
+    [0],
+    ["x"],
+    [2**63] * 3,
+)
+
+
+@pytest.mark.parametrize("architecture", architectures._ARCHITECTURES)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_wrong_settings_give_no_other_error(kind: str, architecture: str, tmp_path: Path) -> None:
+    """Each value of a sound file's metadata becomes one of another kind or size."""
+    sizes = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
+             "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.sliding_window",
+             "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+             "rope.dimension_count", "rope.scaling.factor", "rope.scaling.type", "attention.key_length")  # fmt: skip
+    sound: dict[str, Value] = {f"{architecture}.{name}": 1 for name in sizes}
+    sound |= {f"tokenizer.ggml.{name}": value for name, value in TOKENIZERS[kind].items()}
+    sound |= {"general.architecture": architecture, "tokenizer.ggml.model": kind, "tokenizer.chat_template": "x"}
+    sound |= {f"tokenizer.ggml.{role}_token_id": 1 for role in ("bos", "eos", "unknown", "padding")}
+    sound |= {"general.type": "model", "split.count": 1, "tokenizer.ggml.add_bos_token": True}
+    plain = blocks.find_format(0)
+    assert plain is not None
+    info = container.TensorInfo("token_embd.weight", (3, 1), plain, 0, 12)
+    for key in sound:
+        for value in WRONG:
+            file = container.Gguf(tmp_path, 3, sound | {key: value}, {info.name: info})
+            with contextlib.suppress(ModelLoadError):
+                json.dumps(architectures.describe(file)[1])
+            with contextlib.suppress(ModelLoadError):
+                json.dumps([vocabulary.special_ids(file), vocabulary.end_ids(file), vocabulary.tokenizer_files(file)])
 
 
 @pytest.fixture(scope="module")

@@ -115,12 +115,17 @@ def place(file: Gguf, architecture: Architecture, config: Config) -> Iterator[Pl
                 yield replace(placed, name=placed.name.format(expert), expert=expert)
 
 
-def _plain(metadata: Metadata, model_type: str, name: str, *, theta: float = 10_000.0, norm: str = "rms") -> Config:
+def _plain(metadata: Metadata, model_type: str, name: str, *, norm: str = "rms") -> Config:
     """What most architectures have."""
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
     if not heads or "token_embd.weight" not in metadata.file.tensors:
         raise ModelLoadError(f"{metadata.file.path} has no attention heads, or lacks token_embd.weight.")
-    head_dim = metadata.count("attention.key_length", hidden // heads)
+    head_dim, layers = metadata.count("attention.key_length", hidden // heads), metadata.count("block_count")
+    if not head_dim or layers > len(metadata.file.tensors):
+        raise ModelLoadError(
+            f"{metadata.file.path} says that it has {layers} layers with heads of {head_dim} features, but it holds "
+            f"{len(metadata.file.tensors)} tensors. Download it again."
+        )
     metadata.must_be("attention.value_length", head_dim, otherwise="values of another size than keys are")
     metadata.must_be("pooling_type", 0, otherwise="vectors of texts are")
     ending = "layer_norm_rms_epsilon" if norm == "rms" else "layer_norm_epsilon"
@@ -130,14 +135,14 @@ def _plain(metadata: Metadata, model_type: str, name: str, *, theta: float = 10_
         "vocab_size": metadata.file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": metadata.count("feed_forward_length", 0),
-        "num_hidden_layers": metadata.count("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.count("context_length"),
         "rms_norm_eps" if norm == "rms" else "layer_norm_eps": metadata.number(f"attention.{ending}"),
         "hidden_act": "silu",
-        "rope_parameters": rope_parameters(metadata, theta),
+        "rope_parameters": rope_parameters(metadata),
         "tie_word_embeddings": "output.weight" not in metadata.file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in metadata.file.tensors,
     }
@@ -171,12 +176,12 @@ def _mixtral(metadata: Metadata) -> Config:
 
 
 def _qwen2(metadata: Metadata) -> Config:
-    config = _plain(metadata, "qwen2", "Qwen2ForCausalLM", theta=1_000_000.0)
+    config = _plain(metadata, "qwen2", "Qwen2ForCausalLM")
     return _whole_rotation(metadata, config | {"use_sliding_window": False})
 
 
 def _qwen2_moe(metadata: Metadata) -> Config:
-    config = _plain(metadata, "qwen2_moe", "Qwen2MoeForCausalLM", theta=1_000_000.0)
+    config = _plain(metadata, "qwen2_moe", "Qwen2MoeForCausalLM")
     return _whole_rotation(
         metadata,
         config
@@ -190,12 +195,12 @@ def _qwen2_moe(metadata: Metadata) -> Config:
 
 
 def _qwen3(metadata: Metadata) -> Config:
-    config = _plain(metadata, "qwen3", "Qwen3ForCausalLM", theta=1_000_000.0)
+    config = _plain(metadata, "qwen3", "Qwen3ForCausalLM")
     return _whole_rotation(metadata, config | {"use_sliding_window": False})
 
 
 def _qwen3_moe(metadata: Metadata) -> Config:
-    config = _plain(metadata, "qwen3_moe", "Qwen3MoeForCausalLM", theta=1_000_000.0)
+    config = _plain(metadata, "qwen3_moe", "Qwen3MoeForCausalLM")
     return _whole_rotation(
         metadata, config | _small_experts(metadata) | {"norm_topk_prob": True, "use_sliding_window": False}
     )
@@ -234,7 +239,7 @@ def _gemma_2(metadata: Metadata) -> Config:
 
 
 def _gemma_3(metadata: Metadata) -> Config:
-    config = _plain(metadata, "gemma3_text", "Gemma3ForCausalLM", theta=1_000_000.0)
+    config = _plain(metadata, "gemma3_text", "Gemma3ForCausalLM")
     every = metadata.count("attention.sliding_window_pattern", 6)
     windowed = [not every or bool((layer + 1) % every) for layer in range(config["num_hidden_layers"])]
     local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)}

@@ -106,7 +106,7 @@ def _make(folder: Path, path: Path) -> None:
     try:
         for name, content in contents.items():
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-            (draft / name).write_text(text, encoding="utf-8")
+            (draft / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         (draft / LINK).symlink_to(path)
         try:
             draft.rename(folder)

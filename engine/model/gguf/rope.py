@@ -12,16 +12,13 @@ FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.w
 """Tensors that divide the frequencies: whatever the length, or that of long and of short sequences."""
 
 
-def rope_parameters(metadata: Metadata, theta: float) -> dict[str, Any]:
+def rope_parameters(metadata: Metadata) -> dict[str, Any]:
     """How frequencies are made and stretched.
-
-    Args:
-        theta: their base where the file names none.
 
     Raises:
         UnsupportedModelError: in a way that is not read.
     """
-    settings: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", theta)}
+    settings: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10_000.0)}
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0)) or 1.0
     kind = metadata.text("rope.scaling.type", "linear")
     original = metadata.count("rope.scaling.original_context_length", metadata.count("context_length"))

@@ -50,19 +50,19 @@ BEGINS = _WHOLE
 """Texts begin with the BOS token unless the file says otherwise."""
 
 
-def splitter(name: object) -> dict[str, Any] | None:
+def splitter(name: str | None) -> dict[str, Any] | None:
     """The `pre_tokenizer` of a tokenizer.json; None for a name that is not known."""
     octets = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     if name in _GPT_2:
         return octets
     if name in _SINGLE_DIGITS:
         return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, octets]}
-    if not isinstance(name, str) or name not in _PATTERNS:
+    if name not in _PATTERNS:
         return None
     split = {"type": "Split", "pattern": {"Regex": _PATTERNS[name]}, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [split, octets | {"use_regex": False}]}
 
 
-def normalizer(name: object) -> dict[str, Any] | None:
+def normalizer(name: str | None) -> dict[str, Any] | None:
     """The `normalizer` of a tokenizer.json. Qwen's composes characters, which llama.cpp leaves out."""
     return {"type": "NFC"} if name == "qwen2" else None

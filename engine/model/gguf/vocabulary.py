@@ -88,7 +88,7 @@ def tokenizer_files(file: Gguf) -> dict[str, Any]:
 
 def _byte_level(file: Gguf, vocabulary: Mapping[str, int]) -> dict[str, Any]:
     """Merges of bytes, which are written as printable characters."""
-    name = file.metadata.get("tokenizer.ggml.pre")
+    name = _split_name(file)
     split = splitter(name)
     if split is None:
         raise _unsupported(
@@ -190,7 +190,7 @@ def _added(file: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list[dict[s
 
 def _frame(file: Gguf, kind: object, tokens: list[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
     """What stands before and after a text."""
-    begins = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in BEGINS
+    begins = kind == "llama" or _split_name(file) in BEGINS
     first = file.metadata.get("tokenizer.ggml.add_bos_token", begins) is True and "bos" in ids
     last = file.metadata.get("tokenizer.ggml.add_eos_token", False) is True and "eos" in ids
     if not first and not last:
@@ -209,6 +209,11 @@ def _frame(file: Gguf, kind: object, tokens: list[str], ids: Mapping[str, int]) 
         "pair": part("A", 0) + part("B", 1),
         "special_tokens": {text: {"id": text, "ids": [known[text]], "tokens": [text]} for text in used},
     }
+
+
+def _split_name(file: Gguf) -> str | None:
+    name = file.metadata.get("tokenizer.ggml.pre")
+    return name if isinstance(name, str) else None
 
 
 def _chat_template(file: Gguf) -> str | list[dict[str, str]] | None:
