@@ -103,6 +103,11 @@ def test_where_files_are_found(llama: Path, cache: Path, tmp_path: Path) -> None
     link = tmp_path / "link.gguf"
     link.symlink_to(llama)
     assert checkpoint.locate(str(link)) == found
+    blob = Path(shutil.copy(llama, tmp_path / "0a1b2c"))  # as the hub's cache has it
+    (tmp_path / "named.gguf").symlink_to(blob)
+    with Checkpoint(checkpoint.locate(str(tmp_path / "named.gguf"))) as opened:
+        assert opened.path == blob
+        assert "model.embed_tokens.weight" in opened.names
     copied = tmp_path / "copied"
     copied.mkdir()
     copy = Path(shutil.copy(llama, copied / "one.gguf"))
@@ -202,7 +207,7 @@ def test_what_is_not_supported_is_refused_by_name(name: str, gguf: Any, tmp_path
     path = tmp_path / "tiny.gguf"
     writer = gguf.GGUFWriter(str(path), "llama")
     for key, value in {
-        "block_count": 2, "context_length": 96, "embedding_length": 64, "feed_forward_length": 96,
+        "block_count": 1, "context_length": 96, "embedding_length": 64, "feed_forward_length": 96,
         "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5,
     }.items():  # fmt: skip
         put(writer, f"llama.{key}", value)

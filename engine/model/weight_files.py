@@ -50,7 +50,7 @@ class Checkpoint:
                     self._handles[file] = handle
                     keys = list(handle.keys())
                 if isinstance(handle, GgufWeights):
-                    self.path = file  # for messages: the folder is our own
+                    self.path = file.resolve()  # for messages: the folder is our own
                 for key in keys:
                     if key in self.names:
                         raise ModelLoadError(
@@ -179,7 +179,7 @@ def weight_files(path: Path) -> list[Path]:
         return [path / SINGLE_FILE]
     index = path / INDEX_FILE
     if not index.is_file() and (path / LINK).is_symlink():
-        return [(path / LINK).resolve()]
+        return [path / LINK]
     if not index.is_file():
         raise ModelLoadError(_no_weights(path))
     try:

@@ -27,7 +27,7 @@ class GgufWeights:
 
     def __init__(self, path: Path):
         status = path.stat()
-        self._placed = _placed(path, (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+        self._placed = _placed(path.resolve(), (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
         self._data = mapped(path)
 
     def keys(self) -> list[str]:
