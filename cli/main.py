@@ -97,7 +97,7 @@ def _no_command(arguments: list[str]) -> str:
         return f"{name.partition('=')[0]} must come after the command ({', '.join(COMMANDS)})"
     if synonym := SYNONYMS.get(name.lower()):
         return f"unknown command {name!r}; did you mean {synonym}?"
-    if os.sep in name or Path(name).is_dir():
+    if os.sep in name or name.endswith(".gguf") or Path(name).is_dir():
         return f"unknown command {name!r}; to serve that model: octavo serve {name}"
     near = did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
     return f"unknown command {name!r}{near}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.config_values import check_parameters
 from engine.model.families import architecture, build_spec, stored_scheme
+from engine.model.gguf.folder import SUFFIX
+from engine.model.gguf.weights import stored_formats
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.sentence import read_pipeline
 from engine.model.transformer import Transformer
@@ -57,7 +59,7 @@ class ModelFacts:
     Attributes:
         path: its folder.
         architecture: the name in its config.json.
-        weight_files: how many safetensors files hold its weights.
+        weight_files: how many files hold its weights.
         device, dtype, kv_cache_dtype: what the settings choose.
         weights: size of the parameters in that dtype, or as few bits as the settings say.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
@@ -68,6 +70,7 @@ class ModelFacts:
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
         quantization: what matrices become, "int8" or "int4"; None: they have the dtype.
+        stored: of a GGUF file, how many bytes are in each of ggml's formats, the most first.
     """
 
     path: Path
@@ -85,6 +88,7 @@ class ModelFacts:
     free: int
     tasks: tuple[Task, ...] = ("generate",)
     quantization: str | None = None
+    stored: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +179,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         free=available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
         tasks=abilities.tasks,
         quantization=quantization,
+        stored=stored_formats(files[0]) if files[0].suffix == SUFFIX else {},
     )
 
 

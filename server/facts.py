@@ -17,12 +17,14 @@ logger = logging.getLogger("octavo.server")
 
 
 def served_model_id(model: str, served_model_name: str | None) -> str:
-    """The model's name to clients: as set, else the folder's last name, else the hub id."""
+    """The model's name to clients: as set, else the folder's last name or the GGUF file's, else the hub id."""
     if served_model_name:
         return served_model_name
     path = Path(model)
     if path in DEMO_IDS:
         return DEMO_IDS[path]
+    if path.suffix == ".gguf" and path.is_file():
+        return path.stem
     return path.resolve().name if path.is_dir() else model
 
 

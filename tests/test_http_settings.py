@@ -504,6 +504,8 @@ def test_the_served_id(tmp_path: Path) -> None:
     assert served_model_id(str(folder), None) == "my-model"
     assert served_model_id(f"{folder}/", None) == "my-model"
     assert served_model_id("org/name", None) == "org/name"
+    (tmp_path / "tiny-Q4_K_M.gguf").touch()
+    assert served_model_id(str(tmp_path / "tiny-Q4_K_M.gguf"), None) == "tiny-Q4_K_M"
     assert served_model_id("org/name", "mine") == "mine"
     assert served_model_id(str(DEMO_MODEL), None) == "octavo-demo"
     assert served_model_id(str(DEMOS["seq2seq"]), None) == "octavo-demo-seq2seq"

@@ -243,9 +243,12 @@ def test_words_of_names() -> None:
         assert family in runs_of_words(name)
 
 
-@pytest.mark.parametrize("path", cases("engine.model", "engine.backends.attention", but=("engine.model.families",)))
+@pytest.mark.parametrize(
+    "path",
+    cases("engine.model", "engine.backends.attention", but=("engine.model.families", "engine.model.gguf")),
+)
 def test_no_family_is_named_in_the_transformer(path: Path) -> None:
-    """Families live in families/; the parts and the stack know none of them."""
+    """Families live in families/, and what llama.cpp calls them in gguf/; the parts and the stack know none of them."""
     files = (ROOT / "engine/model/families").glob("*.py")
     families = {file.stem for file in files if "\nFAMILY = " in file.read_text(encoding="utf-8")}
     assert families
@@ -317,7 +320,8 @@ def test_the_engine_loads_no_web_framework() -> None:
 def test_only_dates_are_read_from_the_wall_clock() -> None:
     """All that waits or measures goes by a clock that does not jump."""
     dates = {
-        "engine/model/quantised_cache.py",  # ages of files
+        "engine/model/gguf/folder.py",  # ages of files
+        "engine/model/quantised_cache.py",
         "engine/backends/native/loading.py",
         "engine/process/kv_events.py",  # when events were published
         "server/answering/answer.py",  # `created`

@@ -197,7 +197,7 @@ def test_a_truncated_or_foreign_file_is_named(folder: Callable[[str], Path]) -> 
             load(path)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth", "model.pt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.h5", "consolidated.00.pth", "model.pt"])
 def test_other_formats_are_refused_with_what_to_do(name: str, folder: Callable[[str], Path]) -> None:
     path = folder("llama")
     (path / weight_files.SINGLE_FILE).rename(path / name)

@@ -28,7 +28,10 @@ def parser() -> OneLineParser:
     """A name or a checkpoint, and --json."""
     made = OneLineParser(prog=PROG, usage=f"{PROG} [NAME|MODEL] [flags]", description=DESCRIPTION)
     made.add_argument(
-        "model", metavar="MODEL", nargs="?", help="part of a family's or an architecture's name; or a folder or hub id"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="part of a family's or an architecture's name; or a folder, GGUF file or hub id",
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
@@ -125,6 +128,9 @@ def _examine(model: str) -> _Verdict:
          tokenizer and tokenizer.vocab_size),
         ("chat template", "yes" if chats else "no", chats),
     ]  # fmt: skip
+    if facts.stored:
+        held = ", ".join(f"{name} {held / 2**20:.1f} MiB" for name, held in facts.stored.items())
+        shown.insert(3, ("stored as", held, facts.stored))
     if facts.max_encoder_len is not None:
         shown.insert(3, ("prompts", f"{facts.max_encoder_len} tokens, read by the encoder", facts.max_encoder_len))
     ways = [f"octavo serve {model}"]

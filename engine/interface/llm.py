@@ -30,7 +30,7 @@ class LLM(PoolingMethods):
     """A model in this process: to generate with, to embed, compare or classify texts, or to fill in masked tokens.
 
     Args:
-        model: local folder or hub id.
+        model: local folder, GGUF file or hub id.
         **settings: the other fields of `EngineConfig`. Steps may take as long as they like unless max_step_time is
             given: no client waits for the end of one here, and a prompt is computed fastest in one piece.
 

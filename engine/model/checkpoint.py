@@ -23,6 +23,7 @@ from engine.errors import ModelLoadError, NotDownloadedError, UnsupportedModelEr
 from engine.model import families
 from engine.model.config_values import check_values, read_values
 from engine.model.families.language_part import language_part
+from engine.model.gguf.folder import SUFFIX, single_file, stand_in
 
 logger = logging.getLogger("octavo.model")
 
@@ -53,10 +54,10 @@ _PATTERNS = (
 
 
 def locate(model: str, revision: str | None = None, hf_token: str | None = None, *, download: bool = True) -> Path:
-    """The folder of a checkpoint, downloaded if `model` is a hub id.
+    """The folder of a checkpoint, downloaded if `model` is a hub id; of a GGUF file the one that stands for it.
 
     Args:
-        model: local folder, or hub id such as "org/name".
+        model: local folder, GGUF file, or hub id such as "org/name".
         revision: branch, tag or commit on the hub.
         hf_token: token for gated models; else HF_TOKEN or the token of `hf auth login`.
         download: false: only what is in the local cache already.
@@ -66,14 +67,22 @@ def locate(model: str, revision: str | None = None, hf_token: str | None = None,
     """
     path = Path(model).expanduser()
     if path.is_dir():
+        if (file := single_file(path)) is not None:
+            return stand_in(file)
         if not _is_checkpoint(path):
             raise ModelLoadError(
                 f"The folder {path} holds no config.json, so it is no checkpoint in Hugging Face's layout. "
-                "Give the folder that holds config.json and the safetensors files."
+                "Give the folder that holds config.json and the safetensors files, or a GGUF file."
             )
         return path
+    if path.suffix == SUFFIX:
+        if not path.exists():
+            raise ModelLoadError(f"The file {path} does not exist.")
+        return stand_in(path)
     if path.exists():
-        raise ModelLoadError(f"{path} is a file; give the folder of the checkpoint that holds config.json.")
+        raise ModelLoadError(
+            f"{path} is a file; give the folder of the checkpoint that holds config.json, or a file *{SUFFIX}."
+        )
     if _looks_like_path(model):
         advice = _near(path) or " Name one that holds config.json, or a model on the hub, such as org/name."
         raise ModelLoadError(f"The folder {path} does not exist.{advice}")

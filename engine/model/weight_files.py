@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's safetensors files: which files there are, and what they hold."""
+"""The tensors of a checkpoint's safetensors files, or its GGUF file: which files there are, and what they hold."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelLoadError
+from engine.model.gguf.folder import LINK, SUFFIX
+from engine.model.gguf.weights import GgufWeights, stored_formats
 from engine.model.stored.scheme import Packed, Scheme
 from engine.model.table import WeightTable
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
+_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 _SHOWN = 5
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files, under the names of a weight table; a context manager.
+    """The tensors of a folder's files, under the names of a weight table; a context manager.
 
     Args:
         scheme: how matrices are stored that take several tensors each: they are found as one.
@@ -44,9 +46,11 @@ class Checkpoint:
             self.files = weight_files(self.path)
             for file in self.files:
                 with _readable(file):
-                    handle = stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+                    handle = _opened(file, stack)
                     self._handles[file] = handle
                     keys = list(handle.keys())
+                if isinstance(handle, GgufWeights):
+                    self.path = file.resolve()  # for messages: the folder is our own
                 for key in keys:
                     if key in self.names:
                         raise ModelLoadError(
@@ -78,6 +82,15 @@ class Checkpoint:
             elif stored not in others and not stored.endswith(scheme.unread):
                 names[stored] = place
         self.names = names
+
+    @property
+    def title(self) -> str | None:
+        """How weights are stored that are not plain tensors, for messages: `4-bit GPTQ`."""
+        if self.scheme is not None:
+            return self.scheme.title
+        if any(isinstance(handle, GgufWeights) for handle in self._handles.values()):
+            return f"GGUF ({', '.join(stored_formats(self.path))})"
+        return None
 
     @property
     def num_elements(self) -> int:
@@ -135,6 +148,12 @@ class Checkpoint:
             return self._handles[file].get_slice(key)
 
 
+def _opened(file: Path, stack: ExitStack) -> Any:
+    if file.suffix == SUFFIX:
+        return GgufWeights(file)
+    return stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+
+
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
     try:
@@ -150,7 +169,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder.
+    """The safetensors files of a checkpoint folder, or the GGUF file that it stands for.
 
     Raises:
         ModelLoadError: there are none, the index is damaged, or it names a file that is missing or lies
@@ -159,6 +178,8 @@ def weight_files(path: Path) -> list[Path]:
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     index = path / INDEX_FILE
+    if not index.is_file() and (path / LINK).is_symlink():
+        return [path / LINK]
     if not index.is_file():
         raise ModelLoadError(_no_weights(path))
     try:

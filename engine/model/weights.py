@@ -1,4 +1,4 @@
-"""Strict loading of weights from safetensors.
+"""Strict loading of weights.
 
 Every parameter is filled and every tensor of the checkpoint is used or known to be needless; names and
 shapes are checked before any data is read. Each tensor is read once and copied into its place.
@@ -78,9 +78,9 @@ def load_model(
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
         destinations = _plan(checkpoint, table, model)
-        if scheme is not None:
+        if checkpoint.title is not None:
             held = f"quantised again ({quantization})" if quantization else f"widened to {str(dtype)[6:]}"
-            logger.info("%s: weights are stored as %s, and %s as they are read.", path, scheme.title, held)
+            logger.info("%s: weights are stored as %s, and %s as they are read.", path, checkpoint.title, held)
         if quantization is None:
             _fill(checkpoint, destinations, show_progress)
         else:

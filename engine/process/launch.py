@@ -194,8 +194,8 @@ class EngineProcess:
 
 
 def _downloads(config: EngineConfig) -> bool:
-    """The checkpoint may have to come from the hub: it is no folder."""
-    return not Path(config.model).expanduser().is_dir()
+    """The checkpoint may have to come from the hub: it is no folder, and no file."""
+    return not Path(config.model).expanduser().exists()
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

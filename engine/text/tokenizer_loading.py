@@ -40,6 +40,8 @@ ELSEWISE = frozenset(
         "voxtral_realtime",
     }
 )  # fmt: skip
+# What a folder that stands for a GGUF file says where no tokenizer can be made of it (`engine.model.gguf.folder`).
+NO_TOKENIZER = "no_tokenizer.txt"
 # Files that say which tokenizer class to use and complete it.
 COMPANION_FILES = ("config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
 
@@ -64,6 +66,8 @@ def load_tokenizer(
     folder = Path(path_or_id)
     if not folder.is_dir():
         folder = _download(str(path_or_id), revision, hf_token)
+    if (why := folder / NO_TOKENIZER).is_file():
+        raise ModelLoadError(why.read_text(encoding="utf-8"))
     if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
         return None
     try:
@@ -98,6 +102,8 @@ def is_generic(folder: Path) -> bool:
     """`AutoTokenizer` would make of the folder what its tokenizer.json alone makes. It would also import torch and
     the model's code, which takes seconds."""
     settings = _read(folder / "tokenizer_config.json")
+    if settings.get("made_from") == "gguf":  # whatever class the kind of model would have
+        return True
     return (
         (folder / "tokenizer.json").is_file()
         and settings.get("tokenizer_class") in GENERIC

@@ -1,0 +1,85 @@
+"""How a tensor lies in a GGUF file where transformers has it otherwise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class Arrangement(ABC):
+    """What becomes of a tensor as it is read."""
+
+    by_rows = False
+    """Some rows can be read alone."""
+
+    @abstractmethod
+    def shape(self, stored: Shape) -> Shape:
+        """Of the result."""
+
+    @abstractmethod
+    def arrange(self, stored: Tensor) -> Tensor:
+        """The result."""
+
+
+@dataclass(frozen=True)
+class AsStored(Arrangement):
+    """The same."""
+
+    by_rows = True
+
+    def shape(self, stored: Shape) -> Shape:
+        return stored
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return stored
+
+
+@dataclass(frozen=True)
+class Interleaved(Arrangement):
+    """Rows of queries or keys in the order in which llama.cpp turns neighbours: the two halves of a head alternate."""
+
+    heads: int
+
+    def shape(self, stored: Shape) -> Shape:
+        return stored
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        split = stored.view(self.heads, -1, 2, *stored.shape[1:])
+        return split.transpose(1, 2).reshape(stored.shape)
+
+
+@dataclass(frozen=True)
+class AboveOne(Arrangement):
+    """Weights of norms that count from 1 are stored with 1 added."""
+
+    def shape(self, stored: Shape) -> Shape:
+        return stored
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return stored.float() - 1
+
+
+@dataclass(frozen=True)
+class Turned(Arrangement):
+    """A matrix that transformers has inputs by outputs."""
+
+    def shape(self, stored: Shape) -> Shape:
+        return stored[::-1]
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return stored.t()
+
+
+@dataclass(frozen=True)
+class OneRow(Arrangement):
+    """A matrix of one row that is stored without that dimension."""
+
+    def shape(self, stored: Shape) -> Shape:
+        return stored if len(stored) == 2 else (1, *stored)
+
+    def arrange(self, stored: Tensor) -> Tensor:
+        return stored.view(self.shape(tuple(stored.shape)))

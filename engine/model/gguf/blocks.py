@@ -1,0 +1,224 @@
+"""The formats in which a GGUF file holds numbers: blocks of some numbers each, with what scales them.
+
+What each bit means is told by ggml's reference (ggml-quants.c). Products and sums are made in float32 in the order
+that the reference has them, so that the numbers are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import UnsupportedModelError
+
+Decode = Callable[[Tensor], Tensor]
+"""Makes float32 numbers [blocks, numbers] of bytes [blocks, size]."""
+
+_CHUNK = 1 << 20
+"""Numbers that are decoded at once: what is made on the way takes some 20 bytes of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """A format.
+
+    Attributes:
+        name: as ggml has it.
+        numbers, size: of a block, how many numbers it has and the bytes that these take.
+        plain: the format of torch that this is, if it is one.
+        decode: None where it is none, or is not read.
+    """
+
+    name: str
+    numbers: int
+    size: int
+    plain: torch.dtype | None = None
+    decode: Decode | None = None
+
+
+def dequantise(data: Tensor, format: BlockFormat) -> Tensor:
+    """The numbers [n] of bytes [n / numbers * size], in float32, or as they are where they are plain.
+
+    Raises:
+        UnsupportedModelError: the format is not read.
+    """
+    if format.plain is not None:
+        return data.view(format.plain)
+    if format.decode is None:
+        raise UnsupportedModelError(f"the format {format.name} is not read. Read are {', '.join(readable_formats())}.")
+    blocks = data.view(-1, format.size)
+    out = torch.empty(len(blocks), format.numbers)
+    step = _CHUNK // format.numbers
+    for start in range(0, len(blocks), step):
+        out[start : start + step] = format.decode(blocks[start : start + step])
+    return out.view(-1)
+
+
+def _half(octets: Tensor) -> Tensor:
+    """float16 numbers [blocks, 1] of bytes [blocks, 2]."""
+    return octets.contiguous().view(torch.float16).float()
+
+
+def _fields(octets: Tensor, width: int, bits: int) -> Tensor:
+    """Integers [blocks, groups, 8 / bits, width] of so many bits: a group is `width` bytes, whose lowest bits are the
+    first `width` integers."""
+    grouped = octets.reshape(len(octets), -1, width)
+    shifts = range(0, 8, bits)
+    return torch.stack([grouped >> shift & (1 << bits) - 1 for shift in shifts], dim=2)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    q = _fields(blocks[:, 2:], 16, 4).view(-1, 32)
+    return (q.float() - 8).mul_(_half(blocks[:, :2]))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    q = _fields(blocks[:, 4:], 16, 4).view(-1, 32)
+    return q.float().mul_(_half(blocks[:, :2])).add_(_half(blocks[:, 2:4]))
+
+
+def _fifth_bits(octets: Tensor) -> Tensor:
+    """16, or 0, for each bit [blocks, 32] of bytes [blocks, 4]."""
+    return (octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).view(-1, 32) << 4
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    q = _fields(blocks[:, 6:], 16, 4).view(-1, 32) | _fifth_bits(blocks[:, 2:6])
+    return (q.float() - 16).mul_(_half(blocks[:, :2]))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    q = _fields(blocks[:, 8:], 16, 4).view(-1, 32) | _fifth_bits(blocks[:, 4:8])
+    return q.float().mul_(_half(blocks[:, :2])).add_(_half(blocks[:, 2:4]))
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks[:, :2]))
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16, with a scale and a minimum of 4 bits each."""
+    scales, scale, minimum = blocks[:, :16], _half(blocks[:, 80:82]), _half(blocks[:, 82:])
+    q = _fields(blocks[:, 16:80], 32, 2).view(-1, 16, 16).float()
+    q.mul_((scale * (scales & 15).float())[..., None])
+    return q.sub_((minimum * (scales >> 4).float())[..., None]).view(-1, 256)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16, with a scale of 6 bits each. The third bit of a number says that 4 is not to be subtracted."""
+    high, low, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
+    sixths = _fields(packed[:, :8], 8, 4).view(-1, 16) | _fields(packed[:, 8:], 4, 2).view(-1, 16) << 4
+    scales = _half(blocks[:, 108:]) * (sixths.float() - 32)
+    q = _fields(low, 32, 2).view(-1, 256).float()
+    q.sub_(4 - 4 * _fields(high, 32, 1).view(-1, 256).float())
+    return q.view(-1, 16, 16).mul_(scales[..., None]).view(-1, 256)
+
+
+def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima of 6 bits each [blocks, 8], of bytes [blocks, 12]."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), dim=1)
+    minima = torch.cat((second & 63, third >> 4 | second >> 2 & 48), dim=1)
+    return scales.float(), minima.float()
+
+
+def _with_minima(q: Tensor, blocks: Tensor) -> Tensor:
+    """Numbers of integers [blocks, 256] in 8 groups, by what the first 16 bytes of a block say."""
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    numbers = q.float().view(-1, 8, 32).mul_((_half(blocks[:, :2]) * scales)[..., None])
+    return numbers.sub_((_half(blocks[:, 2:4]) * minima)[..., None]).view(-1, 256)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _with_minima(_fields(blocks[:, 16:], 32, 4), blocks)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    high = _fields(blocks[:, 16:48], 32, 1).view(-1, 256) << 4
+    return _with_minima(_fields(blocks[:, 48:], 32, 4).view(-1, 256) | high, blocks)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16, with a scale of 8 bits each."""
+    low, high = _fields(blocks[:, :128], 64, 4).view(-1, 256), _fields(blocks[:, 128:192], 32, 2).view(-1, 256)
+    scales = _half(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
+    q = (low | high << 4).float().sub_(32)
+    return q.view(-1, 16, 16).mul_(scales[..., None]).view(-1, 256)
+
+
+_UNEVEN = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.float32)
+"""What the integers of IQ4 stand for."""
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _UNEVEN[_fields(blocks[:, 2:], 16, 4).view(-1, 32).int()].mul_(_half(blocks[:, :2]))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    """8 groups of 32, with a scale of 6 bits each."""
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).view(-1, 8)
+    high = (blocks[:, 2:4, None] >> torch.tensor((0, 2, 4, 6), dtype=torch.uint8) & 3).view(-1, 8)
+    scales = _half(blocks[:, :2]) * ((low | high << 4).float() - 32)
+    q = _UNEVEN[_fields(blocks[:, 8:], 16, 4).view(-1, 256).int()]
+    return q.view(-1, 8, 32).mul_(scales[..., None]).view(-1, 256)
+
+
+_FP4 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.float32)
+"""What the integers of MXFP4 stand for, doubled."""
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    powers = torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 128)
+    return _FP4[_fields(blocks[:, 1:], 16, 4).view(-1, 32).int()].mul_(powers)
+
+
+_FORMATS: dict[int, BlockFormat] = {
+    0: BlockFormat("F32", 1, 4, plain=torch.float32),
+    1: BlockFormat("F16", 1, 2, plain=torch.float16),
+    2: BlockFormat("Q4_0", 32, 18, decode=_q4_0),
+    3: BlockFormat("Q4_1", 32, 20, decode=_q4_1),
+    6: BlockFormat("Q5_0", 32, 22, decode=_q5_0),
+    7: BlockFormat("Q5_1", 32, 24, decode=_q5_1),
+    8: BlockFormat("Q8_0", 32, 34, decode=_q8_0),
+    9: BlockFormat("Q8_1", 32, 40),
+    10: BlockFormat("Q2_K", 256, 84, decode=_q2_k),
+    11: BlockFormat("Q3_K", 256, 110, decode=_q3_k),
+    12: BlockFormat("Q4_K", 256, 144, decode=_q4_k),
+    13: BlockFormat("Q5_K", 256, 176, decode=_q5_k),
+    14: BlockFormat("Q6_K", 256, 210, decode=_q6_k),
+    15: BlockFormat("Q8_K", 256, 292),
+    16: BlockFormat("IQ2_XXS", 256, 66),
+    17: BlockFormat("IQ2_XS", 256, 74),
+    18: BlockFormat("IQ3_XXS", 256, 98),
+    19: BlockFormat("IQ1_S", 256, 50),
+    20: BlockFormat("IQ4_NL", 32, 18, decode=_iq4_nl),
+    21: BlockFormat("IQ3_S", 256, 110),
+    22: BlockFormat("IQ2_S", 256, 82),
+    23: BlockFormat("IQ4_XS", 256, 136, decode=_iq4_xs),
+    24: BlockFormat("I8", 1, 1),
+    25: BlockFormat("I16", 1, 2),
+    26: BlockFormat("I32", 1, 4),
+    27: BlockFormat("I64", 1, 8),
+    28: BlockFormat("F64", 1, 8, plain=torch.float64),
+    29: BlockFormat("IQ1_M", 256, 56),
+    30: BlockFormat("BF16", 1, 2, plain=torch.bfloat16),
+    34: BlockFormat("TQ1_0", 256, 54),
+    35: BlockFormat("TQ2_0", 256, 66),
+    39: BlockFormat("MXFP4", 32, 17, decode=_mxfp4),
+    40: BlockFormat("NVFP4", 64, 36),
+    41: BlockFormat("Q1_0", 128, 18),
+}
+"""By ggml's number of each."""
+
+
+def find_format(number: int) -> BlockFormat | None:
+    """The format that ggml calls so; None for none."""
+    return _FORMATS.get(number)
+
+
+def readable_formats() -> tuple[str, ...]:
+    """The names of those that are read."""
+    return tuple(format.name for format in _FORMATS.values() if format.plain is not None or format.decode is not None)

@@ -1,0 +1,151 @@
+"""A folder that stands for a GGUF file: a config, a tokenizer and a link to the file, laid out like any checkpoint.
+
+It is kept in this user's cache, under a name that changes with the file, and made once: a vocabulary without merges
+takes a second to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.host.folders import cache_folder, make_private, make_spare
+from engine.model.gguf.architectures import describe
+from engine.model.gguf.container import Gguf, read_gguf
+from engine.model.gguf.vocabulary import end_ids, special_ids, tokenizer_files
+
+LINK = "model.gguf"
+"""The name of the link to the file."""
+NO_TOKENIZER = "no_tokenizer.txt"
+"""The file that says why there is no tokenizer."""
+SUFFIX = ".gguf"
+
+_FORMAT = 1
+"""Changes with what is written."""
+_UNFINISHED = ".octavo-writing-"
+_KEPT_SECONDS = 30 * 24 * 3600
+_SHOWN = 5
+
+
+def single_file(folder: Path) -> Path | None:
+    """The GGUF file that is a folder's model; None where it holds safetensors, or no GGUF file.
+
+    Raises:
+        ModelLoadError: there are several.
+    """
+    # Projectors of images lie beside the models that they are for.
+    found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("mmproj"))
+    if not found or any(folder.glob("*.safetensors*")):
+        return None
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:_SHOWN])
+        raise ModelLoadError(f"{folder} holds {len(found)} GGUF files ({names}): name one of them, such as {found[0]}.")
+    return found[0]
+
+
+def stand_in(path: Path) -> Path:
+    """The folder that stands for a GGUF file, which is made if it is not there.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or the folder not be made.
+        UnsupportedModelError: the model is of a kind that is not read.
+    """
+    try:
+        whole = path.resolve(strict=True)
+        status = whole.stat()
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read ({error.strerror}).") from error
+    identity = [_FORMAT, str(whole), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    name = f"{whole.stem[:64]}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
+    problem: OSError | RuntimeError | None = None
+    for place in (_usual, _spare):
+        try:
+            folder = place() / name
+            if not folder.is_dir():
+                _tidy(folder.parent)
+                _make(folder, whole)
+            with contextlib.suppress(OSError):
+                os.utime(folder)
+            return folder
+        except PermissionError as error:
+            if error.filename == str(whole):
+                raise
+            problem = error
+        except (OSError, RuntimeError) as error:
+            problem = error
+    raise ModelLoadError(
+        f"The config and the tokenizer of {path} cannot be written to this user's cache ({problem}). Set "
+        "XDG_CACHE_HOME to a folder that can be written to."
+    )
+
+
+def _usual() -> Path:
+    folder = cache_folder("gguf")
+    make_private(folder)
+    return folder
+
+
+def _spare() -> Path:
+    return make_spare("gguf")
+
+
+def _make(folder: Path, path: Path) -> None:
+    """Beside its place, and renamed into it: no reader sees half of it, and two processes may make the same."""
+    contents = _contents(read_gguf(path))
+    draft = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder.parent))
+    try:
+        for name, content in contents.items():
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            (draft / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        (draft / LINK).symlink_to(path)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _contents(file: Gguf) -> dict[str, Any]:
+    """The files of the folder."""
+    _, config = describe(file)
+    roles, ends = special_ids(file), end_ids(file)
+    ids = {f"{role}_token_id": roles.get(role) for role in ("bos", "pad")} | {"eos_token_id": ends or None}
+    found: dict[str, Any] = {
+        "config.json": config | ids | {"dtype": _dtype(file)},
+        "generation_config.json": {name: value for name, value in ids.items() if value is not None},
+    }
+    try:
+        found |= tokenizer_files(file)
+    except UnsupportedModelError as error:
+        found[NO_TOKENIZER] = str(error)
+    return found
+
+
+def _dtype(file: Gguf) -> str:
+    """The format to compute in: that of the largest tensor, bfloat16 where it is stored in few bits."""
+    largest = max(file.tensors.values(), key=lambda info: info.size, default=None)
+    plain = None if largest is None else largest.format.plain
+    return str(plain if plain in (torch.float32, torch.float16) else torch.bfloat16).removeprefix("torch.")
+
+
+def _tidy(place: Path) -> None:
+    """Remove folders of files that are gone, or were not used for long, and what killed processes have left."""
+    now = time.time()
+    for folder in place.iterdir():
+        with contextlib.suppress(OSError):
+            old = now - folder.stat().st_mtime > _KEPT_SECONDS
+            left = folder.name.startswith(_UNFINISHED)
+            if old or (not left and not (folder / LINK).exists()):
+                shutil.rmtree(folder)

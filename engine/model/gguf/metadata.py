@@ -1,0 +1,110 @@
+"""What a GGUF file says of its model, asked for by name and kind: a value that nothing asks for is refused at the end,
+so that none is overlooked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.gguf.container import Gguf
+
+_HARMLESS = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned", "attention.causal")
+"""Of an architecture's settings those that change nothing, or that tensors tell better."""
+
+
+class Metadata:
+    """The settings of an architecture, below its name; others by their whole names.
+
+    Args:
+        file: with the tensors, of which some tell a setting.
+    """
+
+    def __init__(self, file: Gguf):
+        self.file = file
+        self.architecture = str(file.metadata.get("general.architecture", ""))
+        self._asked = {f"{self.architecture}.{name}" for name in _HARMLESS}
+
+    def has(self, name: str) -> bool:
+        """There is such a setting of the architecture."""
+        return f"{self.architecture}.{name}" in self.file.metadata
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number; of a list with one value for each layer, that value.
+
+        Raises:
+            ModelLoadError: there is none, or another kind of value.
+            UnsupportedModelError: layers differ in it.
+        """
+        value = self._value(name, default)
+        if isinstance(value, list) and value:
+            if any(other != value[0] for other in value):
+                raise UnsupportedModelError(
+                    f"{self.file.path}: layers differ in {self.architecture}.{name}, which is not supported of GGUF "
+                    "files. Use the checkpoint in safetensors."
+                )
+            value = value[0]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self._wrong(name, value, "a whole number")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number.
+
+        Raises:
+            ModelLoadError: there is none, or another kind of value.
+        """
+        value = self._value(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self._wrong(name, value, "a number")
+        return float(value)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A text.
+
+        Raises:
+            ModelLoadError: there is none, or another kind of value.
+        """
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "a text")
+        return value
+
+    def must_be(self, name: str, *allowed: Any, otherwise: str) -> None:
+        """Refuse other values of a setting that may be absent.
+
+        Raises:
+            UnsupportedModelError: with what is not supported.
+        """
+        if self.has(name) and (value := self._value(name, None)) not in allowed:
+            wanted = " or ".join(map(str, allowed))
+            raise UnsupportedModelError(
+                f"{self.file.path}: {self.architecture}.{name} must be {wanted}, got {ascii(value)[:80]}: {otherwise} "
+                "not supported of GGUF files of this architecture. Use the checkpoint in safetensors."
+            )
+
+    def check_all_asked(self) -> None:
+        """Refuse settings of the architecture that nothing has asked for.
+
+        Raises:
+            UnsupportedModelError: names them.
+        """
+        prefix = f"{self.architecture}."
+        left = sorted(name for name in self.file.metadata if name.startswith(prefix) and name not in self._asked)
+        if left:
+            raise UnsupportedModelError(
+                f"{self.file.path} has settings that are not supported of GGUF files of the architecture "
+                f"{self.architecture}: {', '.join(left[:5])}. Use the checkpoint in safetensors."
+            )
+
+    def _value(self, name: str, default: object) -> Any:
+        whole = f"{self.architecture}.{name}"
+        self._asked.add(whole)
+        return self.file.metadata.get(whole, default)
+
+    def _wrong(self, name: str, value: object, wanted: str) -> ModelLoadError:
+        found = "there is none" if value is None else f"found {ascii(value)[:80]}"
+        return ModelLoadError(
+            f"{self.file.path}: {self.architecture}.{name} of its metadata should be {wanted}, but {found}. "
+            "Download it again."
+        )

@@ -1,0 +1,63 @@
+"""The numbers of a GGUF file's tensors."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.gguf.blocks import dequantise, readable_formats
+from engine.model.gguf.container import Gguf, TensorInfo
+
+_MOST_SETTINGS = 1 << 16
+
+
+def mapped(path: Path) -> Tensor:
+    """The bytes of a file, which are read where they are used. Writing to them changes no file."""
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+
+def read_tensor(data: Tensor, info: TensorInfo, start: int = 0, stop: int | None = None) -> Tensor:
+    """Items [start, stop) of a tensor's first dimension: as they are stored where they are plain, else in float32.
+
+    Args:
+        data: of the file.
+    """
+    stop = info.shape[0] if stop is None else min(stop, info.shape[0])
+    if len(info.shape) == 1:  # a row of blocks
+        return dequantise(data[info.begin : info.begin + info.size], info.format)[start:stop]
+    size = info.size // info.shape[0]
+    octets = data[info.begin + start * size : info.begin + stop * size]
+    return dequantise(octets, info.format).view(stop - start, *info.shape[1:])
+
+
+def read_numbers(file: Gguf, name: str) -> list[float]:
+    """A tensor that is a setting.
+
+    Raises:
+        ModelLoadError: there is none, or one of too many numbers.
+    """
+    info = file.tensors.get(name)
+    if info is None:
+        raise ModelLoadError(f"{file.path} lacks the tensor {name}. Download it again.")
+    if math.prod(info.shape) > _MOST_SETTINGS:
+        raise ModelLoadError(f"{file.path}: the tensor {name} has the shape {list(info.shape)}, too many numbers.")
+    check_readable(file.path, info)
+    numbers: list[float] = read_tensor(mapped(file.path), info).double().flatten().tolist()
+    return numbers
+
+
+def check_readable(path: Path, info: TensorInfo) -> None:
+    """Refuse a tensor of a format that is not read.
+
+    Raises:
+        UnsupportedModelError: names it.
+    """
+    if info.format.plain is None and info.format.decode is None:
+        raise UnsupportedModelError(
+            f"{path}: the tensor {info.name} is stored as {info.format.name}, which is not read. Read are "
+            f"{', '.join(readable_formats())}. Use a file in one of these formats, such as Q4_K_M or Q8_0."
+        )

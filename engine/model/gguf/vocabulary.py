@@ -1,0 +1,248 @@
+"""The tokenizer of a GGUF file, as the `tokenizer.json` and `tokenizer_config.json` of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import UnsupportedModelError
+from engine.model.gguf.container import Gguf
+from engine.model.gguf.splitting import BEGINS, MERGES_LAST, normalizer, splitter
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of tokens
+_BLANK = "▁"
+_LONGEST = 1024  # characters of a token whose merges are sought
+_ENDS = frozenset(
+    {
+        "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>", "<|eot|>",
+        "<｜end▁of▁sentence｜>", "<|return|>",
+    }
+)  # fmt: skip
+"""Control tokens that end an answer wherever they are in a vocabulary, as llama.cpp has it: most files name one end."""
+_TEXT_ROLES = ("bos", "eos", "unk", "pad")
+_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def special_ids(file: Gguf) -> dict[str, int]:
+    """The ids of tokens that have a role: bos, eos, unk, pad, of those that the file names."""
+    size = len(_texts(file, "tokens"))
+    found = {role: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in _KEYS.items()}
+    return {role: value for role, value in found.items() if isinstance(value, int) and 0 <= value < size}
+
+
+def end_ids(file: Gguf) -> list[int]:
+    """All tokens that end an answer, the file's own eos first."""
+    tokens, kinds = _texts(file, "tokens"), _numbers(file, "token_type")
+    named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    known = [
+        number
+        for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == _CONTROL and text in _ENDS
+    ]
+    return list(
+        dict.fromkeys(value for value in (*named, *known) if isinstance(value, int) and 0 <= value < len(tokens))
+    )
+
+
+def tokenizer_files(file: Gguf) -> dict[str, Any]:
+    """The contents of the files, by their names.
+
+    Raises:
+        UnsupportedModelError: the tokenizer is of a kind, or splits texts in a way, that is not known exactly.
+    """
+    tokens = _texts(file, "tokens")
+    if not tokens:
+        raise _unsupported(file, "it holds no vocabulary")
+    vocabulary = {text: number for number, text in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        twice = next(text for number, text in enumerate(tokens) if vocabulary[text] != number)
+        raise _unsupported(file, f"its vocabulary holds {ascii(twice)[:80]} twice")
+    kind = file.metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        made = _byte_level(file, vocabulary)
+    elif kind == "llama":
+        made = _by_scores(file, tokens)
+    else:
+        raise _unsupported(file, f"its tokenizer.ggml.model is {ascii(kind)[:80]}, and gpt2 and llama are known")
+    ids = special_ids(file)
+    words = {f"{role}_token": tokens[ids[role]] for role in _TEXT_ROLES if role in ids}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "made_from": "gguf",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length"),
+        **words,
+    }
+    if (template := _chat_template(file)) is not None:
+        settings["chat_template"] = template
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(file, tokens, ids),
+        "post_processor": _frame(file, kind, tokens, ids),
+        **made,
+    }
+    return {"tokenizer.json": content, "tokenizer_config.json": settings}
+
+
+def _byte_level(file: Gguf, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """Merges of bytes, which are written as printable characters."""
+    name = _split_name(file)
+    split = splitter(name)
+    if split is None:
+        raise _unsupported(
+            file, f"it splits texts by {ascii(name)[:80]} (tokenizer.ggml.pre), which is not known exactly"
+        )
+    merges = [merge.split(" ") for merge in _texts(file, "merges")]
+    if not merges or any(len(merge) != 2 for merge in merges):
+        raise _unsupported(file, "its tokenizer.ggml.merges are absent, or are no pairs")
+    return {
+        "normalizer": normalizer(name),
+        "pre_tokenizer": split,
+        "decoder": _BYTES,
+        "model": _bpe(vocabulary, merges, ignore_merges=name in MERGES_LAST),
+    }
+
+
+def _by_scores(file: Gguf, tokens: list[str]) -> dict[str, Any]:
+    """SentencePiece's merges: those that give the token with the best score come first."""
+    scores = _numbers(file, "scores")
+    if len(scores) != len(tokens):
+        raise _unsupported(file, f"it has {len(scores)} scores for {len(tokens)} tokens")
+    architecture = file.metadata.get("general.architecture")
+    spaced = file.metadata.get("tokenizer.ggml.add_space_prefix", True) is True
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
+    joined: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _BLANK}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+    ]  # fmt: skip
+    if spaced:
+        joined.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normal: dict[str, Any] | None = None
+    split: dict[str, Any] | None = None
+    if architecture in ("gemma", "gemma2", "gemma3"):
+        # Runs of blanks are stored as such, and scores do not follow the order of merges: that of the tokens does.
+        tokens = [_BLANK * len(text) if text.strip(" ") == "" else text for text in tokens]
+        scores = [-float(number) for number in range(len(tokens))]
+        normal = replace
+        split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    elif architecture == "phi3" and spaced:
+        normal = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _BLANK}, replace]}
+    else:
+        scheme = "first" if spaced else "never"
+        split = {"type": "Metaspace", "replacement": _BLANK, "prepend_scheme": scheme, "split": False}
+    vocabulary = {text: number for number, text in enumerate(tokens)}
+    unknown = special_ids(file).get("unk")
+    return {
+        "normalizer": normal,
+        "pre_tokenizer": split,
+        "decoder": {"type": "Sequence", "decoders": joined},
+        "model": _bpe(
+            vocabulary,
+            _merges(file, tokens, scores, vocabulary),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        ),
+    }
+
+
+def _merges(file: Gguf, tokens: list[str], scores: list[float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, those with the best score first."""
+    found: list[tuple[float, int, int, int, int, str, str]] = []
+    for place, (text, score) in enumerate(zip(tokens, scores, strict=True)):
+        if len(text) > _LONGEST:
+            raise _unsupported(file, f"token {place} is {len(text)} characters long, and {_LONGEST} are the most")
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in vocabulary and right in vocabulary:
+                found.append((-score, -cut, cut - len(text), place, cut, left, right))
+    found.sort(key=lambda merge: merge[:5])
+    return [(merge[5], merge[6]) for merge in found]
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: Any, **settings: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, **settings,
+        "vocab": vocabulary, "merges": merges,
+    }  # fmt: skip
+
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def _added(file: Gguf, tokens: list[str], ids: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Tokens that are never cut: those for control are special."""
+    kinds = _numbers(file, "token_type")
+    control = {number for number, kind in enumerate(kinds[: len(tokens)]) if kind in (_CONTROL, _UNKNOWN)}
+    control |= set(ids.values())
+    whole = {number for number, kind in enumerate(kinds[: len(tokens)]) if kind == _USER_DEFINED}
+    return [
+        {
+            "id": number, "content": tokens[number], "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": number in control,
+        }
+        for number in sorted(control | whole)
+        if tokens[number]
+    ]  # fmt: skip
+
+
+def _frame(file: Gguf, kind: object, tokens: list[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
+    """What stands before and after a text."""
+    begins = kind == "llama" or _split_name(file) in BEGINS
+    first = file.metadata.get("tokenizer.ggml.add_bos_token", begins) is True and "bos" in ids
+    last = file.metadata.get("tokenizer.ggml.add_eos_token", False) is True and "eos" in ids
+    if not first and not last:
+        return _BYTES | {"trim_offsets": False} if kind == "gpt2" else None
+
+    def part(letter: str, segment: int) -> list[dict[str, Any]]:
+        before = [{"SpecialToken": {"id": tokens[ids["bos"]], "type_id": segment}}] if first else []
+        after = [{"SpecialToken": {"id": tokens[ids["eos"]], "type_id": segment}}] if last else []
+        return [*before, {"Sequence": {"id": letter, "type_id": segment}}, *after]
+
+    used = [tokens[ids[role]] for role, wanted in (("bos", first), ("eos", last)) if wanted]
+    known = {text: number for number, text in enumerate(tokens) if text in used}
+    return {
+        "type": "TemplateProcessing",
+        "single": part("A", 0),
+        "pair": part("A", 0) + part("B", 1),
+        "special_tokens": {text: {"id": text, "ids": [known[text]], "tokens": [text]} for text in used},
+    }
+
+
+def _split_name(file: Gguf) -> str | None:
+    name = file.metadata.get("tokenizer.ggml.pre")
+    return name if isinstance(name, str) else None
+
+
+def _chat_template(file: Gguf) -> str | list[dict[str, str]] | None:
+    main = file.metadata.get("tokenizer.chat_template")
+    prefix = "tokenizer.chat_template."
+    others = {
+        name.removeprefix(prefix): value
+        for name, value in file.metadata.items()
+        if name.startswith(prefix) and isinstance(value, str)
+    }
+    if not others:
+        return main if isinstance(main, str) else None
+    if isinstance(main, str):
+        others = {"default": main} | others
+    return [{"name": name, "template": value} for name, value in others.items()]
+
+
+def _texts(file: Gguf, name: str) -> list[str]:
+    found = file.metadata.get(f"tokenizer.ggml.{name}")
+    return found if isinstance(found, list) and all(isinstance(value, str) for value in found) else []
+
+
+def _numbers(file: Gguf, name: str) -> list[float]:
+    found = file.metadata.get(f"tokenizer.ggml.{name}")
+    return found if isinstance(found, list) and all(isinstance(value, int | float) for value in found) else []
+
+
+def _unsupported(file: Gguf, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"No tokenizer can be made of {file.path}: {why}. Name that of the original model, a folder or hub id, by "
+        "--tokenizer (tokenizer of LLM); or set --skip-tokenizer-init to work with token ids alone."
+    )

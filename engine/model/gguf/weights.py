@@ -1,0 +1,97 @@
+"""A GGUF file's tensors, as `safetensors` gives those of its files, under transformers' names."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelLoadError
+from engine.model.gguf.architectures import Placed, describe, place
+from engine.model.gguf.container import read_gguf
+from engine.model.gguf.tensors import check_readable, mapped, read_tensor
+
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class GgufWeights:
+    """The tensors of a file. What is stored in few bits is float32 here.
+
+    Raises:
+        ModelLoadError: the file is damaged or incomplete.
+        UnsupportedModelError: it holds something that is not read.
+    """
+
+    def __init__(self, path: Path):
+        status = path.stat()
+        self._placed = _placed(path.resolve(), (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+        self._data = mapped(path)
+
+    def keys(self) -> list[str]:
+        """The names, in the file's order."""
+        return list(self._placed)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor."""
+        placed = self._placed[name]
+        if placed.expert is None:
+            return placed.arrangement.arrange(read_tensor(self._data, placed.info))
+        return placed.arrangement.arrange(read_tensor(self._data, placed.info, placed.expert, placed.expert + 1)[0])
+
+    def get_slice(self, name: str) -> GgufSlice:
+        """A tensor of which not all is read."""
+        return GgufSlice(self, self._placed[name], self._data)
+
+
+class GgufSlice:
+    """A tensor of which not all is read."""
+
+    def __init__(self, weights: GgufWeights, placed: Placed, data: Tensor):
+        self._weights = weights
+        self._placed = placed
+        self._data = data
+
+    def get_shape(self) -> list[int]:
+        """Of the tensor."""
+        return list(self._placed.shape)
+
+    def get_dtype(self) -> str:
+        """The format in which it is read, in safetensors' words."""
+        plain = self._placed.info.format.plain
+        return "F32" if plain is None else _NAMES[plain]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Some rows."""
+        if self._placed.arrangement.by_rows and self._placed.expert is None:
+            start, stop, _ = rows.indices(self._placed.shape[0])
+            return read_tensor(self._data, self._placed.info, start, max(start, stop))
+        return self._weights.get_tensor(self._placed.name)[rows]
+
+
+def stored_formats(path: Path) -> dict[str, int]:
+    """How many bytes of a file are stored in each format, the most first.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: as `GgufWeights`.
+    """
+    sizes: dict[str, int] = {}
+    for info in read_gguf(path).tensors.values():
+        sizes[info.format.name] = sizes.get(info.format.name, 0) + info.size
+    return dict(sorted(sizes.items(), key=lambda entry: -entry[1]))
+
+
+@lru_cache(maxsize=2)  # a start opens the weights several times; the vocabulary in the header makes reading it slow
+def _placed(path: Path, identity: Any) -> dict[str, Placed]:
+    file = read_gguf(path)
+    found: dict[str, Placed] = {}
+    for placed in place(file, *describe(file)):
+        check_readable(path, placed.info)
+        if placed.name in found:
+            raise ModelLoadError(
+                f"{path} holds {placed.name} twice: as {found[placed.name].info.name} and as {placed.info.name}."
+            )
+        found[placed.name] = placed
+    return found

@@ -1,0 +1,313 @@
+"""Tiny GGUF files, written by the `gguf` library as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from support.family_shape import FamilyShape, build_reference
+
+Change = Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An architecture.
+
+    Attributes:
+        name: llama.cpp's.
+        shape: of the model in transformers.
+        write: metadata of its own.
+        there, back: what the converter does to a tensor, and undoes, by a part of transformers' name.
+        transformers: it reads such files itself.
+    """
+
+    name: str
+    shape: FamilyShape
+    write: Callable[[Any, Any], None] = lambda writer, config: None
+    there: Mapping[str, Change] = field(default_factory=dict)
+    back: Mapping[str, Change] = field(default_factory=dict)
+    transformers: bool = True
+
+
+def interleaved(heads: str) -> Change:
+    """Rows of a head: the first of the one half, the first of the other, and so on."""
+
+    def change(config: Any, tensor: Tensor) -> Tensor:
+        count = getattr(config, heads)
+        half = tensor.shape[0] // count // 2
+        order = [head * 2 * half + part * half + row for head in range(count) for row in range(half) for part in (0, 1)]
+        return tensor[order]
+
+    return change
+
+
+def parted(heads: str) -> Change:
+    """The opposite."""
+
+    def change(config: Any, tensor: Tensor) -> Tensor:
+        order = interleaved(heads)(config, torch.arange(tensor.shape[0]))
+        return tensor[torch.argsort(order)]
+
+    return change
+
+
+def write_file(path: Path, kind: Kind, *, formats: Sequence[str] = ("Q8_0",), tokenizer: Mapping[str, Any] = {}) -> Any:
+    """A file of this kind; gives the model of transformers with the numbers that the file holds.
+
+    Args:
+        formats: of matrices, in turn; what has other rows than blocks is float16 or float32.
+        tokenizer: more metadata, by whole names.
+    """
+    import gguf
+
+    model = build_reference(kind.shape)
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), kind.name)
+    settings = {"num_hidden_layers": writer.add_block_count, "max_position_embeddings": writer.add_context_length,
+                "hidden_size": writer.add_embedding_length, "intermediate_size": writer.add_feed_forward_length,
+                "num_attention_heads": writer.add_head_count, "rms_norm_eps": writer.add_layer_norm_rms_eps,
+                "layer_norm_eps": writer.add_layer_norm_eps, "layer_norm_epsilon": writer.add_layer_norm_eps,
+                "num_key_value_heads": writer.add_head_count_kv, "vocab_size": writer.add_vocab_size}  # fmt: skip
+    for name, add in settings.items():
+        if isinstance(value := getattr(config, name, None), int | float):
+            add(value)
+    writer.add_name("tiny")
+    kind.write(writer, config)
+    for name, value in tokenizer.items():
+        put(writer, name, value)
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind.name), config.num_hidden_layers
+    )
+    held: dict[str, Tensor] = {}
+    stored = model.state_dict()
+    for number, (name, tensor) in enumerate(stored.items()):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        pieces = []
+        for ending, piece in _pieces(name, tensor):
+            lies = _changed(kind.there, config, name, piece).contiguous()
+            format = gguf.GGMLQuantizationType[formats[number % len(formats)] if lies.dim() > 1 else "F32"]
+            if lies.shape[-1] % gguf.GGML_QUANT_SIZES[format][0]:
+                format = gguf.GGMLQuantizationType.F16
+            data = gguf.quantize(lies.numpy(), format)
+            writer.add_tensor(_name(names, name, ending), data, raw_dtype=format)
+            read = torch.from_numpy(np.array(gguf.dequantize(data, format))).view(lies.shape)
+            pieces.append(_changed(kind.back, config, name, read))
+        held[name] = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    missing = model.load_state_dict(held, strict=False)
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    assert not missing.unexpected_keys
+    model.tie_weights()
+    return model
+
+
+def put(writer: Any, name: str, value: Any) -> None:
+    """Metadata of any kind."""
+    adders = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    adders.get(type(value), writer.add_array)(name, value)
+
+
+def _pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Experts' gates and ups are stored apart."""
+    if name.endswith("gate_up_proj"):
+        half = tensor.shape[1] // 2
+        yield "ffn_gate_exps", tensor[:, :half]
+        yield "ffn_up_exps", tensor[:, half:]
+    else:
+        yield "", tensor
+
+
+def _changed(changes: Mapping[str, Change], config: Any, name: str, tensor: Tensor) -> Tensor:
+    for part, change in changes.items():
+        if part in name:
+            return change(config, tensor)
+    return tensor
+
+
+def _name(names: Any, name: str, ending: str) -> str:
+    layer = next((part for part in name.split(".") if part.isdigit()), None)
+    if ending:
+        return f"blk.{layer}.{ending}.weight"
+    if name.endswith(("experts.down_proj",)):
+        return f"blk.{layer}.ffn_down_exps.weight"
+    stem, _, last = name.rpartition(".")
+    found = names.get_name(stem)
+    assert found is not None, name
+    return f"{found}.{last}"
+
+
+_ROWS = {"q_proj": interleaved("num_attention_heads"), "k_proj": interleaved("num_key_value_heads")}
+_BACK = {"q_proj": parted("num_attention_heads"), "k_proj": parted("num_key_value_heads")}
+_LIFTED: dict[str, Change] = {"norm": lambda config, tensor: tensor + 1}
+_LOWERED: dict[str, Change] = {"norm": lambda config, tensor: tensor - 1}
+_TURN: dict[str, Change] = {
+    f"{name}.weight": lambda config, tensor: tensor.t() for name in ("c_attn", "c_proj", "c_fc")
+}
+_FLAT: dict[str, Change] = {"shared_expert_gate": lambda config, tensor: tensor[0]}
+_ROW: dict[str, Change] = {"shared_expert_gate": lambda config, tensor: tensor[None]}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 96,
+}  # fmt: skip
+
+
+def _shape(architecture: str, **settings: Any) -> FamilyShape:
+    return FamilyShape(architecture, _SIZES | settings)
+
+
+def _theta(writer: Any, config: Any) -> None:
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def _head_dim(writer: Any, config: Any) -> None:
+    _theta(writer, config)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+
+
+def _scaling(kind: str) -> Any:
+    import gguf
+
+    return gguf.RopeScalingType(kind)
+
+
+def _global_factor(config: Any) -> float | None:
+    factor: float | None = (config.rope_parameters.get("full_attention") or {}).get("factor")
+    return factor
+
+
+def _llama(writer: Any, config: Any) -> None:
+    _theta(writer, config)
+    settings = config.rope_parameters
+    if settings["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama_3_divisors(config))
+    elif settings["rope_type"] != "default":
+        writer.add_rope_scaling_type(_scaling(settings["rope_type"]))
+        writer.add_rope_scaling_factor(settings["factor"])
+        if "original_max_position_embeddings" in settings:
+            writer.add_rope_scaling_orig_ctx_len(settings["original_max_position_embeddings"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+
+
+def _llama_3_divisors(config: Any) -> Any:
+    """What transformers makes of the frequencies, as what they are divided by."""
+    plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, 16, 2).double() / 16)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return (plain / scaled.double()).float().numpy()
+
+
+def _mixtral(writer: Any, config: Any) -> None:
+    _llama(writer, config)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _experts(writer: Any, config: Any) -> None:
+    (_head_dim if config.model_type == "qwen3_moe" else _theta)(writer, config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _gemma(writer: Any, config: Any) -> None:
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type != "gemma":
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma3_text":
+        writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    if (factor := _global_factor(config)) is not None:
+        writer.add_rope_scaling_type(_scaling("linear"))
+        writer.add_rope_scaling_factor(factor)
+
+
+def _phi_3(writer: Any, config: Any) -> None:
+    _theta(writer, config)
+    share = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(share * config.hidden_size // config.num_attention_heads))
+    writer.add_sliding_window(config.sliding_window or 0)
+    settings = config.rope_parameters
+    if settings["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        writer.add_tensor("rope_factors_long.weight", np.array(settings["long_factor"], dtype=np.float32))
+        writer.add_tensor("rope_factors_short.weight", np.array(settings["short_factor"], dtype=np.float32))
+
+
+def _gpt_2(writer: Any, config: Any) -> None:
+    writer.add_feed_forward_length(4 * config.hidden_size)
+
+
+def _phi_2(writer: Any, config: Any) -> None:
+    _theta(writer, config)
+    share = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(share * config.hidden_size // config.num_attention_heads))
+
+
+def _rope(kind: str, factor: float, **settings: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10_000.0, "factor": factor, **settings}
+
+
+_TWO_BASES = {
+    "full_attention": _rope("linear", 8.0, rope_theta=1_000_000.0),
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KINDS: dict[str, Kind] = {
+    "llama": Kind("llama", _shape("LlamaForCausalLM"), _llama, _ROWS, _BACK),
+    "llama-biases": Kind("llama", _shape("LlamaForCausalLM", attention_bias=True, tie_word_embeddings=True), _llama,
+                         _ROWS, _BACK),
+    "llama-3.1": Kind("llama", _shape("LlamaForCausalLM", rope_parameters=_rope("llama3", 8.0, low_freq_factor=1.0,
+                      high_freq_factor=4.0, original_max_position_embeddings=32)), _llama, _ROWS, _BACK),
+    "llama-linear": Kind("llama", _shape("LlamaForCausalLM", rope_parameters=_rope("linear", 4.0)), _llama, _ROWS,
+                         _BACK),
+    "mixtral": Kind("llama", _shape("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2), _mixtral, _ROWS,
+                    _BACK, transformers=False),
+    "qwen2": Kind("qwen2", _shape("Qwen2ForCausalLM"), _theta),
+    "qwen2-yarn": Kind("qwen2", _shape("Qwen2ForCausalLM", rope_parameters=_rope("yarn", 3.0,
+                       original_max_position_embeddings=32)), _llama),
+    "qwen2moe": Kind("qwen2moe", _shape("Qwen2MoeForCausalLM", shared_expert_intermediate_size=64, **_MOE), _experts,
+                     _FLAT, _ROW),
+    "qwen3": Kind("qwen3", _shape("Qwen3ForCausalLM", head_dim=32), _head_dim),
+    "qwen3moe": Kind("qwen3moe", _shape("Qwen3MoeForCausalLM", head_dim=32, norm_topk_prob=True, **_MOE), _experts),
+    "gemma": Kind("gemma", _shape("GemmaForCausalLM", head_dim=32), _gemma, _LIFTED, _LOWERED, transformers=False),
+    "gemma2": Kind("gemma2", _shape("Gemma2ForCausalLM", head_dim=32, query_pre_attn_scalar=32, sliding_window=16),
+                   _gemma, _LIFTED, _LOWERED),
+    "gemma3": Kind("gemma3", _shape("Gemma3ForCausalLM", head_dim=32, query_pre_attn_scalar=32, sliding_window=16,
+                                    num_hidden_layers=7, rope_parameters=_TWO_BASES), _gemma, _LIFTED, _LOWERED),
+    "phi2": Kind("phi2", _shape("PhiForCausalLM", num_key_value_heads=4), _phi_2, transformers=False),
+    "phi3": Kind("phi3", _shape("Phi3ForCausalLM", sliding_window=16), _phi_3),
+    "phi3-longrope": Kind("phi3", _shape("Phi3ForCausalLM", original_max_position_embeddings=32, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 3.5, 4.0]}), _phi_3),
+    "gpt2": Kind("gpt2", FamilyShape("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}),
+                 _gpt_2, _TURN, _TURN),
+}  # fmt: skip
+
+
+@contextmanager
+def library(folder: Path) -> Iterator[Any]:
+    """The `gguf` library, importable meanwhile."""
+    if not folder.is_dir():
+        pytest.skip(f"there is no {folder}: make test installs it")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield pytest.importorskip("gguf")

@@ -1,0 +1,223 @@
+"""Models in GGUF files: tokens are those of transformers with the numbers that the file holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import reference
+from support.checkpoints import random_prompt
+from support.driving import Job, make_engine, run
+from support.gguf_files import KINDS, library, put, write_file
+from support.reference import MIN_MARGIN
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from engine import SamplingParams
+from engine.config import EngineConfig
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.inspection import inspect_model
+from engine.model import checkpoint
+from engine.model.gguf import folder as folders
+from engine.model.gguf.folder import stand_in
+from engine.model.gguf.weights import GgufWeights
+from engine.model.weight_files import Checkpoint
+
+ORACLE = Path(sys.prefix) / "clients" / "quantised"  # tools/setup.py puts it there
+FORMATS = ("Q8_0", "Q4_0", "Q5_1", "BF16")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def gguf() -> Iterator[Any]:
+    with library(ORACLE) as module:
+        yield module
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(folders, "cache_folder", lambda name: place / name)
+    return place / "gguf"
+
+
+@pytest.fixture(scope="module")
+def llama(gguf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama") / "tiny.gguf"
+    write_file(path, KINDS["llama"], formats=FORMATS)
+    return path
+
+
+def answers(path: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    engine = make_engine(path, skip_tokenizer_init=True, **settings)
+    found = [tokens for (tokens,) in run(engine, [Job(prompt, GREEDY) for prompt in prompts])]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_are_those_of_transformers(name: str, gguf: Any, tmp_path: Path) -> None:
+    kind, path = KINDS[name], tmp_path / "tiny.gguf"
+    model = write_file(path, kind, formats=FORMATS)
+    prompts = [random_prompt(kind.shape.vocab, seed, length) for seed, length in ((0, 4), (1, 37), (2, 20))]
+    clear = 0
+    for prompt, tokens in zip(prompts, answers(path, prompts), strict=True):
+        expected = reference.greedy(model, prompt, [], 8)
+        if expected.margin > MIN_MARGIN:
+            assert tokens == expected.answers[0].tokens
+            clear += 1
+    assert clear >= 2
+    if kind.transformers:  # it reads the same numbers under the same names
+        theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+        ours = {name: tensor for name, tensor in model.state_dict().items() if name in theirs}
+        assert len(ours) >= len(model.state_dict()) - 1
+        assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_it_is_quantised_again_and_kept(
+    quantization: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"quantization": quantization, "quantization_cache": str(tmp_path / "kept")}
+    prompts = [[1, 5, 9]]
+    made = answers(llama, prompts, **settings)
+    read: list[str] = []
+    original = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name: read.append(name) or original(self, name))
+    assert answers(llama, prompts, **settings) == made
+    assert read
+    assert not any("_proj" in name for name in read), "they were kept"
+
+
+def test_where_files_are_found(llama: Path, cache: Path, tmp_path: Path) -> None:
+    """The folder that stands for a file is made once for each version of it."""
+    found = checkpoint.locate(str(llama))
+    assert found.parent == cache
+    assert checkpoint.locate(str(llama.parent)) == found, "the folder's only file"
+    assert checkpoint.locate(str(found)) == found
+    link = tmp_path / "link.gguf"
+    link.symlink_to(llama)
+    assert checkpoint.locate(str(link)) == found
+    blob = Path(shutil.copy(llama, tmp_path / "0a1b2c"))  # as the hub's cache has it
+    (tmp_path / "named.gguf").symlink_to(blob)
+    with Checkpoint(checkpoint.locate(str(tmp_path / "named.gguf"))) as opened:
+        assert opened.path == blob
+        assert "model.embed_tokens.weight" in opened.names
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    copy = Path(shutil.copy(llama, copied / "one.gguf"))
+    (copied / "mmproj-one.gguf").write_bytes(b"not looked at")
+    first = checkpoint.locate(str(copied))
+    assert first != found
+    os.utime(copy, ns=(1, 1))
+    second = checkpoint.locate(str(copy))
+    assert second != first
+    copy.unlink()
+    os.utime(llama, ns=(2, 2))
+    checkpoint.locate(str(llama))
+    assert not first.exists()
+    assert not second.exists(), "the file is gone"
+    assert found.exists(), "it is still a file's"
+
+
+def test_what_is_no_single_file(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"nowhere\.gguf does not exist"):
+        checkpoint.locate("nowhere.gguf")
+    (tmp_path / "a.gguf").symlink_to(llama)
+    (tmp_path / "b.gguf").symlink_to(llama)
+    with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): name one of them"):
+        checkpoint.locate(str(tmp_path))
+    (tmp_path / "x.gguf").write_text("nothing of the kind")
+    with pytest.raises(ModelLoadError, match=r"x\.gguf is no GGUF file: it begins with b'noth'"):
+        checkpoint.locate(str(tmp_path / "x.gguf"))
+
+
+def test_a_cache_that_cannot_be_written_to(
+    llama: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write_text("no folder")
+    monkeypatch.setattr(folders, "make_spare", lambda name: tmp_path)
+    assert stand_in(llama).parent == tmp_path
+
+    def none(name: str) -> Path:
+        raise PermissionError("no place")
+
+    monkeypatch.setattr(folders, "make_spare", none)
+    with pytest.raises(ModelLoadError, match=r"this user's cache \(no place\)\. Set XDG_CACHE_HOME"):
+        stand_in(llama)
+
+
+def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    facts = inspect_model(EngineConfig(model=str(llama), device="cpu"))
+    assert facts.architecture == "LlamaForCausalLM"
+    assert facts.weight_files == 1
+    assert {"Q8_0", "Q4_0", "Q5_1", "BF16", "F32"} >= facts.stored.keys() >= {"Q8_0", "Q4_0"}
+    assert sum(facts.stored.values()) < llama.stat().st_size
+    with caplog.at_level("INFO", logger="octavo.model"):
+        answers(llama, [[1]])
+    assert "tiny.gguf" in caplog.text or str(facts.path) in caplog.text
+    assert "are stored as GGUF (Q8_0" in caplog.text
+
+
+def test_rows_are_read_alone(llama: Path) -> None:
+    weights = GgufWeights(llama)
+    for name in weights.keys():  # noqa: SIM118  it is safetensors' interface
+        whole = weights.get_tensor(name)
+        part = weights.get_slice(name)
+        assert part.get_shape() == list(whole.shape)
+        assert torch.equal(part[1:3], whole[1:3])
+        assert torch.equal(part[0:9999], whole)
+
+
+Change = Callable[[Any], None]
+REFUSED: dict[str, tuple[Change, str]] = {
+    "setting": (lambda w: w.add_uint32("llama.unheard_of", 1), r"architecture llama: llama\.unheard_of"),
+    "window": (
+        lambda w: w.add_sliding_window(64),
+        r"llama\.attention\.sliding_window must be 0, got 64: a window is",
+    ),
+    "rotation": (lambda w: put(w, "llama.rope.dimension_count", 8), r"rope\.dimension_count must be 16, got 8"),
+    "scaling": (lambda w: put(w, "llama.rope.scaling.type", "ntk"), r"rope\.scaling\.type is 'ntk', which is not supp"),
+    "layers": (lambda w: put(w, "llama.attention.head_count_kv", [2, 1]), r"layers differ in llama\.attention\.head_c"),
+    "number": (
+        lambda w: put(w, "llama.rope.freq_base", "x"),
+        r"rope\.freq_base of its metadata should be a number",
+    ),
+    "absent": (
+        lambda w: w.kv_data[0].pop("llama.block_count"),
+        r"block_count .* should be a whole number, but ",
+    ),
+    "architecture": (
+        lambda w: put(w, "general.architecture", "mamba"),
+        r"mamba, which is not read.*Read are g",
+    ),
+    "part": (lambda w: put(w, "split.count", 3), r"is one of 3 files of a model\. Join them: llama-gguf-split --merge"),
+    "kind": (lambda w: put(w, "general.type", "adapter"), r"holds no model: its general\.type is 'adapter'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(name: str, gguf: Any, tmp_path: Path) -> None:
+    change, message = REFUSED[name]
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for key, value in {
+        "block_count": 1, "context_length": 96, "embedding_length": 64, "feed_forward_length": 96,
+        "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5,
+    }.items():  # fmt: skip
+        put(writer, f"llama.{key}", value)
+    writer.add_tensor("token_embd.weight", torch.zeros(19, 64).numpy())
+    if name == "architecture":
+        writer.kv_data[0].pop("general.architecture")
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError if name not in ("number", "absent") else ModelLoadError, match=message):
+        checkpoint.locate(str(path))
