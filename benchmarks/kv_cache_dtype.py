@@ -64,19 +64,20 @@ def count_tokens(memory: int) -> list[dict[str, Any]]:
     return rows
 
 
-def open_trained(kind: str) -> LLM:
-    return LLM(str(TRAINED), device="cpu", dtype="float32", kv_cache_dtype=kind, show_progress=False)  # type: ignore[arg-type]
+def open_trained(kind: str, model: Path = TRAINED) -> LLM:
+    return LLM(str(model), device="cpu", dtype="float32", kv_cache_dtype=kind, show_progress=False)  # type: ignore[arg-type]
 
 
-def tell_stories(count: int, length: int) -> dict[str, list[list[int]]]:
-    """The float32 model's own stories: greedy from different beginnings, and drawn at temperature 1."""
-    llm = open_trained("float32")
+def tell_stories(count: int, length: int, model: Path = TRAINED, first: int = 1) -> dict[str, list[list[int]]]:
+    """The float32 model's own stories: greedy from different beginnings, and drawn at temperature 1 after the first
+    token."""
+    llm = open_trained("float32", model)
     greedy = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     drawn = [SamplingParams(temperature=1.0, seed=i, max_tokens=length, ignore_eos=True) for i in range(count)]
     starts = [STARTS[i % len(STARTS)] for i in range(min(count, len(STARTS)))]
     told = {
         "greedy": llm.generate(starts, greedy, use_tqdm=False),
-        "temperature 1": llm.generate([[1]] * count, drawn, use_tqdm=False),
+        "temperature 1": llm.generate([[first]] * count, drawn, use_tqdm=False),
     }
     llm.close()
     return {

@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.backends import native
 from engine.backends.native import gemm
 
-KINDS = ("float32", "bfloat16", "int8", "int4")
+KINDS = ("float32", "bfloat16", "int8", "int8_fast", "int4")
 # Of a 135M-parameter LLaMA shape: attention's output, qkv, gate and up, down, head.
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576))
 ROWS = (1, 4, 8, 32, 128, 1024)
@@ -37,7 +37,7 @@ Product = Callable[[Tensor], Tensor]
 
 def candidates(kind: str, weight: Tensor) -> dict[str, Product]:
     """The ways to multiply with a weight, its own copy each."""
-    pack = {"int8": gemm.pack_int8, "int4": gemm.pack_int4}.get(kind, gemm.pack)
+    pack = {"int8": gemm.pack_int8, "int8_fast": gemm.pack_int8_fast, "int4": gemm.pack_int4}.get(kind, gemm.pack)
     packed = pack(weight)
     found: dict[str, Product] = {OURS: lambda x: gemm.matmul(packed, x)}
     if torch.backends.mkldnn.is_available():
@@ -52,7 +52,7 @@ def measure(kind: str, outputs: int, inputs: int, rows: list[int], options: argp
     """One kind and shape, all numbers of rows."""
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weight = torch.randn(outputs, inputs).to(dtype)
-    bits = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4.5}[kind]
+    bits = {"float32": 32, "bfloat16": 16, "int8": 8.5, "int8_fast": 8, "int4": 4.5}[kind]
     size = outputs * inputs * bits / 8
     copies = [candidates(kind, weight) for _ in range(max(2, min(int(options.memory / size), 200)))]
     results = []

@@ -1,8 +1,11 @@
-"""What weights of few bits cost in accuracy, on text that the trained model stories260k wrote itself.
+"""What weights of few bits cost in accuracy, on text that two small trained models wrote themselves: stories260k, and
+the chat model that comes with Octavo.
 
-Teacher-forced on stories told in float32, greedy and drawn at temperature 1: at how many positions the most likely
-token is float32's, how far logits lie apart, and the perplexity of the text. `int4, head int4` is what
-`--quantization int4` would be if the vocabulary's matrix, which has 8 bits, had 4 as well.
+Teacher-forced on texts told in float32, greedy and drawn at temperature 1: at how many positions the most likely token
+is float32's, the mean Kullback-Leibler divergence of the next token's distribution from float32's (in nats), how far
+logits lie apart, and the perplexity of the text. `int4, head int4` is what `--quantization int4` would be if the
+vocabulary's matrix, which has 8 bits, had 4 as well. `q8_0` and `q4_0` are llama.cpp's formats, computed here in
+float32 from weights and activations that were rounded as they round them (q4_0 with the vocabulary's matrix in q8_0).
 
     python benchmarks/quantization.py
 """
@@ -19,17 +22,53 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from kv_cache_dtype import TRAINED, tell_stories
 from offline import ROOT, machine
 from torch import Tensor
 
 from engine import LLM, SamplingParams
 from engine.backends import native
+from engine.model import layers
 from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
+from engine.model.packing import PackedProduct
 from engine.model.transformer import Transformer
 
-CASES = ("float32", "bfloat16", "int8", "int4", "int4, head int4")
+CASES = ("float32", "bfloat16", "int8", "q8_0", "int8-fast", "int4", "q4_0", "int4, head int4")
+CHAT = ROOT / "server" / "demo" / "chat"
+FIRST = {TRAINED: 1, CHAT: 0}
+"""The token that the models' texts begin with."""
+GROUP = 32
+
+
+def round_to_q8_0(x: Tensor) -> Tensor:
+    """x [..., size] as q8_0 holds it: a float16 scale for each 32 numbers, integers by the unrounded scale."""
+    groups = F.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    steps = torch.where(scales > 0, groups / scales, 0).round()
+    return (steps * scales.half().float()).flatten(-2)[..., : x.shape[-1]]
+
+
+def round_to_q4_0(x: Tensor) -> Tensor:
+    """The same with integers from -8 to 7, of which -8 stands for the number of largest magnitude."""
+    groups = F.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    scales = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
+    steps = (torch.where(scales != 0, groups / scales, 0) + 8.5).floor().clamp(0, 15) - 8
+    return (steps * scales.half().float()).flatten(-2)[..., : x.shape[-1]]
+
+
+@contextmanager
+def rounded_as_by_llama_cpp(kind: str, vocabulary: int) -> Iterator[None]:
+    """Every product is one of weights and activations in llama.cpp's format."""
+
+    def pack(weight: Tensor, bias: Tensor | None, *_: object) -> PackedProduct:
+        few = kind == "q4_0" and weight.shape[0] != vocabulary
+        held = round_to_q4_0(weight.detach()) if few else round_to_q8_0(weight.detach())
+        return PackedProduct(lambda x: F.linear(round_to_q8_0(x), held, bias), invariant=False)
+
+    with mock.patch.object(layers, "pack_product", pack):
+        yield
 
 
 @contextmanager
@@ -43,33 +82,38 @@ def head_like_the_rest() -> Iterator[None]:
         yield
 
 
-def open_model(case: str) -> LLM:
-    """The trained model as a case has it."""
+def open_model(model: Path, case: str) -> LLM:
+    """A trained model as a case has it."""
     kind, _, head = case.partition(", ")
     settings: dict[str, Any] = {"dtype": "bfloat16" if kind == "bfloat16" else "float32"}
     if kind.startswith("int"):
         settings["quantization"] = kind
     settings |= {
         "device": "cpu",
+        "quantization_cache": "off",
         "max_step_time": 0,
         "show_progress": False,
         "kv_cache_dtype": "float32",
         "kv_cache_memory": "64MiB",
     }
+    if kind.startswith("q"):
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        with rounded_as_by_llama_cpp(kind, vocabulary):
+            return LLM(str(model), **settings)
     if not head:
-        return LLM(str(TRAINED), **settings)
+        return LLM(str(model), **settings)
     with head_like_the_rest():
-        return LLM(str(TRAINED), **settings)
+        return LLM(str(model), **settings)
 
 
-def logits_of(case: str, texts: list[list[int]]) -> list[Tensor]:
+def logits_of(model: Path, case: str, texts: list[list[int]]) -> list[Tensor]:
     """Logits [tokens - 1, vocabulary] of the texts, as a step computes them."""
-    llm = open_model(case)
+    llm = open_model(model, case)
     made: list[Tensor] = []
     plain = Transformer.logits
 
-    def logits(self: Transformer, hidden: Tensor) -> Tensor:
-        found = plain(self, hidden)
+    def logits(self: Transformer, hidden: Tensor, *form: Any) -> Tensor:
+        found = plain(self, hidden, *form)
         made.append(found.clone())
         return found
 
@@ -88,10 +132,13 @@ def compare(ours: list[Tensor], exact: list[Tensor], texts: list[list[int]]) -> 
     """How logits differ from float32's."""
     a, b = torch.cat(ours).double(), torch.cat(exact).double()
     tokens = torch.tensor([token for text in texts for token in text[1:]])
-    logprobs = a.log_softmax(1).gather(1, tokens[:, None])
+    ours_logprobs, exact_logprobs = a.log_softmax(1), b.log_softmax(1)
+    logprobs = ours_logprobs.gather(1, tokens[:, None])
+    divergence = (exact_logprobs.exp() * (exact_logprobs - ours_logprobs)).sum(1)
     return {
         "positions": len(a),
         "top1_agreement": round(float((a.argmax(1) == b.argmax(1)).double().mean()), 5),
+        "kl_divergence": float(f"{float(divergence.mean()):.3g}"),
         "max_logit_error": round(float((a - b).abs().max()), 4),
         "rms_logit_error": round(float((a - b).square().mean().sqrt()), 4),
         "perplexity": round(math.exp(-float(logprobs.mean())), 4),
@@ -106,14 +153,16 @@ def main() -> None:
     options = parser.parse_args()
     if not TRAINED.is_dir():
         parser.error(f"there is no trained model at {TRAINED}")
-    stories = tell_stories(options.stories, options.length)
     rows = []
-    for name, texts in stories.items():
-        exact = logits_of("float32", texts)
-        for case in CASES:
-            row = {"text": name, "weights": case, **compare(logits_of(case, texts), exact, texts)}
-            print(row, flush=True)
-            rows.append(row)
+    for model, first in FIRST.items():
+        stories = tell_stories(options.stories, options.length, model, first)
+        for name, texts in stories.items():
+            exact = logits_of(model, "float32", texts)
+            for case in CASES:
+                found = compare(logits_of(model, case, texts), exact, texts)
+                row = {"model": "chat" if model == CHAT else "stories260k", "text": name, "weights": case, **found}
+                print(row, flush=True)
+                rows.append(row)
     library = native.current()
     result = {
         "benchmark": "quantization",

@@ -58,7 +58,7 @@ def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
         if device.verdict == "FAIL":  # the model can be looked at all the same
             config = replace(config, device="cpu")
         findings += check_model(config, memory=device.verdict != "FAIL")
-        if config.quantization in ("int8", "int4"):
+        if config.quantization not in (None, "none"):
             findings.append(check_quantization_cache(config))
     findings += check_listening(settings)
     findings += check_access(settings)

@@ -69,7 +69,7 @@ class ModelFacts:
         max_encoder_len: longest prompt of an encoder-decoder model, None for others.
         free: memory of the device that this process can still take.
         tasks: what the model can serve.
-        quantization: what matrices become, "int8" or "int4"; None: they have the dtype.
+        quantization: what matrices become, "int8", "int8-fast" or "int4"; None: they have the dtype.
         stored: of a GGUF file, how many bytes are in each of ggml's formats, the most first.
     """
 

@@ -173,30 +173,37 @@ def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 @each_isa
 @few
 @given(cases())
-def test_weights_of_8_bits_exactly(isa: str, case: Case) -> None:
+def test_weights_of_8_bits_with_a_scale_for_each_output_exactly(isa: str, case: Case) -> None:
     with kernels_of(isa, case.threads):
-        made = gemm.quantise_int8(case.weight)
-        found = case.run(gemm.pack_int8(made, case.bias))
+        made = gemm.quantise_int8_fast(case.weight)
+        found = case.run(gemm.pack_int8_fast(made, case.bias))
     integers, scales = _quantised_rows(case.x)
     sums = (integers @ made.values.double().T).float() * (made.scales * scales[:, None])
     assert torch.equal(found, case.finished(sums))
 
 
 @each_isa
+@pytest.mark.parametrize("bits", [8, 4])
 @few
-@given(cases())
-def test_weights_of_4_bits(isa: str, case: Case) -> None:
+@given(case=cases())
+def test_weights_with_scales_for_groups(isa: str, bits: int, case: Case) -> None:
+    quantise, pack = {8: (gemm.quantise_int8, gemm.pack_int8), 4: (gemm.quantise_int4, gemm.pack_int4)}[bits]
     with kernels_of(isa, case.threads):
-        made = gemm.quantise_int4(case.weight)
-        found = case.run(gemm.pack_int4(made, case.bias))
+        made = quantise(case.weight)
+        found = case.run(pack(made, case.bias))
     rows, inputs = case.x.shape
     groups = F.pad(case.x, (0, -inputs % GROUP)).reshape(-1, GROUP)
     integers, scales = _quantised_rows(groups)
     x = (integers * scales.double()[:, None]).view(rows, -1)[:, :inputs]
-    _assert_sums(found, case, x, made.dense().double(), made.values.shape[1] + 4)
+    _assert_sums(found, case, x, made.dense().double(), made.scales.shape[1] + 4)
 
 
-PACKERS = {"pack": gemm.pack, "int8": gemm.pack_int8, "int4": gemm.pack_int4}
+PACKERS = {
+    "pack": gemm.pack,
+    "int8": gemm.pack_int8,
+    "int8-fast": gemm.pack_int8_fast,
+    "int4": gemm.pack_int4,
+}
 each_packer = pytest.mark.parametrize("packer", PACKERS.values(), ids=PACKERS)
 
 
@@ -276,7 +283,11 @@ def test_unpacked_weights_are_the_packed_ones(isa: str) -> None:
     with kernels_of(isa):
         assert torch.equal(gemm.unpack(gemm.pack(weight)), weight)
         assert torch.equal(gemm.unpack(gemm.pack(weight.bfloat16())), weight.bfloat16().float())
-        for quantise, pack in ((gemm.quantise_int8, gemm.pack_int8), (gemm.quantise_int4, gemm.pack_int4)):
+        for quantise, pack in (
+            (gemm.quantise_int8, gemm.pack_int8),
+            (gemm.quantise_int8_fast, gemm.pack_int8_fast),
+            (gemm.quantise_int4, gemm.pack_int4),
+        ):
             made = quantise(weight)
             torch.testing.assert_close(gemm.unpack(pack(made)), made.dense(), rtol=1e-6, atol=0)
 
@@ -287,10 +298,16 @@ def test_8_bits_err_by_half_a_step(isa: str, dtype: torch.dtype) -> None:
     weight = torch.randn(9, 45, generator=torch.Generator().manual_seed(4)).to(dtype)
     weight[3] = 0
     with kernels_of(isa):
-        made = gemm.quantise_int8(weight)
-    assert torch.equal(made.scales, weight.float().abs().amax(1) / 127)
-    assert ((made.dense() - weight.float()).abs() <= made.scales[:, None] * 0.50001).all()
-    assert not made.values[3].any()
+        fast, exact = gemm.quantise_int8_fast(weight), gemm.quantise_int8(weight)
+    assert torch.equal(fast.scales, weight.float().abs().amax(1) / 127)
+    groups = F.pad(weight.float(), (0, -45 % GROUP)).view(9, -1, GROUP)
+    assert torch.equal(exact.scales, (groups.abs().amax(2) / 127).bfloat16())
+    for made, scales in (
+        (fast, fast.scales[:, None]),
+        (exact, exact.scales.float().repeat_interleave(GROUP, 1)[:, :45]),
+    ):
+        assert ((made.dense() - weight.float()).abs() <= scales * 0.50001).all()
+        assert not made.values[3].any()
 
 
 @each_isa
@@ -317,7 +334,7 @@ def test_weights_that_are_not_finite_are_not_hidden(isa: str) -> None:
     weight = torch.ones(3, 64)
     weight[1, 40] = torch.inf
     with kernels_of(isa):
-        for pack in (gemm.pack_int8, gemm.pack_int4):
+        for pack in (gemm.pack_int8, gemm.pack_int8_fast, gemm.pack_int4):
             found = matmul(pack(weight), torch.ones(1, 64))
             assert found.isfinite().tolist() == [[True, False, True]]
 
@@ -346,3 +363,5 @@ def test_what_does_not_fit_is_refused() -> None:
         gemm.pack(torch.zeros(5, 7), torch.zeros(7))
     with pytest.raises(ValueError, match="expected"):
         gemm.pack_int4(gemm.quantise_int8(torch.zeros(5, 7)))
+    with pytest.raises(ValueError, match="expected"):
+        gemm.pack_int8(gemm.quantise_int8_fast(torch.zeros(5, 7)))

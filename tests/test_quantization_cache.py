@@ -47,7 +47,8 @@ from engine.model.quantised_cache import Writer, find_folder
 from engine.model.transformer import Transformer
 from engine.model.weight_files import SINGLE_FILE, Checkpoint
 
-each_kind = pytest.mark.parametrize("kind", ["int8", "int4"])
+KINDS: tuple[Quantization, ...] = ("int8", "int8-fast", "int4")
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 MAKERS: tuple[tuple[dict[str, Any], Callable[[Any, Path], Any]], ...] = (
@@ -192,12 +193,12 @@ def test_every_format(by: str, dtype: torch.dtype, kind: Quantization, llama: Pa
         assert_same(made, kept)
         assert_same(load(llama, None, kind, dtype), kept)
         assert len(entries(cache)) == 1
-        for other in {"int8", "int4"} - {kind}:
-            load(llama, cache, other, dtype)  # type: ignore[arg-type]
+        for other in KINDS:
+            load(llama, cache, other, dtype)
         load(llama, cache, kind, torch.float16 if dtype == torch.float32 else torch.float32)
         with native.use(None if by == "native" else native.current()):
             load(llama, cache, kind, dtype)
-        assert len(entries(cache)) == (4 if native.available() or by == "native" else 3)
+        assert len(entries(cache)) == (5 if native.available() or by == "native" else 4)
 
 
 @each_kind
@@ -489,13 +490,17 @@ def test_numbers_belong_to_a_format() -> None:
     """A change of what a quantiser makes of a weight, or of how that is stored, needs a new FORMAT, so that kept files
     of the one before are not used. Then the sums here change, too."""
     weight = ((torch.arange(70 * 100) * 7919 % 2003 - 1001) / 997).view(70, 100)
-    made = [("int8", quantise_by_torch(weight, "int8"))]
+    made = [(kind, quantise_by_torch(weight, kind)) for kind in KINDS[:2]]
     for isa in ISAS if native.available() else ():
         with kernels_of(isa):
-            made += [("int8", quantise(weight, "int8")), ("int4", quantise(weight, "int4"))]
-    assert quantised_cache.FORMAT == 1
+            made += [(kind, quantise(weight, kind)) for kind in KINDS]
+    assert quantised_cache.FORMAT == 2
     for kind, quantised in made:
-        expected = {"int8": "9ed85f47de11320b 8647e347e1e16250", "int4": "147ae7bd2501616f d28ba43d4b67b8e5"}[kind]
+        expected = {
+            "int8": "e7480c080f4036f4 f57d4c7c52d57a5d",
+            "int8-fast": "9ed85f47de11320b 8647e347e1e16250",
+            "int4": "147ae7bd2501616f d28ba43d4b67b8e5",
+        }[kind]
         assert f"{_sum(quantised.values)} {_sum(quantised.scales)}" == expected
 
 

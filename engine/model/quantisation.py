@@ -1,9 +1,9 @@
 """Weights of few bits made from those of a checkpoint, and their products where there are no kernels of our own.
 
-Embeddings and norms keep their format. int8 has a scale for each output, int4 one for each `gemm.GROUP` inputs of an
-output; activations become int8 in the product, with a scale for each row or each group of a row. What torch computes
-here is what `engine.backends.native.gemm` computes, from the same numbers: sums of integers are exact, so that a
-row's result depends on nothing but that row here as well.
+Embeddings and norms keep their format. int8 and int4 have a scale for each `gemm.GROUP` inputs of an output, int8-fast
+has one for each output; activations become int8 in the product, with a scale for each group of a row, or for each row.
+What torch computes here is what `engine.backends.native.gemm` computes, from the same numbers: sums of integers are
+exact, so that a row's result depends on nothing but that row here as well.
 """
 
 from __future__ import annotations
@@ -22,18 +22,32 @@ from engine.backends.native.gemm import GROUP, Quantised
 
 logger = logging.getLogger("octavo.model")
 
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int8-fast", "int4"]
 
 _EXACT = 1024  # sums of so many products of two int8 are below 2^24: exact in float32, in any order
-_TINY = {"int8": 2.0**-100, "int4": 1e-17}  # largest weights of a row or group below this are zeros
+_TINY8, _TINY4 = 2.0**-100, 1e-17  # largest weights of a row or group below this are zeros
 _TRIED, _STEP = 4, 0.25
 _ROWS = 4096  # of groups, quantised at a time
 
 
+_QUANTISERS: dict[Quantization, Callable[[Tensor], Quantised]] = {
+    "int8": gemm.quantise_int8,
+    "int8-fast": gemm.quantise_int8_fast,
+    "int4": gemm.quantise_int4,
+}
+_PACKERS: dict[Quantization, Callable[[Quantised, Tensor | None], gemm.Packed]] = {
+    "int8": gemm.pack_int8,
+    "int8-fast": gemm.pack_int8_fast,
+    "int4": gemm.pack_int4,
+}
+
+
 def size_of(outputs: int, inputs: int, kind: Quantization) -> int:
     """Bytes of a weight [outputs, inputs]."""
-    if kind == "int8":
+    if kind == "int8-fast":
         return outputs * (inputs + 4)
+    if kind == "int8":
+        return outputs * (inputs + 2 * -(-inputs // GROUP))
     return outputs * -(-inputs // GROUP) * (GROUP // 2 + 2)
 
 
@@ -58,7 +72,7 @@ def quantise(weight: Tensor, kind: Quantization) -> Quantised:
         weight = weight.float()
     if not native.available():
         return quantise_by_torch(weight, kind)
-    return gemm.quantise_int8(weight) if kind == "int8" else gemm.quantise_int4(weight)
+    return _QUANTISERS[kind](weight)
 
 
 def product(
@@ -73,7 +87,7 @@ def product(
     made = weight if isinstance(weight, Quantised) else quantise(weight, kind)
     if not native.available():
         return torch_product(made, bias), None
-    packed = gemm.pack_int8(made, bias) if kind == "int8" else gemm.pack_int4(made, bias)
+    packed = _PACKERS[kind](made, bias)
     return (lambda x: _as_float32(packed, x) if x.dtype == torch.float16 else gemm.matmul(packed, x)), packed
 
 
@@ -82,12 +96,16 @@ def _as_float32(packed: gemm.Packed, x: Tensor) -> Tensor:
 
 
 def quantise_by_torch(weight: Tensor, kind: Quantization) -> Quantised:
-    """What `gemm.quantise_int8` and `gemm.quantise_int4` make, but for ties that round otherwise."""
-    if kind == "int8":
-        steps, scales = _steps(weight)
-        return Quantised(steps.to(torch.int8), scales, weight.shape[1])
+    """What the quantisers of `gemm` make, but for ties that round otherwise."""
     outputs, inputs = weight.shape
+    if kind == "int8-fast":
+        steps, scales = _steps(weight)
+        return Quantised(steps.to(torch.int8), scales, inputs)
     groups = F.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
+    if kind == "int8":
+        steps, scales = _steps(groups, torch.bfloat16)
+        values = steps.to(torch.int8).view(outputs, -1)[:, :inputs].contiguous()
+        return Quantised(values, scales.view(outputs, -1), inputs)
     made = [_quantise_groups(part) for part in torch.split(groups, _ROWS)]
     values = torch.cat([part[0] for part in made]) if made else groups.new_empty(0, GROUP, dtype=torch.uint8)
     scales = torch.cat([part[1] for part in made]) if made else groups.new_empty(0, dtype=torch.bfloat16)
@@ -111,7 +129,7 @@ def _quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
         better = explained > highest
         highest = torch.where(better, explained, highest)
         best = torch.where(better, scale, best)
-    scales = torch.where(finite & (most > _TINY["int4"]), best, 0).bfloat16()
+    scales = torch.where(finite & (most > _TINY4), best, 0).bfloat16()
     used = scales.float()
     levels = torch.where(used[:, None] != 0, _levels(weights, 1 / used), 0)
     return (levels + 8).to(torch.uint8), torch.where(finite, scales, torch.nan)
@@ -121,20 +139,26 @@ def _levels(weights: Tensor, reciprocal: Tensor) -> Tensor:
     return (weights * reciprocal[:, None]).clamp(-8, 7).round().nan_to_num(0.0)
 
 
-def _steps(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers -127 to 127 (float32) and scales of rows [N, size]; NaN is the scale of a row that is not finite."""
+def _steps(x: Tensor, kept: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Integers -127 to 127 (float32) and scales of rows [N, size]; NaN is the scale of a row that is not finite.
+
+    Args:
+        kept: the scales' format. The integers count steps of what it holds.
+    """
     x = x.float()
     peak = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
     finite = peak.isfinite()
-    some = finite & (peak >= _TINY["int8"])
-    reciprocal = torch.where(some, torch.full_like(peak, 127) / peak, 0)  # 127 / peak, a Python number, rounds twice
-    steps = torch.where(some[:, None], (x * reciprocal[:, None]).round(), 0)
-    return steps, torch.where(finite, torch.where(some, peak / 127, 0), torch.nan)
+    some = finite & (peak >= _TINY8)
+    scales = (peak / 127).to(kept)
+    # 127 / peak, a Python number, rounds twice.
+    reciprocal = torch.full_like(peak, 127) / peak if kept == torch.float32 else 1 / scales.float()
+    steps = torch.where(some[:, None], (x * torch.where(some, reciprocal, 0)[:, None]).round(), 0)
+    return steps, torch.where(finite, torch.where(some, scales, 0), torch.nan)
 
 
 def torch_product(made: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The product with a quantised weight by torch: the integers are widened each time, which is slow."""
-    compute = _int8_sums if made.values.dtype == torch.int8 else _int4_sums
+    compute = _sums_of_rows if made.scales.dim() == 1 else _sums_of_groups
     added = None if bias is None else bias.detach().float()
 
     def product(x: Tensor) -> Tensor:
@@ -146,7 +170,7 @@ def torch_product(made: Quantised, bias: Tensor | None) -> Callable[[Tensor], Te
     return product
 
 
-def _int8_sums(made: Quantised, x: Tensor) -> Tensor:
+def _sums_of_rows(made: Quantised, x: Tensor) -> Tensor:
     steps, scales = _steps(x)
     total = torch.zeros(len(x), len(made.values), dtype=torch.int32)
     parts = zip(torch.split(steps, _EXACT, dim=1), torch.split(made.values, _EXACT, dim=1), strict=True)
@@ -155,12 +179,12 @@ def _int8_sums(made: Quantised, x: Tensor) -> Tensor:
     return total.float() * (made.scales * scales[:, None])
 
 
-def _int4_sums(made: Quantised, x: Tensor) -> Tensor:
-    rows, (outputs, groups, _) = len(x), made.values.shape
+def _sums_of_groups(made: Quantised, x: Tensor) -> Tensor:
+    rows, (outputs, groups) = len(x), made.scales.shape
     steps, scales = _steps(F.pad(x, (0, -made.inputs % GROUP)).reshape(-1, GROUP))
     steps, scales = steps.view(rows, groups, GROUP), scales.view(rows, groups, 1)
-    total, levels = torch.zeros(rows, outputs), made.levels()
+    total, integers = torch.zeros(rows, outputs), made.integers()
     for group in range(groups):  # in order, as the kernels add them
-        sums = steps[:, group] @ (levels[:, group].float() - 8).T
-        total += sums * (made.scales[:, group].float() * scales[:, group])
+        sums = steps[:, group] @ integers[:, group].float().T
+        total += sums * scales[:, group] * made.scales[:, group].float()
     return total

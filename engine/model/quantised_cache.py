@@ -36,13 +36,13 @@ from engine.model.quantisation import Quantization, quantiser
 
 logger = logging.getLogger("octavo.model")
 
-FORMAT = 1
+FORMAT = 2
 """Changes with the numbers that a quantiser makes, and with how they lie in a file."""
 
 _KEPT_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _UNFINISHED = ".octavo-writing-"
-_OURS = re.compile(r"int[48]-[0-9a-f]{32}\.safetensors")
+_OURS = re.compile(r"(int4|int8|int8-fast)-[0-9a-f]{32}\.safetensors")
 _CHECKSUMS = "checksums"
 _STORED = {torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8"}
 _THREADS = 4  # checksums are made as fast as memory is read, by few threads
@@ -91,14 +91,14 @@ class Matrix:
     @property
     def values(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """How integers are stored."""
-        if self.kind == "int8":
+        if self.kind != "int4":
             return torch.int8, (self.count, self.outputs, self.inputs)
         return torch.uint8, (self.count, self.outputs, -(-self.inputs // GROUP), GROUP // 2)
 
     @property
     def scales(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """How scales are stored."""
-        if self.kind == "int8":
+        if self.kind == "int8-fast":
             return torch.float32, (self.count, self.outputs)
         return torch.bfloat16, (self.count, self.outputs, -(-self.inputs // GROUP))
 
@@ -126,8 +126,9 @@ class Cache:
         decides = [FORMAT, quantiser(), str(dtype), self.origin, [asdict(matrix) for matrix in matrices]]
         self.key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
         kinds = {matrix.kind for matrix in matrices}
+        named = "int4" if "int4" in kinds else min(kinds, default="int8")
         self.folder = folder
-        self.path = folder / f"{'int4' if 'int4' in kinds else 'int8'}-{self.key[:32]}.safetensors"
+        self.path = folder / f"{named}-{self.key[:32]}.safetensors"
         self.layout = _Layout(matrices)
 
     def open(self) -> Entry | None:

@@ -136,8 +136,8 @@ class Transformer(nn.Module):
         self, quantization: Quantization | None
     ) -> Iterator[tuple[Linear | ExpertMatrices, Quantization | None]]:
         """All matrices, and what each becomes. The few numbers that choose an expert, open a
-        network or choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have 8
-        bits."""
+        network or choose a class keep their format; a vocabulary's, on which every choice of a token hangs, have at
+        least 8 bits."""
         kept = [module.router for module in self.modules() if isinstance(module, ExpertsFeedForward)]
         kept += [module.opening for module in self.modules() if isinstance(module, OpenedFeedForward)]
         heads = [model.head for model in (self, self.twin) if model is not None and model.head is not None]
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         careful = {id(module) for module in head}
         for module in self.modules():
             if isinstance(module, Linear | ExpertMatrices):
-                kind: Quantization | None = "int8" if id(module) in careful else quantization
+                kind = "int8" if quantization == "int4" and id(module) in careful else quantization
                 yield module, None if quantization is None or id(module) in plain else kind
 
     @property

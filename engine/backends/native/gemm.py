@@ -1,8 +1,9 @@
 """Products with weights that were laid out once, of any number of rows: y = x @ weight.T + bias on a CPU.
 
-Weights are float32, bfloat16, int8 with a scale for each output, or 4 bits with a scale for each GROUP inputs of an
-output. Sums are float32; for int8 and 4 bits the activations are quantised too, and sums are integers first. A row of y
-is the same to the bit whatever other rows there are, and however many threads.
+Weights are float32, bfloat16, int8 or 4 bits with a scale for each GROUP inputs of an output, or int8 with a scale for
+each output ("int8_fast"). Sums are float32; for int8 and 4 bits the activations are quantised too, with as many scales
+as the weights have, and sums are integers first. A row of y is the same to the bit whatever other rows there are, and
+however many threads.
 
     packed = pack(weight, bias)                        # float32, bfloat16, by vectors or by Intel's matrix tiles
     packed = pack_int8(weight, bias)                   # or of what quantise_int8 made, which can be kept on disk
@@ -18,15 +19,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.native.loading import Kernel
 from engine.backends.native.memory import Arena
 
-Kind = Literal["float32", "bfloat16", "int8", "int4", "amx_float32", "amx_bfloat16"]
+Kind = Literal["float32", "bfloat16", "int8", "int8_fast", "int4", "amx_float32", "amx_bfloat16"]
 
 GROUP = 32
-"""Inputs that share a scale of 4-bit weights."""
+"""Inputs that share a scale."""
 
 _FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -38,10 +40,11 @@ _PACK: dict[torch.dtype, Kernel] = {
     torch.bfloat16: Kernel("gemm_pack_bfloat16", "pipii"),
 }
 _PACK_INT8 = Kernel("gemm_pack_int8", "pppii")
+_PACK_INT8_FAST = Kernel("gemm_pack_int8_fast", "pppii")
 _PACK_INT4 = Kernel("gemm_pack_int4", "pppii")
 _QUANTISE = {
     (bits, dtype): Kernel(f"gemm_quantise_{bits}_{suffix}", "pi ppii")
-    for bits in ("int8", "int4")
+    for bits in ("int8", "int8_fast", "int4")
     for dtype, suffix in _SUFFIXES.items()
 }
 _AMX_INPUTS = 32  # of a tile
@@ -58,7 +61,7 @@ class Quantised:
     Attributes:
         values: int8 [outputs, inputs] from -127 to 127; or, of 4 bits, uint8 [outputs, groups, GROUP / 2] with two
             `levels` in a byte: i in the lower half, i + 4 in the upper one, four bytes for every eight.
-        scales: float32 [outputs], or bfloat16 [outputs, groups].
+        scales: bfloat16 [outputs, groups], or float32 [outputs].
         inputs: how long a row is.
     """
 
@@ -68,9 +71,15 @@ class Quantised:
 
     def dense(self) -> Tensor:
         """The weight that this stands for, float32 [outputs, inputs]."""
-        if self.values.dtype == torch.int8:
+        if self.scales.dim() == 1:
             return self.values.float() * self.scales[:, None]
-        return ((self.levels().float() - 8) * self.scales.float()[..., None]).flatten(1)[:, : self.inputs]
+        return (self.integers().float() * self.scales.float()[..., None]).flatten(1)[:, : self.inputs]
+
+    def integers(self) -> Tensor:
+        """Where groups have scales, int8 [outputs, groups, GROUP]: what these multiply, and 0 past a row's end."""
+        if self.values.dtype == torch.int8:
+            return F.pad(self.values, (0, -self.inputs % GROUP)).view(len(self.values), -1, GROUP)
+        return self.levels().to(torch.int8) - 8
 
     def levels(self) -> Tensor:
         """Of 4 bits, uint8 [outputs, groups, GROUP] from 0 to 15, which stand for -8 to 7, with 8 past a row's end."""
@@ -132,6 +141,17 @@ def pack(weight: Tensor, bias: Tensor | None = None, amx: bool = False) -> Packe
 
 
 def quantise_int8(weight: Tensor) -> Quantised:
+    """Integers of 8 bits and for each GROUP inputs of an output the scale that puts the largest weight at about 127.
+
+    Raises:
+        ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
+    """
+    weight = _matrix(weight)
+    scales = torch.empty(weight.shape[0], _groups(weight.shape[1]), dtype=torch.bfloat16)
+    return _quantised("int8", weight, Quantised(torch.empty(weight.shape, dtype=torch.int8), scales, weight.shape[1]))
+
+
+def quantise_int8_fast(weight: Tensor) -> Quantised:
     """Integers of 8 bits and for each output the scale that puts its largest weight at 127.
 
     Raises:
@@ -139,7 +159,7 @@ def quantise_int8(weight: Tensor) -> Quantised:
     """
     weight = _matrix(weight)
     made = Quantised(torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0]), weight.shape[1])
-    return _quantised("int8", weight, made)
+    return _quantised("int8_fast", weight, made)
 
 
 def quantise_int4(weight: Tensor) -> Quantised:
@@ -149,7 +169,7 @@ def quantise_int4(weight: Tensor) -> Quantised:
         ValueError: it is not a matrix of float32 or bfloat16 on a CPU.
     """
     weight = _matrix(weight)
-    outputs, groups = weight.shape[0], -(-weight.shape[1] // GROUP)
+    outputs, groups = weight.shape[0], _groups(weight.shape[1])
     values = torch.empty(outputs, groups, GROUP // 2, dtype=torch.uint8)
     return _quantised(
         "int4", weight, Quantised(values, torch.empty(outputs, groups, dtype=torch.bfloat16), weight.shape[1])
@@ -164,20 +184,29 @@ def _quantised(bits: str, weight: Tensor, made: Quantised) -> Quantised:
 
 
 def pack_int8(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
-    """Lay a weight out as int8, quantised now or before.
+    """Lay a weight out as int8 with scales for groups, quantised now or before.
 
     Raises:
-        ValueError: it is not a matrix that can be quantised, not 8 bits, or the bias does not go with it.
+        ValueError: it is not a matrix that can be quantised, not so quantised, or the bias does not go with it.
     """
     made = weight if isinstance(weight, Quantised) else quantise_int8(weight)
     outputs = made.values.shape[0]
     _check(made.values, torch.int8, (outputs, made.inputs))
+    _check(made.scales, torch.bfloat16, (outputs, _groups(made.inputs)))
+    return _laid_out("int8", _PACK_INT8, made, bias)
+
+
+def pack_int8_fast(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
+    """Lay a weight out as int8 with a scale for each output, quantised now or before.
+
+    Raises:
+        ValueError: it is not a matrix that can be quantised, not so quantised, or the bias does not go with it.
+    """
+    made = weight if isinstance(weight, Quantised) else quantise_int8_fast(weight)
+    outputs = made.values.shape[0]
+    _check(made.values, torch.int8, (outputs, made.inputs))
     _check(made.scales, torch.float32, (outputs,))
-    packed = _room("int8", outputs, made.inputs, bias)
-    _PACK_INT8.call(
-        made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs
-    )
-    return packed
+    return _laid_out("int8_fast", _PACK_INT8_FAST, made, bias)
 
 
 def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
@@ -187,13 +216,15 @@ def pack_int4(weight: Tensor | Quantised, bias: Tensor | None = None) -> Packed:
         ValueError: it is not a matrix that can be quantised, not 4 bits, or the bias does not go with it.
     """
     made = weight if isinstance(weight, Quantised) else quantise_int4(weight)
-    outputs, groups = made.values.shape[0], -(-made.inputs // GROUP)
+    outputs, groups = made.values.shape[0], _groups(made.inputs)
     _check(made.values, torch.uint8, (outputs, groups, GROUP // 2))
     _check(made.scales, torch.bfloat16, (outputs, groups))
-    packed = _room("int4", outputs, made.inputs, bias)
-    _PACK_INT4.call(
-        made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs
-    )
+    return _laid_out("int4", _PACK_INT4, made, bias)
+
+
+def _laid_out(kind: Kind, kernel: Kernel, made: Quantised, bias: Tensor | None) -> Packed:
+    packed = _room(kind, made.values.shape[0], made.inputs, bias)
+    kernel.call(made.values.data_ptr(), made.scales.data_ptr(), packed.data.data_ptr(), packed.outputs, packed.inputs)
     return packed
 
 
@@ -281,6 +312,10 @@ def _room(kind: Kind, outputs: int, inputs: int, bias: Tensor | None) -> Packed:
     _LAYOUTS[kind].call(outputs, inputs, ctypes.addressof(sizes))
     size, tile_rows, tile_bytes, panel = sizes
     return Packed(kind, _weights.take(size), bias, outputs, inputs, tile_rows, tile_bytes, panel)
+
+
+def _groups(inputs: int) -> int:
+    return -(-inputs // GROUP)
 
 
 def _has_rows(out: Tensor) -> bool:

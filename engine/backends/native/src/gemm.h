@@ -14,7 +14,7 @@ namespace octavo::gemm {
 constexpr int64_t PANEL = 2 * WIDTH;
 
 // Kinds of products, as Python numbers them.
-enum Kind : int64_t { BY_FLOAT32, BY_BFLOAT16, BY_INT8, BY_INT4, BY_AMX_FLOAT32, BY_AMX_BFLOAT16 };
+enum Kind : int64_t { BY_FLOAT32, BY_BFLOAT16, BY_INT8, BY_INT8_FAST, BY_INT4, BY_AMX_FLOAT32, BY_AMX_BFLOAT16 };
 
 #if defined(__AVX512F__)
 constexpr int VECTOR_ROWS = 12;  // of a tile of the kernels for float32 and bfloat16
@@ -198,6 +198,7 @@ OCTAVO_INLINE void layout(int64_t outputs, int64_t inputs, int64_t* to) {
 void float32_part(const Product& p, int thread, int threads);
 void bfloat16_part(const Product& p, int thread, int threads);
 void int8_part(const Product& p, int thread, int threads);
+void int8_fast_part(const Product& p, int thread, int threads);
 void int4_part(const Product& p, int thread, int threads);
 void amx_float32_part(const Product& p, int thread, int threads);
 void amx_bfloat16_part(const Product& p, int thread, int threads);

@@ -3,19 +3,14 @@
 //
 // A weight is (q - 8) * scale, q from 0 to 15. Sums within a group are integers and exact; groups are added in float32,
 // in order.
-#include "gemm_integer.h"
+#include "gemm_groups.h"
 
 namespace octavo::gemm {
 namespace {
 
-constexpr int64_t GROUP = 32;
-constexpr int64_t UNIT = 4;
-constexpr int64_t UNITS = GROUP / UNIT;
 constexpr int64_t GROUP_BYTES = PANEL * (GROUP / 2 + 2);  // of a panel
 constexpr int64_t AHEAD = 8192;
 constexpr int32_t ZERO = 8;
-
-OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
 // Weights: for each group [UNITS / 2][PANEL][4] bytes, whose lower halves are one unit of inputs and whose upper halves
 // the next, then bfloat16 scales [PANEL]. x: for each group [UNITS][rows][4], then scales [rows], then -8 times the
@@ -26,35 +21,12 @@ struct Int4 : ByVectors<Int4> {
 #else
   static constexpr int ROWS = 3;
 #endif
-  static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * (GROUP + 8); }
+  static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * ROW_GROUP_BYTES; }
   static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * GROUP_BYTES; }
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
-    const int64_t groups = groups_of(inputs);
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t at = group * GROUP, size = smaller(GROUP, inputs - at);
-      uint32_t* out = reinterpret_cast<uint32_t*>(to) + group * (UNITS + 2) * rows;
-      float* scales = reinterpret_cast<float*>(out + UNITS * rows);
-      int32_t* corrections = reinterpret_cast<int32_t*>(scales + rows);
-      lay_out(rows, UNITS, out, [&](int64_t row, int64_t, int64_t count, uint32_t* made) {
-        const T* from = x + row * stride + at;
-        int8_t* bytes = reinterpret_cast<int8_t*>(made);
-        if (size < GROUP) {
-          __builtin_memset(made, 0, static_cast<size_t>(count) * UNIT);
-          make(from, size, bytes, scales[row], corrections[row]);
-        } else {
-          make(from, GROUP, bytes, scales[row], corrections[row]);  // a size that the compiler knows
-        }
-      });
-    }
-  }
-
-  template <class T>
-  OCTAVO_INLINE_MEMBER static void make(const T* x, int64_t size, int8_t* to, float& scale, int32_t& correction) {
-    const Steps steps = Steps::of(x, size);
-    scale = steps.scale;
-    correction = -ZERO * steps.write(x, size, to);
+    prepare_groups<int32_t>(x, stride, rows, inputs, to, [](float, int32_t sum) { return -ZERO * sum; });
   }
 
   template <int N>

@@ -1,105 +1,92 @@
-// Products of int8 weights, with a scale for each output, and activations that become int8, with a scale for each row.
+// Products of int8 weights, with a scale for each GROUP inputs of an output, and activations that become int8, with a
+// scale for each GROUP inputs of a row.
 //
-// Sums are integers and exact. Rows of x are quantised by the product itself: round(x * 127 / largest magnitude).
-#include "gemm_integer.h"
+// Sums within a group are integers and exact; groups are added in float32, in order.
+#include "gemm_groups.h"
 
 namespace octavo::gemm {
 namespace {
 
-constexpr int64_t UNIT = 4;
-constexpr int64_t AHEAD = 8192;
+constexpr int64_t GROUP_BYTES = PANEL * (GROUP + 2);  // of a panel
+constexpr int64_t AHEAD = 4352;
 
-OCTAVO_INLINE int64_t units_of(int64_t inputs) { return (inputs + UNIT - 1) / UNIT; }
-
-// Weights [inputs / 4][PANEL][4], then scales [PANEL]; x [inputs / 4][rows][4], then scales [rows], then what the
-// offset of the weights adds to the sums, negated, [rows].
+// Weights: for each group [UNITS][PANEL][4], then bfloat16 scales [PANEL]. x: see `prepare_groups`; what is noted is what
+// the offset of the weights adds to the sum, negated.
 struct Int8 : ByVectors<Int8> {
 #if defined(__AVX512F__)
-  static constexpr int ROWS = 12;
+  static constexpr int ROWS = 8;
 #else
   static constexpr int ROWS = 4;
 #endif
-  static int64_t row_bytes(int64_t inputs) { return UNIT * units_of(inputs) + 8; }
-  static int64_t panel_bytes(int64_t inputs) { return PANEL * (UNIT * units_of(inputs) + 4); }
+  static int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * ROW_GROUP_BYTES; }
+  static int64_t panel_bytes(int64_t inputs) { return groups_of(inputs) * GROUP_BYTES; }
 
   template <class T>
   static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
-    const int64_t units = units_of(inputs);
-    uint32_t* out = reinterpret_cast<uint32_t*>(to);
-    float* scales = reinterpret_cast<float*>(out + units * rows);
-    int32_t* corrections = reinterpret_cast<int32_t*>(scales + rows);
-    float reciprocals[MOST_ROWS];
-    for (int64_t row = 0; row < rows; ++row) {
-      const Steps steps = Steps::of(x + row * stride, inputs);
-      reciprocals[row] = steps.reciprocal;
-      scales[row] = steps.scale;
-      corrections[row] = 0;
-    }
-    lay_out(rows, units, out, [&](int64_t row, int64_t first, int64_t count, uint32_t* made) {
-      const int64_t at = UNIT * first, size = smaller(UNIT * count, inputs - at);
-      made[count - 1] = 0;
-      const Steps steps{reciprocals[row], 0};
-      corrections[row] -= OFFSET * steps.write(x + row * stride + at, size, reinterpret_cast<int8_t*>(made));
-    });
+    prepare_groups<int32_t>(x, stride, rows, inputs, to, [](float, int32_t sum) { return -OFFSET * sum; });
   }
 
   template <int N>
   static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums) {
-    const int64_t units = units_of(inputs);
+    const int64_t groups = groups_of(inputs);
     const int32_t* x = reinterpret_cast<const int32_t*>(tile);
-    const int32_t* corrections = x + units * N + N;
-    Integers acc[N][2];
+    Vector total[N][2] = {};
+    for (int64_t group = 0; group < groups; ++group, x += (UNITS + 2) * N, panel += GROUP_BYTES) {
+      const float* row_scales = reinterpret_cast<const float*>(x + UNITS * N);
+      const int32_t* corrections = x + (UNITS + 1) * N;
+      const bfloat16* scales = reinterpret_cast<const bfloat16*>(panel + GROUP * PANEL);
+      Integers acc[N][2];
 #pragma GCC unroll 16
-    for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = integers(corrections[row]);
+      for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = OFFSET ? integers(corrections[row]) : Integers{};
 #pragma GCC unroll 2
-    for (int64_t i = 0; i < units; ++i, x += N, panel += UNIT * PANEL) {
-      for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(panel + AHEAD + line);
-      const Integers low = load_integers(panel), high = load_integers(panel + UNIT * WIDTH);
+      for (int64_t i = 0; i < UNITS; ++i) {
+        const char* unit = panel + i * UNIT * PANEL;
+        for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(unit + AHEAD + line);
+        const Integers low = load_integers(unit), high = load_integers(unit + UNIT * WIDTH);
+#pragma GCC unroll 16
+        for (int row = 0; row < N; ++row) {
+          acc[row][0] = dot_bytes(acc[row][0], low, x[i * N + row]);
+          acc[row][1] = dot_bytes(acc[row][1], high, x[i * N + row]);
+        }
+      }
+      const Vector low = load(scales), high = load(scales + WIDTH);
 #pragma GCC unroll 16
       for (int row = 0; row < N; ++row) {
-        acc[row][0] = dot_bytes(acc[row][0], low, x[row]);
-        acc[row][1] = dot_bytes(acc[row][1], high, x[row]);
+        const Vector scale = all(row_scales[row]);
+        total[row][0] = fma(__builtin_convertvector(acc[row][0], Vector) * scale, low, total[row][0]);
+        total[row][1] = fma(__builtin_convertvector(acc[row][1], Vector) * scale, high, total[row][1]);
       }
     }
-    const float* row_scales = reinterpret_cast<const float*>(x);
-    const Vector low = load(reinterpret_cast<const float*>(panel));
-    const Vector high = load(reinterpret_cast<const float*>(panel) + WIDTH);
 #pragma GCC unroll 16
     for (int row = 0; row < N; ++row) {
-      const Vector scale = all(row_scales[row]);
-      store(sums + row * PANEL, __builtin_convertvector(acc[row][0], Vector) * (low * scale));
-      store(sums + row * PANEL + WIDTH, __builtin_convertvector(acc[row][1], Vector) * (high * scale));
+      store(sums + row * PANEL, total[row][0]);
+      store(sums + row * PANEL + WIDTH, total[row][1]);
     }
   }
 };
 
 }  // namespace
 
-// q [outputs, inputs] from -127 to 127, scales [outputs].
-OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const float* scales, int8_t* to, int64_t outputs, int64_t inputs) {
+// q [outputs, inputs] from -127 to 127, scales [outputs, groups].
+OCTAVO_EXPORT(gemm_pack_int8)(const int8_t* q, const bfloat16* scales, int8_t* to, int64_t outputs, int64_t inputs) {
   constexpr uint32_t FLIPPED = OFFSET ? 0x80808080u : 0;  // adds OFFSET to each byte
-  constexpr int64_t LINE = 64 / UNIT;
-  const int64_t panels = (outputs + PANEL - 1) / PANEL, units = units_of(inputs);
+  const int64_t panels = (outputs + PANEL - 1) / PANEL, groups = groups_of(inputs);
   parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
-    const Share mine = share(panels, thread, threads);
-    for (int64_t panel = mine.first; panel < mine.last; ++panel) {
-      int8_t* out = to + panel * Int8::panel_bytes(inputs);
-      float* out_scales = reinterpret_cast<float*>(out + units * UNIT * PANEL);
-      // A line of each row at a time: whole rows would push each other out of the first level.
-      for (int64_t unit = 0; unit < units; unit += LINE)
-        for (int64_t column = 0; column < PANEL; ++column) {
-          const int64_t output = panel * PANEL + column, left = inputs - unit * UNIT;
-          uint32_t words[LINE] = {};
-          if (output < outputs)
-            __builtin_memcpy(words, q + output * inputs + unit * UNIT, left >= 64 ? 64 : static_cast<size_t>(left));
-          for (int64_t i = 0; i < smaller(LINE, units - unit); ++i) {
-            words[i] ^= FLIPPED;
-            __builtin_memcpy(out + ((unit + i) * PANEL + column) * UNIT, words + i, UNIT);
-          }
-        }
+    const Share mine = share(panels * groups, thread, threads);
+    for (int64_t block = mine.first; block < mine.last; ++block) {
+      int8_t* out = to + block * GROUP_BYTES;
+      bfloat16* out_scales = reinterpret_cast<bfloat16*>(out + PANEL * GROUP);
+      const int64_t group = block % groups, size = smaller(GROUP, inputs - group * GROUP);
       for (int64_t column = 0; column < PANEL; ++column) {
-        const int64_t output = panel * PANEL + column;
-        out_scales[column] = output < outputs ? scales[output] : 0;
+        const int64_t output = block / groups * PANEL + column;
+        const bool real = output < outputs;
+        uint32_t words[UNITS] = {};
+        if (real) __builtin_memcpy(words, q + output * inputs + group * GROUP, static_cast<size_t>(size));
+        out_scales[column] = real ? scales[output * groups + group] : bfloat16{0};
+        for (int64_t i = 0; i < UNITS; ++i) {
+          words[i] ^= FLIPPED;
+          __builtin_memcpy(out + (i * PANEL + column) * UNIT, words + i, UNIT);
+        }
       }
     }
   });

@@ -1,11 +1,9 @@
 // Weights of few bits, made from float32 or bfloat16 once, at load.
-#include "gemm_integer.h"
+#include "gemm_groups.h"
 
 namespace octavo::gemm {
 namespace {
 
-constexpr int64_t GROUP = 32;
-constexpr int64_t UNIT = 4;  // integers that an instruction multiplies and adds up
 constexpr int64_t VECTORS = GROUP / WIDTH;
 constexpr float LOWEST = -8, HIGHEST = 7;
 
@@ -89,7 +87,7 @@ OCTAVO_INLINE void quantise_group(const T* weights, int64_t size, uint8_t* q, bf
 }
 
 template <class T>
-void quantise_int8(const T* weight, int64_t stride, int8_t* q, float* scales, int64_t outputs, int64_t inputs) {
+void quantise_int8_fast(const T* weight, int64_t stride, int8_t* q, float* scales, int64_t outputs, int64_t inputs) {
   parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
     const Share mine = share(outputs, thread, threads);
     for (int64_t output = mine.first; output < mine.last; ++output) {
@@ -101,9 +99,27 @@ void quantise_int8(const T* weight, int64_t stride, int8_t* q, float* scales, in
   });
 }
 
+// Integers count steps of the scale that is kept. It is at most a 512th part smaller than the one that puts the largest
+// weight at 127, which then comes to less than 127.5.
+template <class T>
+void quantise_int8(const T* weight, int64_t stride, int8_t* q, bfloat16* scales, int64_t outputs, int64_t inputs) {
+  const int64_t groups = groups_of(inputs);
+  parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
+    const Share mine = share(outputs * groups, thread, threads);
+    for (int64_t i = mine.first; i < mine.last; ++i) {
+      const int64_t output = i / groups, at = i % groups * GROUP, size = smaller(GROUP, inputs - at);
+      const T* from = weight + output * stride + at;
+      Steps steps = Steps::of(from, size);
+      const float kept = nearest_bfloat16(steps.scale, scales[i]);
+      if (steps.reciprocal != 0) steps.reciprocal = 1 / kept;
+      steps.write(from, size, q + output * inputs + at);
+    }
+  });
+}
+
 template <class T>
 void quantise_int4(const T* weight, int64_t stride, uint8_t* q, bfloat16* scales, int64_t outputs, int64_t inputs) {
-  const int64_t groups = (inputs + GROUP - 1) / GROUP;
+  const int64_t groups = groups_of(inputs);
   parallel(outputs * inputs >= 1 << 14, [&](int thread, int threads) {
     const Share mine = share(outputs * groups, thread, threads);
     for (int64_t i = mine.first; i < mine.last; ++i) {
@@ -116,12 +132,23 @@ void quantise_int4(const T* weight, int64_t stride, uint8_t* q, bfloat16* scales
 }  // namespace
 
 // q [outputs, inputs] from -127 to 127, scales [outputs]: weight is about q * scale.
-OCTAVO_EXPORT(gemm_quantise_int8_f32)(const float* weight, int64_t stride, int8_t* q, float* scales, int64_t outputs,
-                                      int64_t inputs) {
+OCTAVO_EXPORT(gemm_quantise_int8_fast_f32)(const float* weight, int64_t stride, int8_t* q, float* scales,
+                                           int64_t outputs, int64_t inputs) {
+  quantise_int8_fast(weight, stride, q, scales, outputs, inputs);
+}
+
+OCTAVO_EXPORT(gemm_quantise_int8_fast_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, float* scales,
+                                            int64_t outputs, int64_t inputs) {
+  quantise_int8_fast(weight, stride, q, scales, outputs, inputs);
+}
+
+// The same with scales [outputs, groups].
+OCTAVO_EXPORT(gemm_quantise_int8_f32)(const float* weight, int64_t stride, int8_t* q, bfloat16* scales,
+                                      int64_t outputs, int64_t inputs) {
   quantise_int8(weight, stride, q, scales, outputs, inputs);
 }
 
-OCTAVO_EXPORT(gemm_quantise_int8_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, float* scales,
+OCTAVO_EXPORT(gemm_quantise_int8_bf16)(const bfloat16* weight, int64_t stride, int8_t* q, bfloat16* scales,
                                        int64_t outputs, int64_t inputs) {
   quantise_int8(weight, stride, q, scales, outputs, inputs);
 }

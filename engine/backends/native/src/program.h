@@ -52,7 +52,7 @@ struct ProductWhat {
   Place x, y;
   const void* weight;
   const float* bias;
-  int64_t kind, tile_rows, outputs, inputs;  // kind: 0 float32, 1 bfloat16, 2 int8, 3 int4
+  int64_t kind, tile_rows, outputs, inputs;  // kind: a gemm::Kind
 };
 
 // Pages of a layer: where keys and values are, how they are written, how they are read.

@@ -1,0 +1,49 @@
+// What the products share whose weights have a scale for each GROUP inputs of an output, and whose activations become int8
+// with a scale for each GROUP inputs of a row.
+//
+// Sums within a group are integers and exact; groups are added in float32, in order.
+#pragma once
+
+#include "gemm_integer.h"
+
+namespace octavo::gemm {
+
+constexpr int64_t GROUP = 32;
+constexpr int64_t UNIT = 4;  // integers that an instruction multiplies and adds up
+constexpr int64_t UNITS = GROUP / UNIT;
+constexpr int64_t ROW_GROUP_BYTES = GROUP + 8;  // of a row of x
+
+OCTAVO_INLINE int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
+
+template <class T, class Number, class Note>
+OCTAVO_INLINE void make_group(const T* x, int64_t size, int8_t* to, float& scale, Number& noted, const Note& note) {
+  const Steps steps = Steps::of(x, size);
+  scale = steps.scale;
+  noted = note(steps.scale, steps.write(x, size, to));
+}
+
+// x: for each group [UNITS][rows][4], then scales [rows], then what `note` makes of the scale and of the sum of the
+// row's int8 in the group, [rows] of 4 bytes.
+template <class Number, class T, class Note>
+OCTAVO_INLINE void prepare_groups(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to, const Note& note) {
+  static_assert(sizeof(Number) == 4);
+  const int64_t groups = groups_of(inputs);
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t at = group * GROUP, size = smaller(GROUP, inputs - at);
+    uint32_t* out = reinterpret_cast<uint32_t*>(to) + group * (UNITS + 2) * rows;
+    float* scales = reinterpret_cast<float*>(out + UNITS * rows);
+    Number* noted = reinterpret_cast<Number*>(scales + rows);
+    lay_out(rows, UNITS, out, [&](int64_t row, int64_t, int64_t count, uint32_t* made) {
+      const T* from = x + row * stride + at;
+      int8_t* bytes = reinterpret_cast<int8_t*>(made);
+      if (size < GROUP) {
+        __builtin_memset(made, 0, static_cast<size_t>(count) * UNIT);
+        make_group(from, size, bytes, scales[row], noted[row], note);
+      } else {
+        make_group(from, GROUP, bytes, scales[row], noted[row], note);  // a size that the compiler knows
+      }
+    });
+  }
+}
+
+}  // namespace octavo::gemm

@@ -1,0 +1,112 @@
+// Products of int8 weights, with a scale for each output, and activations that become int8, with a scale for each row:
+// the fast ones, see gemm_int8.cpp for the exact ones.
+//
+// Sums are integers and exact. Rows of x are quantised by the product itself: round(x * 127 / largest magnitude).
+#include "gemm_integer.h"
+
+namespace octavo::gemm {
+namespace {
+
+constexpr int64_t UNIT = 4;
+constexpr int64_t AHEAD = 8192;
+
+OCTAVO_INLINE int64_t units_of(int64_t inputs) { return (inputs + UNIT - 1) / UNIT; }
+
+// Weights [inputs / 4][PANEL][4], then scales [PANEL]; x [inputs / 4][rows][4], then scales [rows], then what the
+// offset of the weights adds to the sums, negated, [rows].
+struct Int8Fast : ByVectors<Int8Fast> {
+#if defined(__AVX512F__)
+  static constexpr int ROWS = 12;
+#else
+  static constexpr int ROWS = 4;
+#endif
+  static int64_t row_bytes(int64_t inputs) { return UNIT * units_of(inputs) + 8; }
+  static int64_t panel_bytes(int64_t inputs) { return PANEL * (UNIT * units_of(inputs) + 4); }
+
+  template <class T>
+  static void prepare(const T* x, int64_t stride, int64_t rows, int64_t inputs, char* to) {
+    const int64_t units = units_of(inputs);
+    uint32_t* out = reinterpret_cast<uint32_t*>(to);
+    float* scales = reinterpret_cast<float*>(out + units * rows);
+    int32_t* corrections = reinterpret_cast<int32_t*>(scales + rows);
+    float reciprocals[MOST_ROWS];
+    for (int64_t row = 0; row < rows; ++row) {
+      const Steps steps = Steps::of(x + row * stride, inputs);
+      reciprocals[row] = steps.reciprocal;
+      scales[row] = steps.scale;
+      corrections[row] = 0;
+    }
+    lay_out(rows, units, out, [&](int64_t row, int64_t first, int64_t count, uint32_t* made) {
+      const int64_t at = UNIT * first, size = smaller(UNIT * count, inputs - at);
+      made[count - 1] = 0;
+      const Steps steps{reciprocals[row], 0};
+      corrections[row] -= OFFSET * steps.write(x + row * stride + at, size, reinterpret_cast<int8_t*>(made));
+    });
+  }
+
+  template <int N>
+  static void multiply(const char* tile, const char* panel, int64_t inputs, float* sums) {
+    const int64_t units = units_of(inputs);
+    const int32_t* x = reinterpret_cast<const int32_t*>(tile);
+    const int32_t* corrections = x + units * N + N;
+    Integers acc[N][2];
+#pragma GCC unroll 16
+    for (int row = 0; row < N; ++row) acc[row][0] = acc[row][1] = integers(corrections[row]);
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < units; ++i, x += N, panel += UNIT * PANEL) {
+      for (int64_t line = 0; line < UNIT * PANEL; line += 64) __builtin_prefetch(panel + AHEAD + line);
+      const Integers low = load_integers(panel), high = load_integers(panel + UNIT * WIDTH);
+#pragma GCC unroll 16
+      for (int row = 0; row < N; ++row) {
+        acc[row][0] = dot_bytes(acc[row][0], low, x[row]);
+        acc[row][1] = dot_bytes(acc[row][1], high, x[row]);
+      }
+    }
+    const float* row_scales = reinterpret_cast<const float*>(x);
+    const Vector low = load(reinterpret_cast<const float*>(panel));
+    const Vector high = load(reinterpret_cast<const float*>(panel) + WIDTH);
+#pragma GCC unroll 16
+    for (int row = 0; row < N; ++row) {
+      const Vector scale = all(row_scales[row]);
+      store(sums + row * PANEL, __builtin_convertvector(acc[row][0], Vector) * (low * scale));
+      store(sums + row * PANEL + WIDTH, __builtin_convertvector(acc[row][1], Vector) * (high * scale));
+    }
+  }
+};
+
+}  // namespace
+
+// q [outputs, inputs] from -127 to 127, scales [outputs].
+OCTAVO_EXPORT(gemm_pack_int8_fast)(const int8_t* q, const float* scales, int8_t* to, int64_t outputs,
+                                   int64_t inputs) {
+  constexpr uint32_t FLIPPED = OFFSET ? 0x80808080u : 0;  // adds OFFSET to each byte
+  constexpr int64_t LINE = 64 / UNIT;
+  const int64_t panels = (outputs + PANEL - 1) / PANEL, units = units_of(inputs);
+  parallel(outputs * inputs >= 1 << 16, [&](int thread, int threads) {
+    const Share mine = share(panels, thread, threads);
+    for (int64_t panel = mine.first; panel < mine.last; ++panel) {
+      int8_t* out = to + panel * Int8Fast::panel_bytes(inputs);
+      float* out_scales = reinterpret_cast<float*>(out + units * UNIT * PANEL);
+      // A line of each row at a time: whole rows would push each other out of the first level.
+      for (int64_t unit = 0; unit < units; unit += LINE)
+        for (int64_t column = 0; column < PANEL; ++column) {
+          const int64_t output = panel * PANEL + column, left = inputs - unit * UNIT;
+          uint32_t words[LINE] = {};
+          if (output < outputs)
+            __builtin_memcpy(words, q + output * inputs + unit * UNIT, left >= 64 ? 64 : static_cast<size_t>(left));
+          for (int64_t i = 0; i < smaller(LINE, units - unit); ++i) {
+            words[i] ^= FLIPPED;
+            __builtin_memcpy(out + ((unit + i) * PANEL + column) * UNIT, words + i, UNIT);
+          }
+        }
+      for (int64_t column = 0; column < PANEL; ++column) {
+        const int64_t output = panel * PANEL + column;
+        out_scales[column] = output < outputs ? scales[output] : 0;
+      }
+    }
+  });
+}
+
+OCTAVO_EXPORT_PRODUCT(int8_fast, Int8Fast)
+
+}  // namespace octavo::gemm
