@@ -57,6 +57,12 @@ class MatrixBody(TemplateFields, PoolingBody):
         None, description="Add the special tokens to each text that the tokenizer puts there (true)."
     )
 
+    prompt_name: Name | None = Field(
+        None,
+        description="Put that prompt of the model's sentence-transformers config in front of each text (its default "
+        "one, if it has one).",
+    )
+
     def normalizes(self) -> bool | None:
         """What the two names of it say.
 
@@ -73,11 +79,6 @@ class EmbeddingRequest(MatrixBody):
     pooling: PoolingMode | None = Field(
         None, description="How a vector is made of the tokens' (as the model's own settings say)."
     )
-    prompt_name: Name | None = Field(
-        None,
-        description="Put that prompt of the model's sentence-transformers config in front of each text (its default "
-        "one, if it has one).",
-    )
 
 
 class PoolingRequest(MatrixBody):
@@ -85,8 +86,8 @@ class PoolingRequest(MatrixBody):
 
     task: Name | None = Field(
         None,
-        description="embed: a vector; classify: numbers of the classes; token_classify: those of each token (what the "
-        "model is made for).",
+        description="embed: a vector; classify: numbers of the classes; token_classify: those of each token; "
+        "token_embed: a vector of each token; sparse_embed: weights of tokens (what the model is made for).",
     )
 
 
@@ -109,12 +110,20 @@ class EmbeddingResponse(BaseModel):
     usage: PoolingUsage
 
 
+class SparseValue(BaseModel):
+    """The weight of a token in a sparse vector."""
+
+    index: int = Field(description="The token's id.")
+    value: float
+    token: str | None = Field(None, description="The token, as the vocabulary has it.")
+
+
 class PoolingItem(BaseModel):
     """What was asked of one input: numbers, of each token a list where each has its own, or base64."""
 
     object: str = "pooling"
     index: int
-    data: list[list[float]] | list[float] | str
+    data: list[list[float]] | list[float] | list[SparseValue] | str
 
 
 class PoolingResponse(BaseModel):
