@@ -124,9 +124,22 @@ def test_markers_go_by_the_side(tmp_path: Path) -> None:
     assert api.refused("/pooling", input=[[7]], prompt_name="query")["param"] == "prompt_name"
 
 
+def test_all_kinds_in_one_call(masked: PoolingApi) -> None:
+    tasks = ["embed", "sparse_embed", "token_embed"]
+    together = masked.ask("/pooling", task=tasks, input=TEXTS)
+    apart = [masked.ask("/pooling", task=task, input=TEXTS) for task in tasks]
+    assert together["usage"] == apart[0]["usage"]
+    for place, item in enumerate(together["data"]):
+        assert item["data"] == {task: answer["data"][place]["data"] for task, answer in zip(tasks, apart, strict=True)}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({"task": ["embed", "embed"]}, "task"),
+        ({"task": ["embed", "classify"]}, "task"),
+        ({"task": []}, "task"),
+        ({"task": ["embed", "token_embed"], "encoding_format": "bytes"}, "encoding_format"),
         ({"task": "sparse_embed", "encoding_format": "base64"}, "encoding_format"),
         ({"task": "token_embed", "dimensions": 4}, "dimensions"),
         ({"task": "sparse_embed", "normalize": True}, "normalize"),

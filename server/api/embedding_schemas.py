@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -84,10 +84,11 @@ class EmbeddingRequest(MatrixBody):
 class PoolingRequest(MatrixBody):
     """Body of POST /pooling. Null means the default, for every field; input or messages must be there."""
 
-    task: Name | None = Field(
+    task: Name | Annotated[list[Name], Field(min_length=1, max_length=3)] | None = Field(
         None,
         description="embed: a vector; classify: numbers of the classes; token_classify: those of each token; "
-        "token_embed: a vector of each token; sparse_embed: weights of tokens (what the model is made for).",
+        "token_embed: a vector of each token; sparse_embed: weights of tokens (what the model is made for). A list "
+        "asks for several kinds of vectors.",
     )
 
 
@@ -118,12 +119,20 @@ class SparseValue(BaseModel):
     token: str | None = Field(None, description="The token, as the vocabulary has it.")
 
 
+class PoolingVectors(BaseModel):
+    """Several kinds of vectors of one input, by their tasks' names."""
+
+    embed: list[float] | None = None
+    token_embed: list[list[float]] | None = None
+    sparse_embed: list[SparseValue] | None = None
+
+
 class PoolingItem(BaseModel):
     """What was asked of one input: numbers, of each token a list where each has its own, or base64."""
 
     object: str = "pooling"
     index: int
-    data: list[list[float]] | list[float] | list[SparseValue] | str
+    data: list[list[float]] | list[float] | list[SparseValue] | PoolingVectors | str
 
 
 class PoolingResponse(BaseModel):
