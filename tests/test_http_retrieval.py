@@ -85,6 +85,25 @@ def test_sparse_vectors(masked: PoolingApi) -> None:
     assert listed(masked, "/embed_sparse", inputs=TEXTS[0]) == plain[:1]
 
 
+@torch.no_grad()
+def test_weights_of_an_inputs_own_tokens(tmp_path: Path) -> None:
+    """bge-m3's layer: the tokens that the tokenizer adds, and unknown ones, have no weight."""
+    checkpoint = make_text_encoder("headless", tmp_path)
+    layer = torch.nn.Linear(32, 1)
+    torch.nn.init.constant_(layer.bias, 20.0)  # so that every token has a weight
+    torch.save(layer.state_dict(), tmp_path / "sparse_linear.pt")
+    text, tokenizer = "snow on the sea, \U0001f642 on the snow", checkpoint.tokenizer
+    ids = tokenizer(text).input_ids
+    assert tokenizer.unk_token_id in ids
+    weights = layer(checkpoint.model(torch.tensor([ids])).last_hidden_state[0]).relu()[:, 0].tolist()
+    wanted: dict[int, float] = {}
+    for token, weight in zip(ids, weights, strict=True):
+        if token not in tokenizer.all_special_ids:
+            wanted[token] = max(wanted.get(token, 0.0), weight)
+    (found,) = listed(PoolingApi(checkpoint), "/embed_sparse", inputs=text)
+    assert {entry["index"]: entry["value"] for entry in found} == pytest.approx(wanted, rel=1e-4)
+
+
 def test_vectors_of_tokens(late: Late) -> None:
     api, checkpoint, matrix = late
     answer = api.ask("/pooling", input=TEXTS)  # the model does nothing else
