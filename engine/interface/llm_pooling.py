@@ -14,6 +14,7 @@ from engine.interface.outputs import Pooled, PoolingMode
 from engine.interface.pooling import DEFAULT_TOP_K, check_task
 from engine.interface.request import PoolingParams
 from engine.pooled import (
+    SIDES,
     Aggregation,
     AnswerOutput,
     AnswerTerms,
@@ -40,7 +41,6 @@ from engine.pooled import (
     vector_of,
     windows_of,
 )
-from engine.pooled.comparing import SIDES
 from engine.pooled.sources import Input, Reader, Reading, Source, need_tokenizer, read_sources
 from engine.text.processor import Tokenizer
 

@@ -22,7 +22,7 @@ from engine.pooled.answers import (
     read_question,
     windows_of,
 )
-from engine.pooled.comparing import Comparer, comparison_of, cosine, side_prompt
+from engine.pooled.comparing import SIDES, Comparer, comparison_of, cosine, side_prompt, sparse_of
 from engine.pooled.prompts import find_prompt, prompt_tokens
 from engine.pooled.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
 from engine.text.encoding import Encoding
@@ -30,11 +30,11 @@ from engine.text.tokenizer import Tokenizer
 
 __all__ = [
     "AGGREGATIONS", "DEFAULT_ANSWERS", "DEFAULT_ANSWER_LENGTH", "MAX_ANSWERS", "MAX_ANSWER_LENGTH", "MAX_WINDOWS",
-    "Aggregation", "Answer", "AnswerOutput", "AnswerTerms", "ClassificationOutput", "Comparer", "EmbeddingOutput",
-    "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span",
-    "TokenClassificationOutput", "answers_of", "check_aggregation", "check_scores", "cosine", "find_prompt",
-    "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens", "read_question",
-    "side_prompt", "spans_of", "token_input", "vector_of", "windows_of",
+    "SIDES", "Aggregation", "Answer", "AnswerOutput", "AnswerTerms", "ClassificationOutput", "Comparer",
+    "EmbeddingOutput", "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span",
+    "TokenClassificationOutput", "answers_of", "check_aggregation", "check_scores", "comparison_of", "cosine",
+    "find_prompt", "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens",
+    "read_question", "side_prompt", "spans_of", "sparse_of", "token_input", "vector_of", "windows_of",
 ]  # fmt: skip
 
 

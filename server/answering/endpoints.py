@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine import EngineInfo, Task
-from engine.pooled import is_cross_encoder
-from engine.pooled.comparing import comparison_of
+from engine.pooled import comparison_of, is_cross_encoder
 from engine.text.processor import Tokenizer
 from server.answering.sound import find_log_mel
 from server.context import Service

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from engine import Pooled, PoolingParams, TokenInput
-from engine.pooled import prompt_tokens, token_input
-from engine.pooled.comparing import sparse_of
+from engine.pooled import prompt_tokens, sparse_of, token_input
 from engine.pooled.vectors import json_base64, json_matrix, packed
 from engine.text.processor import Encoding
 from server.answering.encoding import estimate, need_tokenizer, read_images, read_inputs, too_long

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine import Pooled, PoolingParams
-from engine.pooled import Comparer, is_cross_encoder, prompt_tokens, side_prompt, token_input
-from engine.pooled.comparing import SIDES
+from engine.pooled import SIDES, Comparer, is_cross_encoder, prompt_tokens, side_prompt, token_input
 from server.answering.encoding import Text, encode_all, estimate, need_tokenizer
 from server.answering.pooling import PoolingInput, PoolingRun
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Body, Request, Response
-from numpy.typing import NDArray
 
 from engine import EngineInfo, Pooled, PoolingParams
-from engine.interface.outputs import Matrix
 from engine.pooled import find_prompt, longest
-from engine.pooled.vectors import json_matrix, packed
+from engine.pooled.vectors import json_base64, json_matrix, json_signs, json_steps, packed
 from server.answering.endpoints import require
 from server.answering.matrices import MatrixRun
 from server.api.cohere_schemas import CohereEmbedRequest, EmbeddingType
@@ -125,45 +122,11 @@ class _CohereRun(MatrixRun):
         return b'%b,"embeddings":{%b}}' % (json.dumps(rest, separators=(",", ":")).encode()[:-1], b",".join(forms))
 
 
-def _whole(numbers: Iterable[int]) -> bytes:
-    return json.dumps(list(numbers), separators=(",", ":")).encode()
-
-
-def _base64(values: Matrix) -> bytes:
-    return b'"%b"' % base64.b64encode(packed(values, "float32"))
-
-
-def _int8(values: Matrix) -> bytes:
-    """A vector's features as steps of 1/127 of the largest of them."""
-    return _whole(_steps(values).tolist())
-
-
-def _uint8(values: Matrix) -> bytes:
-    """The same, moved by 128."""
-    return _whole((_steps(values) + 128).tolist())
-
-
-def _steps(values: Matrix) -> NDArray[np.int64]:
-    largest = float(np.abs(values[0]).max())
-    steps: NDArray[np.int64] = np.rint(values[0] * (127 / (largest or 1.0))).astype(np.int64)
-    return steps
-
-
-def _ubinary(values: Matrix) -> bytes:
-    """The signs, eight in a byte, the first one in its highest bit: 1 for numbers above 0."""
-    return _whole(np.packbits(values[0] > 0).tolist())
-
-
-def _binary(values: Matrix) -> bytes:
-    """The same, less 128."""
-    return _whole((np.packbits(values[0] > 0).astype(np.int64) - 128).tolist())
-
-
-_FORMS: dict[EmbeddingType, Callable[[Matrix], bytes]] = {
+_FORMS: dict[EmbeddingType, Callable[..., bytes]] = {
     "float": json_matrix,
-    "int8": _int8,
-    "uint8": _uint8,
-    "binary": _binary,
-    "ubinary": _ubinary,
-    "base64": _base64,
+    "int8": json_steps,
+    "uint8": partial(json_steps, moved=128),
+    "binary": partial(json_signs, moved=-128),
+    "ubinary": json_signs,
+    "base64": lambda values: json_base64(packed(values, "float32")),
 }

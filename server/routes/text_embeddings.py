@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import EngineInfo, Pooled, PoolingParams, resolve_pooling
-from engine.interface.pooling import check_task
 from engine.pooled import find_prompt, is_cross_encoder, labels_of, token_input
 from engine.pooled.vectors import json_matrix
 from server.answering.encoding import encode_all, estimate
@@ -91,9 +90,8 @@ async def _answer(
     body: EmbedSparseRequest, params: PoolingParams, request: Request, service: Service, arrival: float
 ) -> Response:
     info = service.client.info
-    check_task(info, params.task)
-    body.refuse_unsupported()
     resolve_pooling(params, info, prompt_len=1)
+    body.refuse_unsupported()
     run = _VectorsRun(
         service,
         EmbeddingRequest(input=body.inputs, **own_fields(body)),
@@ -129,7 +127,7 @@ async def predict(body: Annotated[PredictRequest, Body()], request: Request, ser
     """Classes of a text or a pair with their scores, best first; of several, a list of these."""
     arrival = time.monotonic()
     service.check_model(body.model)
-    check_task(service.client.info, "classify")
+    resolve_pooling(PoolingParams(task="classify"), service.client.info, prompt_len=1)
     body.refuse_unsupported()
     truncate = cut_of(body.truncate, body.truncation_direction, service)
     return await _PredictRun(service, body, arrival, truncate=truncate).respond(request)
