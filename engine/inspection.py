@@ -26,7 +26,7 @@ from engine.model.families import architecture, build_spec, stored_scheme
 from engine.model.gguf.folder import SUFFIX
 from engine.model.gguf.weights import stored_formats
 from engine.model.quantised_cache import find_folder, kept_files
-from engine.model.sentence import read_pipeline
+from engine.model.retrieval import read_folder
 from engine.model.transformer import Transformer
 from engine.model.weight_files import weight_files
 from engine.model.weights import stored_dtype
@@ -140,7 +140,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     Raises:
         ModelLoadError, UnsupportedModelError, ConfigError: what would prevent the start.
     """
-    pipeline = read_pipeline(locate(config.model, config.revision, config.hf_token, download=False))
+    pipeline = read_folder(locate(config.model, config.revision, config.hf_token, download=False))
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)

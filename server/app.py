@@ -46,6 +46,7 @@ from server.routes import (
     audio,
     chat,
     classify,
+    cohere,
     completions,
     embeddings,
     fill_mask,
@@ -56,6 +57,7 @@ from server.routes import (
     playground,
     responses,
     scoring,
+    text_embeddings,
     tokenize,
     translate,
 )
@@ -208,6 +210,8 @@ def create_app(
         responses,
         messages,
         embeddings,
+        cohere,
+        text_embeddings,
         scoring,
         classify,
         answer,
@@ -220,7 +224,7 @@ def create_app(
         tokenize,
     ):
         app.include_router(module.router)
-    for router in (responses.stored, messages.counting, translate.listing):
+    for router in (responses.stored, messages.counting, translate.listing, text_embeddings.facts):
         app.include_router(router)
     if settings.enable_playground:
         app.include_router(playground.make_router(feed=settings.enable_cache_map, key=bool(keys)))
@@ -266,6 +270,8 @@ def full_checks(commons: Commons) -> dict[str, Check]:
         (audio, commons.generating),
         (embeddings, commons.pooling),
         (scoring, commons.pooling),
+        (cohere, commons.pooling),
+        (text_embeddings, commons.pooling),
         (classify, commons.pooling),
         (answer, commons.pooling),
         (fill_mask, commons.pooling),

@@ -24,6 +24,7 @@ request_logger = structlog.get_logger("octavo.request")
 _LOGGED = (
     "/completions", "/responses", "/messages", "/embeddings", "/pooling", "/score", "/rerank", "/classify", "/answer",
     "/fill-mask", "/transcriptions", "/translations", "/translate",
+    "/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity",
 )  # fmt: skip
 _SHOWN = 80  # characters of a wrong value that an error message repeats
 

@@ -116,7 +116,8 @@ def test_the_table_says_what_each_kind_of_model_serves() -> None:
     ends = {line.split(" | ")[0][2:]: line.removesuffix(" |").split(" | ")[-1] for line in tool.table().splitlines()}
     assert ends["LLaMA"] == f"{DECODING}, embeddings"
     assert ends["BART, PLBART, MVP"] == DECODING
-    assert ends["BERT and ERNIE"] == "embeddings, classes, classes of tokens, answers to questions, masked tokens"
+    bert = "embeddings, classes, classes of tokens, answers to questions, masked tokens"
+    assert ends["BERT and ERNIE"] == f"{bert}, vectors of tokens, sparse vectors"
 
 
 def test_what_a_family_can_do_follows_from_its_parts() -> None:

@@ -67,7 +67,7 @@ def tokens_of(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 def test_its_settings(engine: Engine) -> None:
     info = engine.info
-    assert (info.tasks, info.pooling_modes, info.normalize) == (("embed",), ("mean",), True)
+    assert (info.tasks, info.pooling_modes, info.normalize) == (("embed", "token_embed"), ("mean",), True)
     assert (info.max_model_len, info.embedding_size, info.lower_case) == (256, 384, False)
 
 

@@ -242,7 +242,7 @@ def test_a_prompt_that_does_not_count(mode: str, skip: int, qwen3: tuple[Path, A
 def test_a_masked_language_model_embeds(tmp_path: Path) -> None:
     model = save_bert(tmp_path / "base", "BertForMaskedLM")
     engine = make_engine(pipeline_folder(tmp_path / "m", tmp_path / "base", [pooling("mean"), dense(HIDDEN, 9)]))
-    assert (engine.info.tasks, engine.info.embedding_size) == (("fill_mask", "embed"), 9)
+    assert (engine.info.tasks, engine.info.embedding_size) == (("fill_mask", "embed", "token_embed", "sparse_embed"), 9)
     wanted = [mapped(hidden_states(model, tokens).mean(0), [dense(HIDDEN, 9)]) for tokens in texts()]
     assert_close(embed(engine, texts()), wanted)
 
@@ -382,7 +382,6 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
         name: ([MEAN, of_type(f"sentence_transformers.models.{name}")], {}, rf"modules\.json, module '2': .*{name}")
         for name in ("WordEmbeddings", "CNN", "LSTM", "WeightedLayerPooling", "Router", "Asym", "CLIPModel", "BoW")
     },
-    "splade": ([of_type("sentence_transformers.sparse_encoder.models.SpladePooling")], {}, "SpladePooling is not impl"),
     "foreign": ([MEAN, of_type("modeling_own.Pooling")], {}, "modeling_own.Pooling is code from outside.*never run"),
     "lookalike": ([MEAN, of_type("sentence_transformers_own.Dense")], {}, "code from outside"),
     "not-first": ([], {"kind": "sentence_transformers.models.StaticEmbedding"}, "StaticEmbedding is not implemented"),
@@ -438,7 +437,7 @@ REFUSED: dict[str, tuple[list[Module], dict[str, Any], str]] = {
     "length": ([MEAN], {"limits": {"max_seq_length": "long"}}, "max_seq_length must be a whole number, got 'long'"),
     "modalities": ([MEAN], {"limits": {"modality_config": ["text"]}}, "modality_config must be an object of objects"),
     "no-object": ([MEAN], {"limits": ["text"]}, r"sentence_bert_config\.json is damaged: it holds no JSON object"),
-    "sparse": ([MEAN], {"settings": {"model_type": "SparseEncoder"}}, "model_type is 'SparseEncoder'; served are"),
+    "other": ([MEAN], {"settings": {"model_type": "Other"}}, "model_type is 'Other'; served are"),
     "prompts": ([MEAN], {"settings": {"prompts": ["query: "]}}, "prompts must be an object of names and texts"),
     "default-prompt": (
         [MEAN],

@@ -60,6 +60,8 @@ TASKS: dict[Task, str] = {
     "token_classify": "classes of tokens",
     "answer": "answers to questions",
     "fill_mask": "masked tokens",
+    "token_embed": "vectors of tokens",
+    "sparse_embed": "sparse vectors",
 }
 # Where transformers lists the classes of each kind.
 MAPPINGS: tuple[Any, ...] = (
@@ -79,6 +81,7 @@ MAPPINGS: tuple[Any, ...] = (
 UNLISTED = {
     "CLIPTextModelWithProjection": "clip_text_model",
     "CLIPVisionModelWithProjection": "clip_vision_model",
+    "HF_ColBERT": "bert",
     "SiglipTextModel": "siglip_text_model",
 }
 # What the defaults of transformers lack to be a model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,11 +14,32 @@ from engine.interface.outputs import Activation, PoolingMode
 from engine.interface.pooling import Pooling
 from engine.model import spec
 from engine.model.heads import classes
+from engine.model.sentence import InputWeights, SparseVectors, VocabularyWeights
 from engine.scheduling.plan import Float64, Int32, PooledRow, PoolingRow, StepPlan
 
 # Rows of logits at a time, so that masks need not have the logits of all of them at once.
 _LOGITS = 128
 _TINY = 1e-12  # as torch.nn.functional.normalize has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParts:
+    """What a checkpoint has for vectors beside the model and its head.
+
+    Attributes:
+        project: matrices after pooling, [N, modes * hidden] float32 to [N, features]; None for none.
+        sparse: how sparse vectors are made; None: as `VocabularyWeights` has it, where that can be.
+        weigh: of `InputWeights`: the layer, [N, hidden] to [N, 1].
+        tokens: layers that make vectors of tokens, [N, hidden] to [N, features]; None: the hidden states are these.
+    """
+
+    project: Callable[[Tensor], Tensor] | None = None
+    sparse: SparseVectors | None = None
+    weigh: Callable[[Tensor], Tensor] | None = None
+    tokens: Callable[[Tensor], Tensor] | None = None
+
+
+NO_PARTS = PoolingParts()
 
 
 class Pooler:
@@ -28,7 +50,7 @@ class Pooler:
     Args:
         head: the model's.
         apply: the model's head over hidden states [N, hidden], float32.
-        project: matrices after pooling, [N, modes * hidden] float32 to [N, features]; None for none.
+        parts: what there is beside the head.
         gather: what an Embedder's probe makes of hidden states, given where each input's begin and end.
         activation: what makes probabilities of the head's numbers.
     """
@@ -38,14 +60,14 @@ class Pooler:
         head: spec.Head,
         apply: Callable[[Tensor], Tensor],
         *,
-        project: Callable[[Tensor], Tensor] | None = None,
+        parts: PoolingParts = NO_PARTS,
         gather: Callable[[Tensor, Sequence[tuple[int, int]]], Tensor] | None = None,
         activation: Activation = "none",
     ):
         self._gather = gather
         self._head = head
         self._apply = apply
-        self._project = project
+        self._parts = parts
         self._activation = activation
 
     def pool(self, hidden: Tensor, plan: StepPlan) -> tuple[PooledRow, ...]:
@@ -66,6 +88,10 @@ class Pooler:
                     found = self._embed_by_head(hidden, plan, rows, spans)
                 case "embed":
                     found = self._embed(hidden, rows, spans)
+                case "token_embed":
+                    found = self._embed_tokens(hidden, rows, spans)
+                case "sparse_embed":
+                    found = self._embed_sparsely(hidden, plan, rows, spans)
                 case "classify":
                     found = self._classify(hidden, plan, rows, spans)
                 case "token_classify" | "answer":
@@ -87,8 +113,8 @@ class Pooler:
             pooling = rows[i].pooling
             divisors = np.array([_divisor(mode, lengths[i], pooling.skip_tokens) for mode in pooling.modes])
             vector = (sums[i] / divisors[:, None]).ravel().astype(np.float32)
-            if self._project is not None:
-                vector = self._project(torch.from_numpy(vector)[None].to(hidden.device))[0].cpu().numpy()
+            if self._parts.project is not None:
+                vector = self._parts.project(torch.from_numpy(vector)[None].to(hidden.device))[0].cpu().numpy()
             answers[i] = _finished(vector, pooling)
         return answers
 
@@ -105,6 +131,55 @@ class Pooler:
             states = hidden[torch.tensor(chosen, device=hidden.device)]
         vectors = self._apply(states).cpu().numpy()
         return [_finished(vector, row.pooling) for row, vector in zip(rows, vectors, strict=True)]
+
+    def _embed_tokens(
+        self, hidden: Tensor, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
+    ) -> list[PooledRow]:
+        """A vector for each token; each input by itself, so that none depends on the others. They are always whole."""
+        answers = []
+        for row, (begin, end) in zip(rows, spans, strict=True):
+            vectors = hidden[begin + row.pooling.skip_tokens : end].float()
+            if self._parts.tokens is not None:
+                vectors = self._parts.tokens(vectors)
+            if row.pooling.normalize:
+                vectors = torch.nn.functional.normalize(vectors, dim=-1, eps=_TINY)
+            answers.append(PooledRow(values=vectors.cpu().numpy()))
+        return answers
+
+    def _embed_sparsely(
+        self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]
+    ) -> list[PooledRow]:
+        """The weights above 0 and their tokens, in the order of these. Inputs are always whole."""
+        answers = []
+        for begin, end in spans:
+            match self._parts.sparse or VocabularyWeights():
+                case InputWeights():
+                    assert self._parts.weigh is not None
+                    found = self._parts.weigh(hidden[begin:end].float()).relu().flatten().cpu().numpy()
+                    tokens, places = np.unique(plan.token_ids[begin:end], return_inverse=True)
+                    weights = np.zeros(len(tokens), dtype=np.float32)
+                    np.maximum.at(weights, places, found)
+                case VocabularyWeights() as part:
+                    weights = self._over_vocabulary(hidden[begin:end], part).cpu().numpy()
+                    tokens = np.arange(len(weights), dtype=np.int32)
+            kept = np.flatnonzero(weights > 0)
+            ids = tokens[kept].astype(np.int32)
+            answers.append(PooledRow(values=weights[kept][None], ids=ids[None]))
+        return answers
+
+    def _over_vocabulary(self, states: Tensor, part: VocabularyWeights) -> Tensor:
+        """[vocabulary] of an input's hidden states [T, hidden]."""
+        total: Tensor | None = None
+        for some in torch.split(states, _LOGITS):
+            weights = self._apply(some).relu()
+            for _ in range(part.logarithms):
+                weights = weights.log1p()
+            new = weights.amax(0) if part.pooling == "max" else weights.sum(0)
+            if total is not None:
+                new = torch.maximum(total, new) if part.pooling == "max" else total + new
+            total = new
+        assert total is not None
+        return total
 
     def _classify(
         self, hidden: Tensor, plan: StepPlan, rows: Sequence[PoolingRow], spans: Sequence[tuple[int, int]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.backends import triton as gpu
 from engine.backends.attention.base import AttentionMetadata
@@ -16,7 +16,7 @@ from engine.execution.buffers import Buffer
 from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.kv_cache import KVCache
 from engine.execution.pending import LateResult, PendingStep
-from engine.execution.pooler import Pooler
+from engine.execution.pooler import NO_PARTS, Pooler, PoolingParts
 from engine.execution.recording import Recorder
 from engine.execution.sampler import sample, score_prompt
 from engine.execution.weighing import weighed
@@ -59,7 +59,7 @@ class ModelRunner:
         max_num_batched_tokens: most tokens in a plan.
         min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
         activation: what makes probabilities of the numbers of a head that classifies.
-        project: what maps pooled vectors (`engine.model.projection`).
+        parts: what makes vectors beside the model.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         min_rows: int = 1,
         activation: Activation = "none",
-        project: nn.Module | None = None,
+        parts: PoolingParts = NO_PARTS,
     ):
         self.model = model
         self.cache = cache
@@ -97,7 +97,7 @@ class ModelRunner:
         self._last_cross: tuple[int, CrossPages] | None = None  # of the plan of this version
         self._logits = _Logits(model, min_rows)
         self._pooler = Pooler(
-            model.spec.head, self._logits, project=project, gather=_gather(model, min_rows), activation=activation
+            model.spec.head, self._logits, parts=parts, gather=_gather(model, min_rows), activation=activation
         )
         self._twin_pooler = None
         if model.twin is not None:

@@ -28,6 +28,7 @@ from engine.execution.loading import (
     find_max_model_len,
     find_quantization,
 )
+from engine.execution.pooler import PoolingParts
 from engine.execution.profiling import allocate_pages
 from engine.execution.runner import ModelRunner
 from engine.execution.threads import use_threads
@@ -40,7 +41,8 @@ from engine.model.config_values import check_parameters
 from engine.model.families import build_spec, context_length, stored_scheme
 from engine.model.projection import load_projection
 from engine.model.quantisation import Quantization
-from engine.model.sentence import Pipeline, read_pipeline
+from engine.model.retrieval import read_folder
+from engine.model.sentence import InputWeights, Pipeline
 from engine.model.spec import ModelSpec
 from engine.model.weights import load_model, stored_dtype
 
@@ -94,7 +96,7 @@ def start(config: EngineConfig) -> LocalExecutor:
 
 def resolve(config: EngineConfig, device: torch.device) -> Resolved:
     """Decide what is loaded, and how; refuse what cannot be."""
-    pipeline = read_pipeline(locate(config.model, config.revision, config.hf_token))
+    pipeline = read_folder(locate(config.model, config.revision, config.hf_token))
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
@@ -149,7 +151,22 @@ def load(resolved: Resolved) -> ModelRunner:
         max_num_batched_tokens=config.max_num_batched_tokens,
         min_rows=min_invariant_rows(model),
         activation=find_abilities(resolved.hf_config, model.spec, pipeline).activation,
+        parts=load_parts(pipeline, device),
+    )
+
+
+def load_parts(pipeline: Pipeline, device: torch.device) -> PoolingParts:
+    """What makes vectors beside the model, with its weights.
+
+    Raises:
+        ModelLoadError: weights are missing, or their names or shapes do not match.
+    """
+    weighing = (pipeline.sparse.layer,) if isinstance(pipeline.sparse, InputWeights) else ()
+    return PoolingParts(
         project=load_projection(pipeline.layers, device),
+        sparse=pipeline.sparse,
+        weigh=load_projection(weighing, device),
+        tokens=load_projection(() if pipeline.tokens is None else pipeline.tokens.layers, device),
     )
 
 

@@ -14,10 +14,12 @@ from engine.interface.outputs import Pooled, PoolingMode
 from engine.interface.pooling import DEFAULT_TOP_K, check_task
 from engine.interface.request import PoolingParams
 from engine.pooled import (
+    SIDES,
     Aggregation,
     AnswerOutput,
     AnswerTerms,
     ClassificationOutput,
+    Comparer,
     EmbeddingOutput,
     FillMaskOutput,
     ScoreOutput,
@@ -25,7 +27,6 @@ from engine.pooled import (
     answers_of,
     check_aggregation,
     check_scores,
-    cosine,
     find_prompt,
     is_cross_encoder,
     labels_of,
@@ -34,6 +35,7 @@ from engine.pooled import (
     masks_of,
     prompt_tokens,
     read_question,
+    side_prompt,
     spans_of,
     token_input,
     vector_of,
@@ -87,7 +89,8 @@ class PoolingMethods:
         check_task(info, "embed")
         terms: dict[str, Any] = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
         sources, limit = read_sources(inputs, images=True), longest(truncate_prompt_tokens, info)
-        readings, pooled = self._embedded(sources, find_prompt(info, prompt_name), limit, terms, use_tqdm)
+        prompt = find_prompt(info, prompt_name)
+        readings, pooled = self._embedded([(prompt, source) for source in sources], limit, terms, use_tqdm)
         return [
             EmbeddingOutput(prompt_token_ids=reading.encoding.ids, embedding=vector_of(answer))
             for reading, answer in zip(readings, pooled, strict=True)
@@ -104,8 +107,10 @@ class PoolingMethods:
         """How well texts go together: one with each of several, or each of several with its counterpart.
 
         A model with one class reads both texts together (a cross-encoder), and its score is what its config's
-        activation makes of its number. Of a model that embeds, it is the cosine of the two vectors; each distinct
-        text is embedded once, with the model's default prompt, if it has one.
+        activation makes of its number. Of a model that embeds, it is the cosine of the two vectors, of one that
+        has vectors of tokens for this (ColBERT) MaxSim, of one that has sparse vectors alone (SPLADE) their product;
+        each distinct text is embedded once, with the model's default prompt, if it has one, or with the model's
+        markers of queries and documents.
 
         Args:
             text_1, text_2: a text or a list of texts, of 1 and n or n and n; token ids for embeddings only.
@@ -130,16 +135,18 @@ class PoolingMethods:
                 ScoreOutput(score=vector_of(answer)[0], prompt_token_ids=reading.encoding.ids)
                 for reading, answer in zip(readings, answers, strict=True)
             ]
-        distinct = list(dict.fromkeys(source for pair in pairs for source in pair))
-        readings, answers = self._embedded(distinct, find_prompt(info), limit, {}, use_tqdm)
-        found = dict(zip(distinct, zip(readings, answers, strict=True), strict=True))
-        return [
-            ScoreOutput(
-                score=cosine(found[first][1], found[second][1]),
-                prompt_token_ids=found[first][0].encoding.ids + found[second][0].encoding.ids,
-            )
-            for first, second in pairs
-        ]
+        comparer = Comparer(info, self.tokenizer)
+        one, other = (side_prompt(info, side) for side in SIDES)
+        asked = [((one, first), (other, second)) for first, second in pairs]
+        distinct = list(dict.fromkeys(text for pair in asked for text in pair))
+        readings, answers = self._embedded(distinct, limit, {"task": comparer.task}, use_tqdm)
+        read = dict(zip(distinct, zip(readings, answers, strict=True), strict=True))
+        found = []
+        for query, document in asked:
+            ids, tokens = (read[text][0].encoding.ids for text in (query, document))
+            score = comparer.score(read[query][1], read[document][1], tokens)
+            found.append(ScoreOutput(score=score, prompt_token_ids=ids + tokens))
+        return found
 
     def classify(
         self,
@@ -284,18 +291,21 @@ class PoolingMethods:
 
     def _embedded(
         self,
-        sources: Sequence[Source],
-        prompt: str,
+        asked: Sequence[tuple[str, Source]],
         limit: int | None,
         terms: dict[str, Any],
         use_tqdm: bool | None,
     ) -> tuple[list[Reading], list[Pooled]]:
-        """Inputs as they are read behind a prompt, and their vectors."""
+        """Inputs as they are read, each behind its prompt, and their vectors."""
         info, tokenizer = self.engine.info, self.tokenizer
-        reader = Reader(tokenizer, info, limit, prompt)
-        readings = [reader.read(source) for source in sources]
-        skip = 0 if tokenizer is None else prompt_tokens(tokenizer, info, prompt)
-        params = [PoolingParams(skip_tokens=0 if source.text is None else skip, **terms) for source in sources]
+        readers, skips = dict[str, Reader](), dict[str, int]()
+        for prompt in dict.fromkeys(prompt for prompt, _ in asked):
+            readers[prompt] = Reader(tokenizer, info, limit, prompt)
+            skips[prompt] = 0 if tokenizer is None else prompt_tokens(tokenizer, info, prompt)
+        readings = [readers[prompt].read(source) for prompt, source in asked]
+        params = [
+            PoolingParams(skip_tokens=0 if source.text is None else skips[prompt], **terms) for prompt, source in asked
+        ]
         return readings, self._pool(readings, params, "embedding", use_tqdm)
 
     def _pool(

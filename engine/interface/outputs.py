@@ -18,8 +18,9 @@ IntMatrix = NDArray[np.int32]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 SECONDS_PER_TIMESTAMP = 0.02  # of speech models
-Task = Literal["generate", "embed", "classify", "token_classify", "answer", "fill_mask"]
+Task = Literal["generate", "embed", "classify", "token_classify", "answer", "fill_mask", "token_embed", "sparse_embed"]
 PoolingMode = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean"]
+SparseTokens = Literal["vocabulary", "input"]
 Activation = Literal["softmax", "sigmoid", "none"]
 SignalKind = Literal["image", "audio"]
 
@@ -83,9 +84,9 @@ class Pooled:
     Attributes:
         shape: rows and columns. embed: (1, features); classify: (1, classes); token_classify: (tokens, classes);
             answer: (tokens, 2), how well an answer begins and ends there;
-            fill_mask: (positions, top_k).
+            fill_mask: (positions, top_k); token_embed: (tokens, features); sparse_embed: (1, tokens with a weight).
         data: float32, row by row, in this machine's byte order. fill_mask: probabilities, falling.
-        ids: fill_mask: int32 of the same shape, the tokens.
+        ids: fill_mask, sparse_embed: int32 of the same shape, the tokens.
     """
 
     shape: tuple[int, int]
@@ -308,6 +309,21 @@ class SignalInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenVectorsInfo:
+    """The vectors that a model makes of tokens.
+
+    Attributes:
+        size: features of one.
+        first: tokens at the beginning of an input that have none.
+        ignored: words whose tokens do not count in a document.
+    """
+
+    size: int
+    first: int = 0
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechInfo:
     """The special tokens of a speech model.
 
@@ -365,6 +381,9 @@ class EngineInfo:
         pooling_modes: the model's own; several have their vectors laid side by side.
         normalize: its vectors have the norm 1, by its own settings.
         has_projection: its vectors are mapped by matrices after pooling.
+        sparse: what the tokens of its sparse vectors are: of the whole "vocabulary", or those of the "input", where
+            special tokens do not count.
+        token_vectors: those made to be compared token by token; None: it has only hidden states.
         labels: names of the classes that its head tells apart.
         activation: what makes probabilities of the head's numbers.
         repeats: how its decoder reads the input that its encoder reads, for encoder-decoder models that classify.
@@ -411,6 +430,8 @@ class EngineInfo:
     pooling_modes: tuple[PoolingMode, ...] = ()
     normalize: bool = True
     has_projection: bool = False
+    sparse: SparseTokens | None = None
+    token_vectors: TokenVectorsInfo | None = None
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     repeats: RepeatedInput | None = None

@@ -23,6 +23,8 @@ _LACKS = {
     "token_classify": "it has no head that classifies tokens",
     "answer": "it has no head that finds answers",
     "fill_mask": "it has no masked-language-model head",
+    "token_embed": "it is no encoder of texts that gives vectors",
+    "sparse_embed": "it has neither a masked-language-model head nor a layer that weighs tokens",
 }
 
 
@@ -33,11 +35,12 @@ class PoolingParams:
     Attributes:
         task: "embed" one vector; "classify" scores of the whole input's classes; "token_classify" scores of each
             token's; "answer" two numbers of each token, that an answer begins and that one ends there; "fill_mask" the
-            most probable tokens at some positions.
+            most probable tokens at some positions; "token_embed" a vector of each token; "sparse_embed" weights of
+            tokens.
         pooling: embed: the vector is the mean over all tokens, that of the first ("cls") or of the last, or one of
             the rarer kinds of sentence-transformers: the largest value of each feature ("max"), the sum divided by
             the root of the length, the mean weighted by position. None: the model's own.
-        normalize: embed: divide the vector by its Euclidean norm. None: the model's own.
+        normalize: embed, token_embed: divide each vector by its Euclidean norm. None: the model's own.
         dimensions: embed: keep the first so many features (before the norm; arXiv:2205.13147).
         use_activation: classify, token_classify: probabilities (or what the model's config asks for), not the head's
             own numbers. None: true.
@@ -126,6 +129,10 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
             param="dimensions",
             code="invalid_value",
         )
+    normalize, skip = info.normalize if params.normalize is None else params.normalize, params.skip_tokens
+    if params.task == "token_embed":
+        normalize = info.token_vectors is not None if params.normalize is None else params.normalize
+        skip = 0 if info.token_vectors is None else info.token_vectors.first
     positions = tuple(params.positions or ())
     if any(position >= prompt_len for position in positions):
         raise InvalidRequestError(
@@ -139,12 +146,12 @@ def resolve_pooling(params: PoolingParams, info: EngineInfo, *, prompt_len: int)
     return Pooling(
         task=params.task,
         modes=modes if params.task == "embed" else (),
-        normalize=info.normalize if params.normalize is None else params.normalize,
+        normalize=normalize,
         dimensions=params.dimensions,
         use_activation=params.use_activation is not False,
         positions=positions,
         top_k=min(params.top_k or DEFAULT_TOP_K, info.vocab_size),
-        skip_tokens=min(params.skip_tokens, prompt_len - 1),
+        skip_tokens=min(skip, prompt_len - 1),
     )
 
 

@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import UnsupportedModelError
-from engine.interface.outputs import Activation, PoolingMode, RepeatedInput, Task
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.interface.outputs import Activation, PoolingMode, RepeatedInput, SparseTokens, Task, TokenVectorsInfo
 from engine.model import spec
-from engine.model.sentence import MODULES, Pipeline, torch_class
+from engine.model.sentence import MODULES, InputWeights, Pipeline, VocabularyWeights, size_after, torch_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,8 @@ class Abilities:
     pooling_modes: tuple[PoolingMode, ...] = ()
     normalize: bool = True
     has_projection: bool = False
+    sparse: SparseTokens | None = None
+    token_vectors: TokenVectorsInfo | None = None
     labels: tuple[str, ...] = ()
     activation: Activation = "none"
     repeats: RepeatedInput | None = None
@@ -87,12 +89,22 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
             return Abilities(tasks=("embed",), embedding_size=features or model.trunk.output_size, **found)
         case _:
             tasks = ("embed",)
+    if model.decoder is None and isinstance(embedding, spec.Tokens):
+        tasks += _of_tokens(model, pipeline, found)
+    elif pipeline.sparse is not None or pipeline.tokens is not None:
+        raise UnsupportedModelError(
+            f"{pipeline.transformer}: sparse vectors and vectors of tokens are implemented for encoders of texts alone."
+        )
     if pipeline.modes is None:
         # A decoder's last token alone has seen all others.
         # Where a learned vector stands before an image's patches, it is that which has learned to speak for all.
         has_class = isinstance(embedding, spec.Patches) and embedding.first > 0
         found["pooling_modes"] = ("last",) if model.decoder is not None else ("cls",) if has_class else ("mean",)
         return Abilities(tasks=tasks, embedding_size=model.trunk.output_size, **found)
+    if not pipeline.modes and (pipeline.sparse is not None or pipeline.tokens is not None):
+        tasks = tuple(task for task in tasks if task != "embed")
+        prompts, default = pipeline.prompts, pipeline.default_prompt
+        return Abilities(tasks=tasks, prompts=prompts, default_prompt=default, **found)
     if not pipeline.modes:
         raise UnsupportedModelError(
             f"{pipeline.transformer}: the pipeline of {MODULES} has no Pooling, and the model has no head that "
@@ -109,6 +121,33 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
         include_prompt=pipeline.include_prompt,
         **found,
     )
+
+
+def _of_tokens(model: spec.ModelSpec, pipeline: Pipeline, found: dict[str, Any]) -> tuple[Task, ...]:
+    """What an encoder can make of its tokens beside one vector of all; `found` is told how.
+
+    Raises:
+        ModelLoadError: a layer is made for hidden states of another size, or a head that it needs is not stored.
+    """
+    size, masked = model.trunk.output_size, isinstance(model.head, spec.MaskedLm)
+    if pipeline.tokens is not None:
+        part = pipeline.tokens
+        wide = size_after(part.layers, size)
+        found["token_vectors"] = TokenVectorsInfo(size=wide, first=part.first, ignored=part.ignored)
+    match pipeline.sparse:
+        case InputWeights(layer=layer):
+            size_after((layer,), size)
+            found["sparse"] = "input"
+        case VocabularyWeights() if not masked:
+            raise ModelLoadError(
+                f"{pipeline.transformer}: SpladePooling of {MODULES} reads the numbers of a masked-language-model "
+                "head, and the model has none. Use the checkpoint with its head."
+            )
+        case _ if masked:
+            found["sparse"] = "vocabulary"
+        case _:
+            return ("token_embed",)
+    return ("token_embed", "sparse_embed")
 
 
 def _does(head: spec.Head, both: bool) -> str:

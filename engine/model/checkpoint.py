@@ -50,6 +50,9 @@ _PATTERNS = (
     "*/config.json",
     "0_*/*.json",
     "0_*/*.txt",
+    # Of bge-m3 (`engine.model.retrieval`).
+    "sparse_linear.pt",
+    "colbert_linear.pt",
 )
 
 

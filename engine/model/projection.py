@@ -1,4 +1,4 @@
-"""What maps a pooled vector: the dense layers and norms of sentence-transformers, their weights loaded strictly."""
+"""What maps a pooled vector, or a token's: dense layers and norms, their weights loaded strictly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import ModelLoadError
-from engine.model.sentence import DenseLayer, Layer, NormLayer
+from engine.model.retrieval import read_state
+from engine.model.sentence import AmongModel, DenseLayer, Layer, NormLayer, OwnFile, TorchFile
 from engine.model.weight_files import FORMATS, SINGLE_FILE, Checkpoint
 
 
@@ -64,13 +65,27 @@ def load_projection(layers: Sequence[Layer], device: torch.device) -> nn.Module 
     for layer in layers:
         if isinstance(layer, DenseLayer):
             modules.append(Dense(layer, device))
-            _fill(modules[-1], layer.folder)
+            _fill_dense(modules[-1], layer)
         elif isinstance(layer, NormLayer):
             modules.append(Norm(layer, device))
             _fill(modules[-1], layer.folder)
         else:
             modules.append(Unit())
     return nn.Sequential(*modules).requires_grad_(False).eval() if modules else None
+
+
+def _fill_dense(module: nn.Module, layer: DenseLayer) -> None:
+    match layer.source:
+        case OwnFile():
+            _fill(module, layer.folder)
+        case AmongModel():
+            with Checkpoint(layer.folder) as stored:
+                for name, parameter in module.named_parameters():
+                    parameter.data.copy_(stored.read(name))
+        case TorchFile(name=name):
+            stored_state = read_state(layer.folder / name)
+            for ours, parameter in module.named_parameters():
+                parameter.data.copy_(stored_state[ours.removeprefix("linear.")])
 
 
 def _fill(module: nn.Module, folder: Path) -> None:

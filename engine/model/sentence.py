@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.interface.outputs import PoolingMode
@@ -54,15 +54,37 @@ ACTIVATIONS = (
     "Softplus", "Softsign", "Tanhshrink", "Hardtanh", "Hardswish", "Hardsigmoid", "LogSigmoid",
 )  # fmt: skip
 _TORCH_MODULES = ("torch.nn.modules.activation", "torch.nn.modules.linear", "torch.nn")
-_VECTOR = "sentence_embedding"
+_VECTOR, _TOKENS = "sentence_embedding", "token_embeddings"
+# What a Transformer's settings may ask for: its task, what of its output is read, and what that is called.
+_ENCODER = ("feature-extraction", "last_hidden_state", _TOKENS)
+_CROSS_ENCODER = ("sequence-classification", "logits", "scores")
+_SPLADE = ("fill-mask", "logits", _TOKENS)
 _UNLIMITED = 10**9  # transformers writes 1e30 where a tokenizer has no limit
+_PYLATE = {"query": "[Q] ", "document": "[D] "}  # what it puts in front of texts unless told
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFile:
+    """Weights in a safetensors file of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class AmongModel:
+    """Weights among those of the transformer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """Weights in a file that torch wrote: a layer's state."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
     """activation(x @ weight.T + bias), plus x itself, or a matrix of it, where it is residual.
 
-    `activation` is the name of a class of torch.nn; `folder` holds the weights.
+    `activation` is the name of a class of torch.nn; `folder` holds the weights, `source` says how.
     """
 
     inputs: int
@@ -71,6 +93,7 @@ class DenseLayer:
     activation: str
     residual: bool
     folder: Path
+    source: OwnFile | AmongModel | TorchFile = OwnFile()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +110,46 @@ class UnitLayer:
 
 
 Layer = DenseLayer | NormLayer | UnitLayer
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyWeights:
+    """A weight for each token of the vocabulary, made of a masked-language-model head's numbers of all tokens of an
+    input: the largest, or the sum, of log(1 + relu(x)) (SPLADE, arXiv:2107.05720, arXiv:2109.10086).
+
+    Attributes:
+        pooling: over the input's tokens.
+        logarithms: how often log(1 + x) is applied.
+    """
+
+    pooling: Literal["max", "sum"] = "max"
+    logarithms: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class InputWeights:
+    """A weight for each distinct token of an input: the largest of relu(layer(x)) where it stands (arXiv:2402.03216,
+    3.2). Special tokens have none."""
+
+    layer: DenseLayer
+
+
+SparseVectors = VocabularyWeights | InputWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenVectors:
+    """A vector of norm 1 for each token (ColBERT, arXiv:2004.12832; arXiv:2402.03216, 3.2).
+
+    Attributes:
+        layers: what makes vectors of hidden states.
+        first: tokens at the beginning of an input that have none.
+        ignored: words whose tokens do not count in a document.
+    """
+
+    layers: tuple[Layer, ...]
+    first: int = 0
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +169,8 @@ class Pipeline:
         prompts: texts to put in front of inputs, by their names.
         default_prompt: the name of the prompt that is used unless another is asked for.
         activation: of a cross-encoder: dotted path of the class that makes scores of its numbers.
+        sparse: how sparse vectors are made, where the folder says so.
+        tokens: the same of vectors of tokens.
     """
 
     transformer: Path
@@ -119,6 +184,8 @@ class Pipeline:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     activation: str | None = None
+    sparse: SparseVectors | None = None
+    tokens: TokenVectors | None = None
 
     def embedding_size(self, hidden_size: int) -> int:
         """Features of the vectors that the pipeline makes of hidden states of this size.
@@ -131,18 +198,28 @@ class Pipeline:
                 f"{self.transformer} has hidden states of {hidden_size} features, but the Pooling of its {MODULES} is "
                 f"made for {self.width}."
             )
-        size = len(self.modes or ()) * hidden_size
-        for layer in self.layers:
-            if isinstance(layer, UnitLayer):
-                continue
-            wanted = layer.inputs if isinstance(layer, DenseLayer) else layer.size
-            if wanted != size:
-                raise ModelLoadError(
-                    f"{layer.folder / 'config.json'} is made for vectors of {wanted} features, but what comes before "
-                    f"it gives {size}."
-                )
-            size = layer.outputs if isinstance(layer, DenseLayer) else size
-        return size
+        return size_after(self.layers, len(self.modes or ()) * hidden_size)
+
+
+def size_after(layers: Sequence[Layer], size: int) -> int:
+    """Features of the vectors that these layers make of vectors of `size` features.
+
+    Raises:
+        ModelLoadError: a layer is made for another size than comes to it.
+    """
+    for layer in layers:
+        if isinstance(layer, UnitLayer):
+            continue
+        wanted = layer.inputs if isinstance(layer, DenseLayer) else layer.size
+        if wanted != size:
+            source = layer.source if isinstance(layer, DenseLayer) else OwnFile()
+            file = source.name if isinstance(source, TorchFile) else "config.json"
+            raise ModelLoadError(
+                f"{layer.folder / file} is made for vectors of {wanted} features, but what comes before it gives "
+                f"{size}."
+            )
+        size = layer.outputs if isinstance(layer, DenseLayer) else size
+    return size
 
 
 def read_pipeline(root: Path) -> Pipeline:
@@ -156,12 +233,24 @@ def read_pipeline(root: Path) -> Pipeline:
         return Pipeline(transformer=root)
     modules = [_Module.of(root, entry) for entry in _modules(root / MODULES)]
     first = modules[0]
-    if first.kind != "Transformer":
+    if first.kind not in ("Transformer", "MLMTransformer"):
         raise first.refusal(f"a pipeline must begin with a Transformer, and this one with {first.kind}")
     settings = _settings(root / SETTINGS)
-    cross_encoder = settings.get("model_type") == "CrossEncoder"
-    limits = _transformer(first, cross_encoder=cross_encoder)
-    if cross_encoder:
+    kind = settings.get("model_type")
+    splade = len(modules) > 1 and modules[1].kind == "SpladePooling"
+    limits = _transformer(first, _CROSS_ENCODER if kind == "CrossEncoder" else _SPLADE if splade else _ENCODER)
+    if splade:
+        if len(modules) > 2:
+            raise modules[2].refusal("nothing is implemented after SpladePooling")
+        sparse, prompts = _splade(modules[1]), _prompts(root / SETTINGS, settings)
+        return Pipeline(transformer=first.folder, modes=(), sparse=sparse, **limits, **prompts)
+    if kind == "SparseEncoder" or first.kind == "MLMTransformer":
+        raise first.refusal("of sparse encoders, only a masked language model with SpladePooling is served")
+    if kind == "ColBERT" or any(module.is_pylate for module in modules):
+        prompts = {"prompts": _markers(root / SETTINGS, settings)}
+        tokens = _token_vectors(modules[1:], root / SETTINGS, settings)
+        return Pipeline(transformer=first.folder, modes=(), tokens=tokens, **limits, **prompts)
+    if kind == "CrossEncoder":
         if len(modules) > 1:
             raise modules[1].refusal("of cross-encoders, only a Transformer with a head that classifies is served")
         name = settings.get("activation_fn")
@@ -178,6 +267,7 @@ class _Module:
     name: str
     kind: str
     folder: Path
+    is_pylate: bool = False
 
     @classmethod
     def of(cls, root: Path, entry: Any) -> _Module:
@@ -188,8 +278,9 @@ class _Module:
         if not isinstance(path, str) or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise ModelLoadError(f"{file} names the folder {path!r}; a module must lie in the checkpoint's folder.")
         package, _, kind = entry["type"].rpartition(".")
-        module = cls(file, str(entry.get("name", path)), kind, root / path)
-        if package.partition(".")[0] != "sentence_transformers":
+        is_pylate = package.partition(".")[0] == "pylate" and kind == "Dense"
+        module = cls(file, str(entry.get("name", path)), kind, root / path, is_pylate)
+        if package.partition(".")[0] != "sentence_transformers" and not is_pylate:
             raise module.refusal(f"{entry['type']} is code from outside sentence-transformers, which is never run")
         if kind not in _READERS:
             raise module.refusal(f"{entry['type']} is not implemented")
@@ -211,10 +302,11 @@ class _Module:
         return value
 
     def on_vector(self, config: dict[str, Any]) -> None:
-        """Refuse a module that reads or writes something else than the pooled vector."""
+        """Refuse a module that reads or writes something else than the pooled vector, or, of PyLate's, than tokens'."""
+        works_on = _TOKENS if self.is_pylate else _VECTOR
         for name in ("module_input_name", "module_output_name"):
-            if config.get(name) not in (None, _VECTOR):
-                raise self.refusal(f"{name} is {config[name]!r}, and only {_VECTOR} is implemented")
+            if config.get(name) not in (None, works_on):
+                raise self.refusal(f"{name} is {config[name]!r}, and only {works_on} is implemented")
 
 
 def _read(file: Path) -> Any:
@@ -245,9 +337,10 @@ def _settings(file: Path) -> dict[str, Any]:
     """config_sentence_transformers.json; empty where there is none."""
     found = _object(file)
     kind = found.get("model_type", "SentenceTransformer")
-    if kind not in ("SentenceTransformer", "CrossEncoder"):
+    if kind not in ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "ColBERT"):
         raise UnsupportedModelError(
-            f"{file}: model_type is {kind!r}; served are SentenceTransformer (one vector per text) and CrossEncoder."
+            f"{file}: model_type is {kind!r}; served are SentenceTransformer (one vector per text), CrossEncoder, "
+            "SparseEncoder and ColBERT."
         )
     return found
 
@@ -261,8 +354,11 @@ def _prompts(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return {"prompts": {name: text or "" for name, text in prompts.items()}, "default_prompt": default}
 
 
-def _transformer(module: _Module, *, cross_encoder: bool) -> dict[str, Any]:
+def _transformer(module: _Module, wanted: tuple[str, str, str]) -> dict[str, Any]:
     """What the transformer's settings say of its inputs.
+
+    Args:
+        wanted: its task, what of its output is read, and what that is called.
 
     Raises:
         UnsupportedModelError: it reads texts, or answers, in another way than its hidden states.
@@ -272,9 +368,7 @@ def _transformer(module: _Module, *, cross_encoder: bool) -> dict[str, Any]:
     files = (module.folder / name for name in _TRANSFORMER_CONFIGS)
     file = next((file for file in files if file.is_file()), module.folder / _TRANSFORMER_CONFIGS[0])
     config = _object(file)
-    task, states, output = "feature-extraction", "last_hidden_state", "token_embeddings"
-    if cross_encoder:
-        task, states, output = "sequence-classification", "logits", "scores"
+    task, states, output = wanted
     if config.get("transformer_task", task) != task:
         raise module.refusal(f"transformer_task is {config['transformer_task']!r} in {file.name}, not {task!r}")
     ways = config.get("modality_config") or {"text": {"method_output_name": states}}
@@ -294,6 +388,46 @@ def _transformer(module: _Module, *, cross_encoder: bool) -> dict[str, Any]:
         most = _object(module.folder / "tokenizer_config.json").get("model_max_length")
         length = int(most) if isinstance(most, int | float) and 1 <= most < _UNLIMITED else None
     return {"max_seq_length": length, "lower_case": config.get("do_lower_case") is True}
+
+
+def _splade(module: _Module) -> VocabularyWeights:
+    """How a SpladePooling makes a sparse vector."""
+    config = module.config()
+    pooling, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    if pooling not in ("max", "sum"):
+        raise module.refusal(f"pooling_strategy is {pooling!r}, which is neither max nor sum")
+    logarithms = {"relu": 1, "log1p_relu": 2}.get(activation) if isinstance(activation, str) else None
+    if logarithms is None:
+        raise module.refusal(f"activation_function is {activation!r}, which is neither relu nor log1p_relu")
+    return VocabularyWeights(pooling, logarithms)
+
+
+def _markers(file: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """What PyLate puts in front of queries and documents, as prompts."""
+    found = {name: settings.get(f"{name}_prefix", text) for name, text in _PYLATE.items()}
+    if not all(isinstance(text, str) for text in found.values()):
+        raise ModelLoadError(f"{file}: query_prefix and document_prefix must be texts.")
+    return found
+
+
+def _token_vectors(modules: list[_Module], file: Path, settings: dict[str, Any]) -> TokenVectors:
+    """How PyLate makes vectors of tokens."""
+    layers = []
+    for module in modules:
+        if module.kind not in ("Dense", "Normalize", "Dropout"):
+            raise module.refusal(f"{module.kind} is not implemented for vectors of tokens")
+        layer = _READERS[module.kind](module)
+        if layer is not None:
+            layers.append(layer)
+    ignored = settings.get("skiplist_words") or []
+    if not isinstance(ignored, list) or not all(isinstance(word, str) for word in ignored):
+        raise ModelLoadError(f"{file}: skiplist_words must be a list of texts.")
+    if settings.get("do_query_expansion", True) is not False:
+        logger.warning("%s: queries are not filled up with masks (do_query_expansion is not heeded)", file)
+    for name in ("query_length", "document_length"):
+        if settings.get(name) is not None:
+            logger.info("%s: %s is not heeded: texts are not cut unless a request asks for it", file, name)
+    return TokenVectors(layers=tuple(layers), ignored=tuple(ignored))
 
 
 def _vector(modules: list[_Module]) -> dict[str, Any]:
@@ -372,7 +506,9 @@ def _second(module: _Module) -> Layer:
 # What follows the pooling. The transformer and the pooling themselves are read where the pipeline is.
 _READERS: dict[str, Callable[[_Module], Layer | None]] = {
     "Transformer": _second,
+    "MLMTransformer": _second,
     "Pooling": _second,
+    "SpladePooling": _second,
     "Dense": _dense,
     "LayerNorm": _layer_norm,
     "Normalize": _normalize,

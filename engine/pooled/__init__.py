@@ -3,11 +3,8 @@ faces, `LLM` and the server, use it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
-
-import numpy as np
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import EngineInfo, Pooled
@@ -25,6 +22,7 @@ from engine.pooled.answers import (
     read_question,
     windows_of,
 )
+from engine.pooled.comparing import SIDES, Comparer, comparison_of, cosine, side_prompt, sparse_of
 from engine.pooled.prompts import find_prompt, prompt_tokens
 from engine.pooled.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
 from engine.text.encoding import Encoding
@@ -32,11 +30,11 @@ from engine.text.tokenizer import Tokenizer
 
 __all__ = [
     "AGGREGATIONS", "DEFAULT_ANSWERS", "DEFAULT_ANSWER_LENGTH", "MAX_ANSWERS", "MAX_ANSWER_LENGTH", "MAX_WINDOWS",
-    "Aggregation", "Answer", "AnswerOutput", "AnswerTerms", "ClassificationOutput", "EmbeddingOutput",
-    "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span",
-    "TokenClassificationOutput", "answers_of", "check_aggregation", "check_scores", "cosine", "find_prompt",
-    "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens", "read_question",
-    "spans_of", "token_input", "vector_of", "windows_of",
+    "SIDES", "Aggregation", "Answer", "AnswerOutput", "AnswerTerms", "ClassificationOutput", "Comparer",
+    "EmbeddingOutput", "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span",
+    "TokenClassificationOutput", "answers_of", "check_aggregation", "check_scores", "comparison_of", "cosine",
+    "find_prompt", "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens",
+    "read_question", "side_prompt", "spans_of", "sparse_of", "token_input", "vector_of", "windows_of",
 ]  # fmt: skip
 
 
@@ -215,17 +213,6 @@ def mask_positions(encoding: Encoding, tokenizer: Tokenizer) -> list[int]:
     return places
 
 
-def cosine(a: Pooled | Sequence[float], b: Pooled | Sequence[float]) -> float:
-    """The cosine of the angle between two vectors; 0 where one is zero."""
-    one, other = _vector(a), _vector(b)
-    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return min(max(float(one @ other) / norms, -1.0), 1.0) if norms else 0.0
-
-
-def _vector(of: Pooled | Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.asarray(of.values()[0] if isinstance(of, Pooled) else of, dtype=np.float64)
-
-
 def is_cross_encoder(info: EngineInfo) -> bool:
     """The model reads two texts together and gives them one score."""
     return "classify" in info.tasks and len(info.labels) == 1
@@ -237,7 +224,7 @@ def check_scores(info: EngineInfo) -> None:
     Raises:
         InvalidRequestError: says why, and which tasks it can serve.
     """
-    if is_cross_encoder(info) or "embed" in info.tasks:
+    if is_cross_encoder(info) or comparison_of(info) is not None:
         return
     lacks = (
         f"its head tells {len(info.labels)} classes apart, and a cross-encoder's gives a single score"

@@ -64,6 +64,28 @@ def packed(values: Matrix, dtype: EmbedDtype, *, big_endian: bool = False) -> by
                 return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(f"{order}u2").tobytes()
 
 
+def json_steps(values: Matrix, moved: int = 0) -> bytes:
+    """The JSON list of a vector's numbers as whole ones, in steps of 1/127 of the largest of them: -127 to 127.
+
+    Args:
+        values: [1, features], finite.
+        moved: is added to each.
+    """
+    largest = float(np.abs(values[0]).max())
+    return _json.encode((np.rint(values[0] * (127 / (largest or 1.0))).astype(np.int64) + moved).tolist())
+
+
+def json_signs(values: Matrix, moved: int = 0) -> bytes:
+    """The JSON list of bytes that hold the signs of a vector's numbers, eight each, the first one in the highest bit: 1
+    for numbers above 0.
+
+    Args:
+        values: [1, features], finite.
+        moved: is added to each byte.
+    """
+    return _json.encode((np.packbits(values[0] > 0).astype(np.int64) + moved).tolist())
+
+
 def json_base64(written: bytes) -> bytes:
     """The JSON string of these bytes in base64."""
     return b'"' + base64.b64encode(written) + b'"'

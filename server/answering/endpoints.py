@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine import EngineInfo, Task
-from engine.pooled import is_cross_encoder
+from engine.pooled import comparison_of, is_cross_encoder
 from engine.text.processor import Tokenizer
 from server.answering.sound import find_log_mel
 from server.context import Service
@@ -20,7 +20,7 @@ _HEADS = {
 }
 
 # Tasks whose answers are vectors or matrices of numbers; of a model that can do several, the first counts.
-MATRIX_TASKS: tuple[Task, ...] = ("embed", "classify", "token_classify")
+MATRIX_TASKS: tuple[Task, ...] = ("embed", "classify", "token_classify", "token_embed", "sparse_embed")
 
 # Why a model cannot serve an endpoint; None where it can.
 _Reason = Callable[[EngineInfo, Tokenizer | None], str | None]
@@ -47,7 +47,10 @@ def _chat(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
 
 
 def _embeddings(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    return None if "embed" in info.tasks else f"{_kind(info)}, and it gives no vectors"
+    if "embed" in info.tasks:
+        return None
+    kind = "it is a retrieval model" if comparison_of(info) is not None else _kind(info)
+    return f"{kind}, and it gives no vectors of whole texts"
 
 
 def _pooling(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
@@ -57,7 +60,7 @@ def _pooling(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
 
 
 def _score(info: EngineInfo, tokenizer: Tokenizer | None) -> str | None:
-    if "embed" not in info.tasks and not is_cross_encoder(info):
+    if comparison_of(info) is None and not is_cross_encoder(info):
         if "classify" in info.tasks:
             return f"it tells {len(info.labels)} classes apart, and a pair's score takes a model with one, or vectors"
         return f"{_kind(info)}, and a pair's score takes a classifier with one class, or vectors"

@@ -6,11 +6,12 @@ The forms beside lists of numbers are vLLM's: base64 in JSON, and bytes whose pl
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from engine import Pooled, PoolingParams, TokenInput
-from engine.pooled import prompt_tokens, token_input
+from engine.pooled import prompt_tokens, sparse_of, token_input
 from engine.pooled.vectors import json_base64, json_matrix, packed
 from engine.text.processor import Encoding
 from server.answering.encoding import estimate, need_tokenizer, read_images, read_inputs, too_long
@@ -25,6 +26,7 @@ from server.context import Service
 from server.errors import ApiError
 
 MOST_IN_HEADER = 256  # answers that the header metadata tells of: clients take headers of 64 KiB, some of 32
+_BY_TOKEN = ("token_classify", "token_embed")
 _FOR_MESSAGES = ("tools", "documents", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
 
 
@@ -95,6 +97,8 @@ class MatrixRun(PoolingRun):
         shape: of an item of the answer, with places for its index and its numbers.
     """
 
+    param: ClassVar[str] = "input"  # the field that inputs come in
+
     body: MatrixBody
     params: PoolingParams = field(kw_only=True)
     asked: Asked | None = field(kw_only=True)
@@ -126,10 +130,10 @@ class MatrixRun(PoolingRun):
         params, read = self.params, list[TokenInput]()
         if others:
             read = await read_inputs(
-                self.service, others, add_special_tokens=special, truncate=self.truncate, prompt=self.prompt
+                self.service, others, self.param, add_special_tokens=special, truncate=self.truncate, prompt=self.prompt
             )
-        if self.texts and params.task == "embed":
-            tokenizer = need_tokenizer(self.service, "input")
+        if self.texts and params.task == "embed":  # vectors of tokens leave none out
+            tokenizer = need_tokenizer(self.service, self.param)
             count = prompt_tokens(tokenizer, info, self.prompt, add_special_tokens=special)
             params = replace(params, skip_tokens=count)
         rest = iter(read)
@@ -153,7 +157,9 @@ class MatrixRun(PoolingRun):
 
     def render(self, answers: Sequence[Pooled]) -> bytes:
         dtype, big = self.body.embed_dtype or "float32", self.body.endianness == "big"
-        form, rows = self.body.encoding_format or "float", self.params.task == "token_classify"
+        form, rows = self.body.encoding_format or "float", self.params.task in _BY_TOKEN
+        if self.params.task == "sparse_embed":
+            return joined(self, (self.shape % entry for entry in enumerate(self.sparse(answers))))
         if form == "float":
             written = (json_matrix(answer.values(), rows=rows) for answer in answers)
         elif form == "base64":
@@ -166,6 +172,16 @@ class MatrixRun(PoolingRun):
             return b"".join(parts)
         return joined(self, (self.shape % entry for entry in enumerate(written)))
 
+    def sparse(self, answers: Sequence[Pooled], *, named: bool = True) -> Iterator[bytes]:
+        """The JSON of sparse vectors, in text-embeddings-inference's shape; with the tokens' texts, if `named`."""
+        info, tokenizer = self.service.client.info, self.service.tokenizer
+        for answer in answers:
+            found = sparse_of(answer, info, tokenizer)
+            items: list[dict[str, Any]] = [{"index": entry.token_id, "value": entry.weight} for entry in found]
+            if named and tokenizer is not None:
+                items = [item | {"token": tokenizer.written(item["index"])} for item in items]
+            yield json.dumps(items, separators=(",", ":"), allow_nan=False).encode()
+
     def _metadata(self, answers: Sequence[Pooled], parts: Sequence[bytes]) -> str:
         items, end = [], 0
         for index, (answer, part) in enumerate(zip(answers, parts, strict=True)):
@@ -177,7 +193,7 @@ class MatrixRun(PoolingRun):
                     "endianness": self.body.endianness or "native",
                     "start": start,
                     "end": end,
-                    "shape": answer.shape if self.params.task == "token_classify" else answer.shape[1:],
+                    "shape": answer.shape if self.params.task in _BY_TOKEN else answer.shape[1:],
                 }
             )
         facts = {"id": self.request_id, "created": self.created, "model": self.service.model_id}

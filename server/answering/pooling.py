@@ -30,6 +30,7 @@ from engine import (
     RequestDelta,
     RequestFailedError,
     TokenInput,
+    parse_bytes,
 )
 from server.answering.observation import PoolingRecord
 from server.answering.streaming import ClientGoneError, Wanted
@@ -41,6 +42,8 @@ from server.context import Service
 from server.errors import ApiError
 from server.gates import Place
 from server.metrics.times import PromptTimes
+
+_WIDE = ("token_embed", "sparse_embed")  # tasks that give many numbers of each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +238,7 @@ class _Answers(Lane):
         self._problem: Exception | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_unfinished = len(inputs)
+        self._size = 0  # bytes of answers that are many for one input
 
     def __enter__(self) -> Self:
         self._service.turns.join(self)
@@ -300,6 +304,9 @@ class _Answers(Lane):
             late = item.error == "deadline"
             metrics.finished("abort" if late else "error")
             self._fail(DeadlineError() if late else RequestFailedError(item.error or "the engine ended the request"))
+        elif (problem := self._too_much(run, item.pooled)) is not None:
+            metrics.finished("error")
+            self._fail(problem)
         else:
             self._found[index] = item.pooled
             self.num_unfinished -= 1
@@ -307,6 +314,21 @@ class _Answers(Lane):
             self._ticket.progressed(0, run.num_tokens)
         self._settle()
         self._service.turns.ended(run.num_tokens)
+
+    def _too_much(self, run: _Run, answer: Pooled) -> ApiError | None:
+        """The refusal of answers whose size goes by more than the number of inputs, once they exceed what one HTTP
+        answer may take."""
+        if run.input.params.task not in _WIDE:
+            return None
+        self._size += len(answer.data) + len(answer.ids or b"")
+        limit = parse_bytes(self._service.settings.max_answer_size, "max_answer_size")
+        if self._size <= limit:
+            return None
+        message = (
+            f"The vectors of tokens take more than {limit} bytes of memory (max_answer_size). Send fewer or shorter "
+            "texts at once, or raise --max-answer-size."
+        )
+        return ApiError(400, message, code="answer_too_large")
 
     def _fail(self, problem: Exception) -> None:
         self._problem = self._problem or problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -57,6 +57,12 @@ class MatrixBody(TemplateFields, PoolingBody):
         None, description="Add the special tokens to each text that the tokenizer puts there (true)."
     )
 
+    prompt_name: Name | None = Field(
+        None,
+        description="Put that prompt of the model's sentence-transformers config in front of each text (its default "
+        "one, if it has one).",
+    )
+
     def normalizes(self) -> bool | None:
         """What the two names of it say.
 
@@ -73,20 +79,16 @@ class EmbeddingRequest(MatrixBody):
     pooling: PoolingMode | None = Field(
         None, description="How a vector is made of the tokens' (as the model's own settings say)."
     )
-    prompt_name: Name | None = Field(
-        None,
-        description="Put that prompt of the model's sentence-transformers config in front of each text (its default "
-        "one, if it has one).",
-    )
 
 
 class PoolingRequest(MatrixBody):
     """Body of POST /pooling. Null means the default, for every field; input or messages must be there."""
 
-    task: Name | None = Field(
+    task: Name | Annotated[list[Name], Field(min_length=1, max_length=3)] | None = Field(
         None,
-        description="embed: a vector; classify: numbers of the classes; token_classify: those of each token (what the "
-        "model is made for).",
+        description="embed: a vector; classify: numbers of the classes; token_classify: those of each token; "
+        "token_embed: a vector of each token; sparse_embed: weights of tokens (what the model is made for). A list "
+        "asks for several kinds of vectors.",
     )
 
 
@@ -109,12 +111,28 @@ class EmbeddingResponse(BaseModel):
     usage: PoolingUsage
 
 
+class SparseValue(BaseModel):
+    """The weight of a token in a sparse vector."""
+
+    index: int = Field(description="The token's id.")
+    value: float
+    token: str | None = Field(None, description="The token, as the vocabulary has it.")
+
+
+class PoolingVectors(BaseModel):
+    """Several kinds of vectors of one input, by their tasks' names."""
+
+    embed: list[float] | None = None
+    token_embed: list[list[float]] | None = None
+    sparse_embed: list[SparseValue] | None = None
+
+
 class PoolingItem(BaseModel):
     """What was asked of one input: numbers, of each token a list where each has its own, or base64."""
 
     object: str = "pooling"
     index: int
-    data: list[list[float]] | list[float] | str
+    data: list[list[float]] | list[float] | list[SparseValue] | PoolingVectors | str
 
 
 class PoolingResponse(BaseModel):

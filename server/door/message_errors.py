@@ -1,8 +1,10 @@
-"""Errors of /v1/messages in Anthropic's shape, whatever refused the request."""
+"""Errors in the shapes that clients of other servers read, whatever refused the request: of /v1/messages in
+Anthropic's, of text-embeddings-inference's endpoints in its own."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,15 +24,29 @@ def message_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+# Those of text-embeddings-inference that no other server has, so that their path tells whose client asks.
+TEXT_EMBEDDINGS_PATHS = ("/embed", "/embed_sparse", "/embed_all", "/predict", "/similarity", "/info")
+
+
+def text_embeddings_error(status: int, message: str) -> dict[str, Any]:
+    """The body of an error."""
+    kind = "Overloaded" if status in (429, 503) else "Backend" if status >= 500 else "Validation"
+    return {"error": message, "error_type": kind}
+
+
 class MessageErrors:
-    """Middleware: gives errors below `MESSAGES_PATH` their shape."""
+    """Middleware: gives errors of these paths their shape."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_messages(routed_path(scope)):
-            send = _Reshaped(send)
+        if scope["type"] == "http":
+            path = routed_path(scope)
+            if _is_messages(path):
+                send = _Reshaped(send, message_error)
+            elif path in TEXT_EMBEDDINGS_PATHS:
+                send = _Reshaped(send, text_embeddings_error)
         await self._app(scope, receive, send)
 
 
@@ -41,8 +57,9 @@ def _is_messages(path: str) -> bool:
 class _Reshaped:
     """The `send` of one request. Errors are sent in one piece; nothing else is held back."""
 
-    def __init__(self, send: Send):
+    def __init__(self, send: Send, shape: Callable[[int, str], dict[str, Any]]):
         self._send = send
+        self._shape = shape
         self._start: Message | None = None  # of an error whose body is awaited
         self._body = b""
 
@@ -62,7 +79,7 @@ class _Reshaped:
         except (ValueError, KeyError, TypeError):  # no error of this server's, such as an empty one
             body = self._body
         else:
-            body = json.dumps(message_error(start["status"], said)).encode()
+            body = json.dumps(self._shape(start["status"], said)).encode()
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send({**start, "headers": headers})

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
-from engine import EngineInfo, PoolingParams, Task, resolve_pooling
+from engine import EngineInfo, Pooled, PoolingParams, Task, resolve_pooling
 from engine.pooled import find_prompt, longest
+from engine.pooled.vectors import json_matrix
 from server.answering.endpoints import MATRIX_TASKS, require
 from server.answering.matrices import MatrixRun, read_conversation
+from server.answering.pooling import PoolingInput, joined
 from server.api import examples
-from server.api.embedding_schemas import BYTES, EmbeddingRequest, EmbeddingResponse, PoolingRequest, PoolingResponse
+from server.api.embedding_schemas import (
+    BYTES,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    MatrixBody,
+    PoolingRequest,
+    PoolingResponse,
+)
+from server.api.pooling_schemas import PoolingUsage
 from server.api.reading import StrictJsonRoute
 from server.context import ServiceDep
 from server.errors import ERROR_RESPONSES, ApiError, shown
@@ -50,48 +61,89 @@ async def create_embeddings(
         truncate=longest(body.truncate_prompt_tokens, info),
         shape=b'{"object":"embedding","index":%d,"embedding":%b}',
     )
+    check_prompt_name(body, run)
+    return await run.respond(request)
+
+
+def check_prompt_name(body: MatrixBody, run: MatrixRun) -> None:
+    """Refuse the name of a prompt for inputs that none stands before.
+
+    Raises:
+        ApiError: there are no texts.
+    """
     if body.prompt_name is not None and not run.texts:
         message = "prompt_name goes with texts: token ids are taken as they are. Put the prompt's tokens among them."
         raise ApiError(400, message, param="prompt_name", code="invalid_value")
-    return await run.respond(request)
 
 
 @router.post("/pooling", response_model=PoolingResponse, responses=_RESPONSES, summary="What a model's head says")
 async def create_pooling(
     body: Annotated[PoolingRequest, Body(openapi_examples=examples.POOLING)], request: Request, service: ServiceDep
 ) -> Response:
-    """The head's numbers for each input, as vLLM's endpoint of this name has them: a vector, the classes, or the
-    classes of each token."""
+    """The head's numbers for each input, as vLLM's endpoint of this name has them: a vector, the classes, the classes
+    of each token, a vector of each token, or weights of tokens; of several kinds of vectors each by its task."""
     arrival = time.monotonic()
     service.check_model(body.model)
     require(service, "/pooling")
     body.refuse_unsupported()
     info = service.client.info
-    params = _params(body, info)
-    run = _TaskRun(
+    asked = body.task if isinstance(body.task, list) else [body.task]
+    tasks = [_params(body, info, task) for task in asked]
+    params = tasks[0]
+    if isinstance(body.task, list):
+        _check_together(body, tasks)
+    run = (_TasksRun if isinstance(body.task, list) else _TaskRun)(
         service,
         body,
         arrival,
         params=params,
+        tasks=tasks,
         asked=read_conversation(body, service),
-        prompt=find_prompt(info, None) if params.task == "embed" else "",
+        prompt=find_prompt(info, body.prompt_name) if params.task in PROMPTED else "",
         truncate=longest(body.truncate_prompt_tokens, info),
         shape=b'{"object":"pooling","index":%d,"data":%b}',
     )
+    check_prompt_name(body, run)
     return await run.respond(request)
 
 
-def _params(body: PoolingRequest, info: EngineInfo) -> PoolingParams:
+def _check_together(body: PoolingRequest, tasks: Sequence[PoolingParams]) -> None:
+    """Refuse tasks that are no different kinds of vectors.
+
+    Raises:
+        ApiError: says what is wrong.
+    """
+    names = [params.task for params in tasks]
+    if len(set(names)) < len(names) or not set(names) <= set(PROMPTED):
+        message = f"task as a list must hold different ones of {', '.join(PROMPTED)}, got {shown(names)}."
+        raise ApiError(400, message, param="task", code="invalid_value")
+    if body.encoding_format not in (None, "float"):
+        message = f"encoding_format must be float where several tasks are asked for, got {body.encoding_format}."
+        raise ApiError(400, message, param="encoding_format", code="unsupported_parameter")
+
+
+def _params(body: PoolingRequest, info: EngineInfo, asked: str | None) -> PoolingParams:
     """What is asked of each input.
+
+    Args:
+        asked: the task; None: the model's first.
 
     Raises:
         ApiError: the model cannot do it, or a field goes with another task.
     """
     known: list[Task] = [task for task in MATRIX_TASKS if task in info.tasks]
-    task = next((task for task in known if body.task in (None, task)), None)
+    task = next((task for task in known if asked in (None, task)), None)
     if task is None:
-        message = f"task must be {' or '.join(known)} for this model, got {shown(body.task)}."
+        message = f"task must be {' or '.join(known)} for this model, got {shown(asked)}."
         raise ApiError(400, message, param="task", code="unsupported_task")
+    if body.prompt_name is not None and task not in PROMPTED:
+        message = f"prompt_name goes with vectors, and this is {task}; leave it out."
+        raise ApiError(400, message, param="prompt_name", code="unsupported_parameter")
+    if task == "sparse_embed" and body.encoding_format not in (None, "float"):
+        message = f"encoding_format {body.encoding_format} holds numbers alone; task sparse_embed gives tokens, too."
+        raise ApiError(400, message, param="encoding_format", code="unsupported_parameter")
+    if task == "token_embed" and body.dimensions is None:
+        return PoolingParams(task=task, normalize=body.normalizes())
     if task == "embed":
         params = PoolingParams(task=task, normalize=body.normalizes(), dimensions=body.dimensions)
         resolve_pooling(params, info, prompt_len=1)
@@ -103,6 +155,10 @@ def _params(body: PoolingRequest, info: EngineInfo) -> PoolingParams:
     return PoolingParams(task=task, use_activation=body.use_activation)
 
 
+# Tasks before which a prompt stands.
+PROMPTED: tuple[Task, ...] = ("embed", "token_embed", "sparse_embed")
+
+
 @dataclass(slots=True)
 class _EmbeddingRun(MatrixRun):
     id_prefix = "embd"
@@ -111,3 +167,40 @@ class _EmbeddingRun(MatrixRun):
 @dataclass(slots=True)
 class _TaskRun(MatrixRun):
     id_prefix = "pool"
+    tasks: list[PoolingParams] = field(kw_only=True)
+
+
+@dataclass(slots=True)
+class _TasksRun(_TaskRun):
+    """Several kinds of vectors of each input. The engine reads an input for each; `usage` counts it once."""
+
+    def size(self) -> int:
+        return MatrixRun.size(self) * len(self.tasks)
+
+    async def inputs(self) -> list[PoolingInput]:
+        read = await MatrixRun.inputs(self)
+        return [
+            replace(item, params=replace(params, skip_tokens=item.params.skip_tokens))
+            for item in read
+            for params in self.tasks
+        ]
+
+    @property
+    def usage(self) -> PoolingUsage:
+        count = self.num_tokens // len(self.tasks)
+        return PoolingUsage(prompt_tokens=count, total_tokens=count)
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        kinds = len(self.tasks)
+        items = (self._item(answers[start : start + kinds]) for start in range(0, len(answers), kinds))
+        return joined(self, (self.shape % entry for entry in enumerate(items)))
+
+    def _item(self, answers: Sequence[Pooled]) -> bytes:
+        written = []
+        for params, answer in zip(self.tasks, answers, strict=True):
+            if params.task == "sparse_embed":
+                (value,) = self.sparse([answer])
+            else:
+                value = json_matrix(answer.values(), rows=params.task == "token_embed")
+            written.append(b'"%b":%b' % (params.task.encode(), value))
+        return b"{%b}" % b",".join(written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from server.api.scoring_schemas import (
     ScoreRequest,
     ScoreResponse,
 )
+from server.api.text_embeddings_schemas import EitherRerankRequest
 from server.context import ServiceDep
-from server.errors import ERROR_RESPONSES
+from server.errors import ERROR_RESPONSES, ApiError
+from server.routes.text_embeddings import cut_of
 
 router = APIRouter(route_class=StrictJsonRoute)
 
@@ -49,6 +52,35 @@ async def create_score(
 
 
 @router.post("/rerank", include_in_schema=False)
+async def create_either_rerank(
+    body: Annotated[EitherRerankRequest, Body()], request: Request, service: ServiceDep
+) -> Response:
+    """With documents the same as /v1/rerank, with texts text-embeddings-inference's endpoint of this path."""
+    if body.texts is None:
+        known = body.model_dump(exclude_unset=True)
+        if body.documents is None:
+            message = "documents is required, or texts."
+            raise ApiError(400, message, param="documents", code="missing_required_parameter")
+        return await create_rerank(RerankRequest.model_validate(known), request, service)
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    require(service, "/v1/rerank")
+    body.refuse_unsupported()
+    if body.documents is not None:
+        message = "documents and texts are two names of what is ranked; send one of them."
+        raise ApiError(400, message, param="documents", code="invalid_value")
+    run = _TextsRun(
+        service,
+        body,
+        arrival,
+        first=Side("query", [body.query], body.max_tokens_per_query),
+        second=Side("texts", body.texts, body.max_tokens_per_doc),
+        truncate=cut_of(body.truncate, body.truncation_direction, service),
+        use_activation=not body.raw_scores,
+    )
+    return await run.respond(request)
+
+
 @router.post("/v2/rerank", include_in_schema=False)
 @router.post(
     "/v1/rerank", response_model=RerankResponse, responses=ERROR_RESPONSES, summary="Put documents in order for a query"
@@ -78,6 +110,20 @@ class _ScoreRun(ScoringRun):
     def render(self, answers: Sequence[Pooled]) -> bytes:
         scores = enumerate(self.scores(answers))
         return listed(self, ({"index": index, "object": "score", "score": score} for index, score in scores))
+
+
+@dataclass(slots=True)
+class _TextsRun(ScoringRun):
+    id_prefix = "tei"
+    body: EitherRerankRequest
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        scores, texts = self.scores(answers), self.body.texts or []
+        found = []
+        for index in sorted(range(len(scores)), key=lambda index: -scores[index]):
+            text = {"text": texts[index]} if self.body.return_text else {}
+            found.append({"index": index, **text, "score": scores[index]})
+        return json.dumps(found, separators=(",", ":"), allow_nan=False).encode()
 
 
 @dataclass(slots=True)

@@ -108,7 +108,8 @@ def head_weights(model: ModelSpec, source: str) -> tuple[list[Entry], list[str]]
         case AnswerSpan():
             return answer_weights(), [pooler]
         case _:
-            return [], [pooler, r"cls\..*", r"classifier\..*", r"qa_outputs\..*"]
+            # ColBERT's matrix after the encoder is read with what lies beside the model (`engine.model.retrieval`).
+            return [], [pooler, r"cls\..*", r"classifier\..*", r"qa_outputs\..*", r"linear\.weight"]
 
 
 def masked_table(model: ModelSpec) -> str | None:
@@ -122,6 +123,7 @@ FAMILY = Family(
     name="BERT and ERNIE",
     architectures=(
         "BertForQuestionAnswering",
+        "HF_ColBERT",
         *(f"{name}{kind}" for name in ("Bert", "Ernie") for kind in KINDS),
     ),
     brings="encoder, learned positions, segments, tasks",

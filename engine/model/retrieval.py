@@ -1,0 +1,142 @@
+"""Parts for retrieval that a checkpoint holds without saying so in sentence-transformers' configs: the matrices of
+bge-m3, which lie beside its weights (arXiv:2402.03216), and that of a ColBERT as its own library saves it
+(arXiv:2004.12832)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.sentence import (
+    MODULES,
+    AmongModel,
+    DenseLayer,
+    InputWeights,
+    Pipeline,
+    TokenVectors,
+    TorchFile,
+    read_pipeline,
+)
+from engine.model.weight_files import FORMATS, Checkpoint
+
+logger = logging.getLogger("octavo.model")
+
+SPARSE_FILE, TOKENS_FILE = "sparse_linear.pt", "colbert_linear.pt"
+COLBERT = "HF_ColBERT"  # the architecture's name
+_COLBERT_WEIGHT, _COLBERT_SETTINGS = "linear.weight", "artifact.metadata"
+MOST_BYTES = 64 << 20  # of a file of torch's: a matrix of 4096 x 4096 numbers in float32
+
+
+def read_folder(root: Path) -> Pipeline:
+    """All that a checkpoint's folder says of its embeddings: sentence-transformers' configs, and what lies beside them.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged, or its values are impossible.
+        UnsupportedModelError: a module, a setting or a tensor is not implemented.
+    """
+    pipeline = read_pipeline(root)
+    path = pipeline.transformer
+    if pipeline.sparse is None and (path / SPARSE_FILE).is_file():
+        layer = _torch_layer(path, SPARSE_FILE)
+        if layer.outputs != 1:
+            raise UnsupportedModelError(
+                f"{path / SPARSE_FILE} makes {layer.outputs} numbers of a token, not one weight."
+            )
+        pipeline = replace(pipeline, sparse=InputWeights(layer))
+    if pipeline.tokens is None and (path / TOKENS_FILE).is_file():
+        # The first token's state makes the vector of the whole input, and none of its own.
+        pipeline = replace(pipeline, tokens=TokenVectors(layers=(_torch_layer(path, TOKENS_FILE),), first=1))
+    if pipeline.tokens is None and not (root / MODULES).is_file() and is_colbert(path):
+        pipeline = replace(pipeline, modes=(), tokens=TokenVectors(layers=(_colbert_layer(path),)))
+    return pipeline
+
+
+def is_colbert(path: Path) -> bool:
+    """The folder's config names ColBERT's own class."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # which is said where the config is read
+    named = config.get("architectures") if isinstance(config, dict) else None
+    return isinstance(named, list) and named[:1] == [COLBERT]
+
+
+def _colbert_layer(path: Path) -> DenseLayer:
+    with Checkpoint(path) as stored:
+        shape = stored.shape(_COLBERT_WEIGHT) if _COLBERT_WEIGHT in stored.names else torch.Size()
+        if len(shape) != 2:
+            raise ModelLoadError(f"{path} lacks the matrix {_COLBERT_WEIGHT}, which makes vectors of tokens.")
+        if stored.format(_COLBERT_WEIGHT) not in FORMATS:
+            raise UnsupportedModelError(
+                f"{path}: the tensor {_COLBERT_WEIGHT} is stored as {stored.format(_COLBERT_WEIGHT)}; only "
+                f"{', '.join(FORMATS)} are read."
+            )
+    if (path / _COLBERT_SETTINGS).is_file():
+        logger.warning(
+            "%s is not heeded: texts get no marker of queries and documents, queries are not filled up with masks, and "
+            "punctuation counts.",
+            path / _COLBERT_SETTINGS,
+        )
+    return DenseLayer(
+        inputs=shape[1],
+        outputs=shape[0],
+        bias=False,
+        activation="Identity",
+        residual=False,
+        folder=path,
+        source=AmongModel(),
+    )
+
+
+def _torch_layer(folder: Path, name: str) -> DenseLayer:
+    state = read_state(folder / name)
+    outputs, inputs = state["weight"].shape
+    return DenseLayer(
+        inputs=inputs,
+        outputs=outputs,
+        bias="bias" in state,
+        activation="Identity",
+        residual=False,
+        folder=folder,
+        source=TorchFile(name),
+    )
+
+
+def read_state(file: Path) -> dict[str, Tensor]:
+    """The matrix of a linear layer, "weight", and its "bias", if it has one, from a file of torch's. Nothing but
+    tensors is read, and no more than `MOST_BYTES`.
+
+    Raises:
+        ModelLoadError: it is larger, damaged, or holds something else.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            size = max(sum(entry.file_size for entry in archive.infolist()), file.stat().st_size)
+    except zipfile.BadZipFile as error:
+        raise ModelLoadError(f"{file} is no file that torch 1.6 or newer wrote ({error}).") from error
+    if size > MOST_BYTES:
+        raise ModelLoadError(f"{file} holds {size} bytes; of a linear layer at most {MOST_BYTES} are read.")
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise ModelLoadError(f"{file} cannot be read as tensors ({str(error).splitlines()[0]}).") from error
+    if not isinstance(state, dict) or not _is_linear(state):
+        raise ModelLoadError(f'{file} must hold the state of a linear layer: "weight", and "bias" if there is one.')
+    return state
+
+
+def _is_linear(state: dict[object, object]) -> bool:
+    weight, bias = state.get("weight"), state.get("bias")
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not set(state) <= {"weight", "bias"}:
+        return False
+    if weight.dtype not in FORMATS.values() or weight.numel() * weight.element_size() > MOST_BYTES:
+        return False  # a view may claim more than the file holds
+    return "bias" not in state or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1])

@@ -1,0 +1,123 @@
+"""How texts that were read apart are compared: by one vector each, by vectors of their tokens, or by sparse vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from engine.interface.outputs import EngineInfo, Pooled, Task
+from engine.pooled.prompts import find_prompt
+from engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class WeighedToken:
+    """A token of a sparse vector."""
+
+    token_id: int
+    weight: float
+
+
+def sparse_of(pooled: Pooled, info: EngineInfo, tokenizer: Tokenizer | None) -> list[WeighedToken]:
+    """The tokens in the answer to a request with the task "sparse_embed", in the order of their ids. Where they are the
+    input's own, special ones are left out (FlagEmbedding)."""
+    special: set[int | None] = set()
+    if info.sparse == "input" and tokenizer is not None:
+        special = {*tokenizer.frame_ids, tokenizer.unk_token_id}
+    entries = zip(pooled.token_ids()[0].tolist(), pooled.values()[0].tolist(), strict=True)
+    return [WeighedToken(token, weight) for token, weight in entries if token not in special]
+
+
+def cosine(a: Pooled | Sequence[float], b: Pooled | Sequence[float]) -> float:
+    """The cosine of the angle between two vectors; 0 where one is zero."""
+    one, other = _vector(a), _vector(b)
+    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return min(max(float(one @ other) / norms, -1.0), 1.0) if norms else 0.0
+
+
+def _vector(of: Pooled | Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.asarray(of.values()[0] if isinstance(of, Pooled) else of, dtype=np.float64)
+
+
+def sparse_product(one: Pooled, other: Pooled) -> float:
+    """The sum of the products of the weights that two sparse vectors give the same tokens."""
+    _, here, there = np.intersect1d(one.token_ids()[0], other.token_ids()[0], assume_unique=True, return_indices=True)
+    return float(one.values()[0][here].astype(np.float64) @ other.values()[0][there].astype(np.float64))
+
+
+def max_sim(
+    query: Pooled, document: Pooled, tokens: Sequence[int] = (), ignored: AbstractSet[int] = frozenset()
+) -> float:
+    """The sum over a query's tokens of the largest product with a document's token (MaxSim, arXiv:2004.12832, 3.3).
+
+    Args:
+        query, document: answers to requests with the task "token_embed".
+        tokens: of the document, those that have no vector included.
+        ignored: tokens of the document that do not count.
+    """
+    vectors = document.values()
+    if ignored:
+        vectors = vectors[[token not in ignored for token in tokens[len(tokens) - len(vectors) :]]]
+    if not len(vectors):
+        return 0.0
+    return float((query.values() @ vectors.T).max(axis=1).sum(dtype=np.float64))
+
+
+def ignored_tokens(info: EngineInfo, tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens of a document that `max_sim` leaves out."""
+    words = () if info.token_vectors is None else info.token_vectors.ignored
+    return frozenset(token for token in map(tokenizer.token_id, words) if token is not None)
+
+
+Side = Literal["query", "document"]
+SIDES: tuple[Side, Side] = ("query", "document")
+Comparison = Literal["cosine", "max_sim", "sparse_product"]
+
+
+def comparison_of(info: EngineInfo) -> Comparison | None:
+    """How a model that reads texts apart compares them; None where it cannot."""
+    if "embed" in info.tasks:
+        return "cosine"
+    if info.token_vectors is not None:
+        return "max_sim"
+    return None if info.sparse is None else "sparse_product"
+
+
+# What a model is asked for each text that is compared.
+COMPARED: dict[Comparison, Task] = {"cosine": "embed", "max_sim": "token_embed", "sparse_product": "sparse_embed"}
+
+
+def side_prompt(info: EngineInfo, side: Side) -> str:
+    """What stands in front of a text that is compared: a marker of queries or documents where vectors of tokens are
+    compared, else the model's default prompt."""
+    marked = comparison_of(info) == "max_sim" and side in info.prompts
+    return find_prompt(info, side if marked else None)
+
+
+class Comparer:
+    """Scores of pairs, of a model that reads texts apart (`comparison_of` must not be None).
+
+    Attributes:
+        task: what each text is asked for.
+    """
+
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None):
+        kind = comparison_of(info)
+        assert kind is not None
+        self._kind = kind
+        self.task: Task = COMPARED[kind]
+        self._ignored = frozenset() if tokenizer is None else ignored_tokens(info, tokenizer)
+
+    def score(self, query: Pooled, document: Pooled, tokens: Sequence[int]) -> float:
+        """The score of two answers; `tokens` are the document's."""
+        match self._kind:
+            case "cosine":
+                return cosine(query, document)
+            case "max_sim":
+                return max_sim(query, document, tokens, self._ignored)
+            case "sparse_product":
+                return sparse_product(query, document)

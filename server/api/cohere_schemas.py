@@ -1,0 +1,35 @@
+"""The HTTP body of /v2/embed, which is Cohere's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from server.api.pooling_schemas import NumbersBody
+from server.api.scoring_schemas import Texts
+
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+InputType = Literal["search_document", "search_query", "classification", "clustering", "image"]
+MAX_IMAGES = 96  # of a request, as at Cohere
+
+
+class CohereEmbedRequest(NumbersBody):
+    """Body of POST /v2/embed. Null means the default."""
+
+    texts: Texts | None = Field(None, description="The texts to embed.")
+    images: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, min_length=1, max_length=MAX_IMAGES, description="Images as data: URLs, for models that read them."
+    )
+    input_type: InputType | None = Field(
+        None, description="Chooses the model's prompt: query, document, classification or clustering, if it has that."
+    )
+    embedding_types: list[EmbeddingType] | None = Field(
+        None, min_length=1, max_length=6, description="In which forms vectors are sent (float)."
+    )
+    output_dimension: int | None = Field(None, ge=1, description="Keep the first so many features.")
+    truncate: Literal["NONE", "START", "END"] | None = Field(
+        None,
+        description="Where long texts are cut: not at all, or where the model's tokenizer cuts (END).",
+    )
+    max_tokens: int | None = Field(None, ge=1, description="Cut each text to so many tokens.")

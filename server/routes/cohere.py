@@ -1,0 +1,132 @@
+"""POST /v2/embed, in Cohere's shape (its API's version 2)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+
+from engine import EngineInfo, Pooled, PoolingParams
+from engine.pooled import find_prompt, longest
+from engine.pooled.vectors import json_base64, json_matrix, json_signs, json_steps, packed
+from server.answering.endpoints import require
+from server.answering.matrices import MatrixRun
+from server.api.cohere_schemas import CohereEmbedRequest, EmbeddingType
+from server.api.embedding_schemas import EmbeddingRequest
+from server.api.fields import ignored_header
+from server.api.reading import StrictJsonRoute
+from server.context import Service, ServiceDep
+from server.errors import ApiError
+from server.routes.text_embeddings import own_fields
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+_PROMPTS = {"search_query": "query", "search_document": "document"}  # the others have the names of their prompts
+
+
+@router.post("/v2/embed", include_in_schema=False)
+async def embed(body: Annotated[CohereEmbedRequest, Body()], request: Request, service: ServiceDep) -> Response:
+    """Vectors of texts or images, in the forms that are asked for."""
+    arrival = time.monotonic()
+    service.check_model(body.model)
+    require(service, "/v1/embeddings")
+    body.refuse_unsupported()
+    info = service.client.info
+    kinds: list[EmbeddingType] = list(dict.fromkeys(body.embedding_types or ("float",)))
+    params = PoolingParams(task="embed", dimensions=body.output_dimension)
+    if (body.output_dimension or 0) > info.embedding_size:
+        message = f"output_dimension is {body.output_dimension}, but this model's vectors have {info.embedding_size}."
+        raise ApiError(400, message, param="output_dimension", code="invalid_value")
+    if body.output_dimension is not None and body.output_dimension % 8 and {"binary", "ubinary"} & set(kinds):
+        message = f"output_dimension must be a multiple of 8 for binary vectors, got {body.output_dimension}."
+        raise ApiError(400, message, param="output_dimension", code="invalid_value")
+    run = _CohereRun(
+        service,
+        EmbeddingRequest(input=_given(body), **own_fields(body)),
+        arrival,
+        params=params,
+        asked=None,
+        prompt=find_prompt(info, _prompt_name(body, info)),
+        truncate=_cut(body, service),
+        shape=b"",
+        headers=ignored_header(body.ignored_fields()),
+        kinds=kinds,
+        asked_texts=body.texts or [],
+    )
+    return await run.respond(request)
+
+
+def _given(body: CohereEmbedRequest) -> list[Any]:
+    """The inputs as /v1/embeddings has them.
+
+    Raises:
+        ApiError: there are texts and images, or neither.
+    """
+    if (body.model_extra or {}).get("inputs") is not None:
+        message = "inputs is not supported; send texts, or images."
+        raise ApiError(400, message, param="inputs", code="unsupported_parameter")
+    if (body.texts is None) == (body.images is None):
+        message = "Send texts or images" + (", and not both." if body.texts is not None else ".")
+        raise ApiError(400, message, param="texts", code="invalid_value")
+    return body.texts if body.texts is not None else [{"image": image} for image in body.images or ()]
+
+
+def _prompt_name(body: CohereEmbedRequest, info: EngineInfo) -> str | None:
+    """The prompt that the inputs' kind asks for; None, for the default one, where the model has none for it."""
+    name = None if body.input_type is None else _PROMPTS.get(body.input_type, body.input_type)
+    return name if name in info.prompts else None
+
+
+def _cut(body: CohereEmbedRequest, service: Service) -> int | None:
+    """To how many tokens texts are cut; as at Cohere they are unless truncate is NONE.
+
+    Raises:
+        ApiError: they are to be cut where the tokenizer does not.
+        InvalidRequestError: max_tokens is more than the model takes.
+    """
+    if body.truncate == "NONE":
+        return None
+    side = "right" if service.tokenizer is None else service.tokenizer.truncation_side
+    ours = "END" if side == "right" else "START"
+    if body.truncate not in (None, ours):
+        message = f"truncate must be NONE or {ours}, where this model's tokenizer cuts, got {body.truncate}."
+        raise ApiError(400, message, param="truncate", code="unsupported_parameter")
+    limit = service.client.info.max_model_len
+    return longest(-1 if body.max_tokens is None else min(body.max_tokens, limit), service.client.info)
+
+
+@dataclass(slots=True)
+class _CohereRun(MatrixRun):
+    id_prefix = "embed"
+    param = "texts"
+    kinds: list[EmbeddingType] = field(kw_only=True)
+    asked_texts: list[str] = field(kw_only=True)
+
+    def public_name(self, param: str | None) -> str | None:
+        return {"input": "texts", "dimensions": "output_dimension"}.get(param or "", param)
+
+    def render(self, answers: Sequence[Pooled]) -> bytes:
+        vectors = [answer.values() for answer in answers]
+        forms = (b'"%b":[%b]' % (kind.encode(), b",".join(map(_FORMS[kind], vectors))) for kind in self.kinds)
+        rest = {
+            "id": self.request_id,
+            "response_type": "embeddings_by_type",
+            "texts": self.asked_texts,
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": self.num_tokens}},
+        }
+        return b'%b,"embeddings":{%b}}' % (json.dumps(rest, separators=(",", ":")).encode()[:-1], b",".join(forms))
+
+
+_FORMS: dict[EmbeddingType, Callable[..., bytes]] = {
+    "float": json_matrix,
+    "int8": json_steps,
+    "uint8": partial(json_steps, moved=128),
+    "binary": partial(json_signs, moved=-128),
+    "ubinary": json_signs,
+    "base64": lambda values: json_base64(packed(values, "float32")),
+}
