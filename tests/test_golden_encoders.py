@@ -231,7 +231,8 @@ def test_every_architecture_has_shapes() -> None:
     served = [f for f in families.FAMILIES if f.weights and any(n.endswith("MaskedLM") for n in f.architectures)]
     assert served
     for family in served:
-        assert set(family.architectures) <= set(shapes)
+        elsewhere = {"HF_ColBERT"}  # no class of transformers: tests/test_retrieval.py compares it
+        assert set(family.architectures) - elsewhere <= set(shapes)
         for ending in ("Model", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"):
             names = [name for name in family.architectures if name.endswith(ending)]
             assert not names or sum(map(shapes.count, names)) > 1, (family.name, ending)

@@ -119,7 +119,7 @@ def test_openai_client(encoder: Api) -> None:
             client.completions.create(model=MODEL, prompt="a")
         assert refused.value.code == "unsupported_endpoint"
         (card,) = client.models.list()
-        assert card.model_dump()["tasks"] == ["embed"]
+        assert card.model_dump()["tasks"] == ["embed", "token_embed"]
 
 
 def test_a_client_that_leaves_lets_others_in(encoder: Api) -> None:

@@ -4,7 +4,6 @@ bge-m3, which lie beside its weights (arXiv:2402.03216), and that of a ColBERT a
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import zipfile
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.config_values import read_values
 from engine.model.sentence import (
     MODULES,
     AmongModel,
@@ -62,10 +62,9 @@ def read_folder(root: Path) -> Pipeline:
 def is_colbert(path: Path) -> bool:
     """The folder's config names ColBERT's own class."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        named = read_values(path / "config.json").get("architectures")
+    except (ModelLoadError, PermissionError):
         return False  # which is said where the config is read
-    named = config.get("architectures") if isinstance(config, dict) else None
     return isinstance(named, list) and named[:1] == [COLBERT]
 
 
