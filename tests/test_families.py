@@ -61,6 +61,8 @@ UNREAD: dict[str, str] = {
     "mobilebert-tokens-wide": r"embeddings\.embedding_transformation\..*",
     "mobilebert-wide": r"embeddings\.embedding_transformation\..*",
     "roformer": r"encoder\.embed_positions\.weight",
+    # Vectors of languages, which no request names.
+    "xlm": r"lang_embeddings\.weight",
 }
 # No head reads it, or the one that does is of pretraining.
 POOLER = r"pooler\.(dense\.)?(weight|bias)"

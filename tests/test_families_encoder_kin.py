@@ -10,7 +10,14 @@ import torch
 from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
 from support.pages import CPU, load
 from support.published import read
-from support.published_encoder_kin import ALBERT_BASE_V2, CONVBERT_BASE, ESM2_8M, JINA_V2_SMALL, MOBILEBERT
+from support.published_encoder_kin import (
+    ALBERT_BASE_V2,
+    CONVBERT_BASE,
+    ESM2_8M,
+    JINA_V2_SMALL,
+    MOBILEBERT,
+    XLM_MLM_EN,
+)
 
 from engine import EngineConfig
 from engine.backends.attention.base import AttentionMetadata
@@ -20,7 +27,7 @@ from engine.model import checkpoint
 from engine.model.embedding import mask_out
 from engine.model.families.alibi import slopes
 from engine.model.normalisation import Norm
-from engine.model.positions import Rotary, TwoSidedSlopes
+from engine.model.positions import Learned, Rotary, TwoSidedSlopes
 from engine.model.program import Attend, Multiply
 from engine.model.spec import (
     Bottleneck,
@@ -35,6 +42,8 @@ from engine.model.spec import (
     Stack,
     Tokens,
 )
+
+XLM_CLASSES = XLM_MLM_EN | {"architectures": ["XLMForSequenceClassification"]}
 
 
 def encoder(model: ModelSpec) -> Stack:
@@ -91,6 +100,14 @@ def test_mobilebert_as_published(tmp_path: Path) -> None:
 def test_convbert_as_published(tmp_path: Path) -> None:
     part = encoder(read(tmp_path, CONVBERT_BASE)).blocks[0].attention
     assert (part.heads, part.head_dim, part.spans) == (6, 64, Spans(9))
+
+
+def test_xlm_as_published(tmp_path: Path) -> None:
+    model = read(tmp_path, XLM_MLM_EN)
+    norm = Norm("layer", 1e-12, bias=True)
+    assert words(model) == Tokens(vocab_size=30145, width=2048, positions=Learned(512), norm=norm)
+    assert encoder(model).blocks[0].ffn == Dense(8192, "gelu", bias=True)
+    assert model.head == MaskedLm(tied=True)
 
 
 # ---------------------------------------------------------------- layers of the same weights
@@ -165,6 +182,13 @@ def test_masks_scale_their_own_input_alone() -> None:
             {"hidden_size": 12, "head_ratio": 1},
             "which 12 heads of attention and as many of convolutions",
         ),
+        (XLM_MLM_EN, {"causal": True}, "causal of the config must be false"),
+        (XLM_MLM_EN, {"is_encoder": False}, "is_encoder of the config must be true"),
+        (XLM_MLM_EN, {"asm": True}, "asm of the config must be false"),
+        (XLM_CLASSES, {"summary_type": "attn"}, "'attn'; implemented: first, last, mean, cls_index"),
+        (XLM_CLASSES, {"summary_activation": "tanh"}, "summary_activation of the config is 'tanh', .* must be null"),
+        (XLM_CLASSES, {"summary_use_proj": False}, "summary_use_proj of the config must be true"),
+        (XLM_CLASSES, {"summary_proj_to_labels": False}, "summary_proj_to_labels of the config must be true"),
     ],
 )
 def test_refusals(config: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ TASKS = {
     "SequenceClassification": "classify",
     "TokenClassification": "token_classify",
     "QuestionAnswering": "answer",
+    "QuestionAnsweringSimple": "answer",
     "MaskedLM": "fill_mask",
+    "WithLMHeadModel": "fill_mask",
     "ElectraForPreTraining": "embed",
     "ForPreTraining": "fill_mask",
 }
@@ -228,7 +230,8 @@ def test_lengths_of_inputs() -> None:
 def test_every_architecture_has_shapes() -> None:
     """Each architecture of each encoder-only family is compared here, and each kind of head in two configurations."""
     shapes = [shape.architecture for shape in ENCODER_SHAPES.values()]
-    served = [f for f in families.FAMILIES if f.weights and any(n.endswith("MaskedLM") for n in f.architectures)]
+    masked = ("MaskedLM", "WithLMHeadModel")
+    served = [f for f in families.FAMILIES if f.weights and any(n.endswith(masked) for n in f.architectures)]
     assert served
     for family in served:
         elsewhere = {"HF_ColBERT"}  # no class of transformers: tests/test_retrieval.py compares it

@@ -140,7 +140,7 @@ def build_head(model: spec.ModelSpec, table: nn.Parameter | None, place: Place) 
             )
         case spec.MaskedLm():
             assert table is not None
-            sizes = (hidden, part.width or table.shape[1], model.vocab_size)
+            sizes = (hidden, None if part.activation is None else part.width or table.shape[1], model.vocab_size)
             shared = table if part.tied else None
             return Head(
                 sizes,

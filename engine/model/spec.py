@@ -623,19 +623,19 @@ class Lm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLm:
-    """norm(activation(dense(x))), then logits over the vocabulary (BERT, arXiv:1810.04805).
+    """norm(activation(dense(x))) where there is a dense layer, then logits over the vocabulary (arXiv:1810.04805).
 
     Attributes:
         tied: the last matrix is the embedding's table.
-        activation, norm: after the first layer.
+        activation, norm: after the dense layer; an activation of None for no such layer.
         dense_bias, bias: biases of the two layers.
-        width: features of the first layer, None for as many as the table has.
+        width: features of the dense layer, None for as many as the table has.
         beyond: so many of these have a matrix of their own, since the table ends before them (arXiv:2004.02984).
     """
 
     tied: bool
-    activation: Activation
-    norm: Norm
+    activation: Activation | None = None
+    norm: Norm | None = None
     dense_bias: bool = True
     bias: bool = True
     width: int | None = None

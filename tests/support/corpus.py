@@ -65,7 +65,9 @@ TASKS = {
     "SequenceClassification": "classify",
     "TokenClassification": "token_classify",
     "QuestionAnswering": "answer",
+    "QuestionAnsweringSimple": "answer",
     "MaskedLM": "fill_mask",
+    "WithLMHeadModel": "fill_mask",
     "BertForPreTraining": "fill_mask",
 }
 

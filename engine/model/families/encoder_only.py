@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -298,6 +298,13 @@ def masked_lm_weights(
     return [
         *linear("head.dense", dense, True, 0),
         *norm("head.norm", layer_norm, bias=True),
+        *vocabulary_weights(head, output, biases),
+    ]
+
+
+def vocabulary_weights(head: MaskedLm, output: str, biases: Sequence[str]) -> list[Entry]:
+    """The last matrix of a masked-language-model head, and its bias under any of these names."""
+    return [
         *(Entry("head.output.bias", (name,), shard_axis=0) for name in biases),
         Entry("encoder.embedding.tokens" if head.tied else "head.output.weight", (f"{output}.weight",), shard_axis=0),
     ]

@@ -1,0 +1,155 @@
+"""XLM: BERT's encoder with learned or sinusoidal positions, and heads of one matrix (arXiv:1901.07291)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from engine.errors import UnsupportedModelError
+from engine.model.families.common import linear, norm
+from engine.model.families.encoder_only import (
+    LayerNames,
+    answer_span,
+    answer_weights,
+    check_settings,
+    layer_weights,
+    post_norm_encoder,
+    token_classifier,
+    token_weights,
+    vocabulary_weights,
+)
+from engine.model.normalisation import Norm
+from engine.model.positions import Learned
+from engine.model.spec import AnswerSpan, Classifier, Dense, Head, MaskedLm, ModelSpec, Pool, Tokens
+from engine.model.table import Entry, Family, WeightTable
+
+# Which hidden state the classes of a text are read off, by summary_type.
+_SUMMARIES: dict[str, Literal["cls", "mean", "last"]] = {
+    "first": "cls",
+    "last": "last",
+    "mean": "mean",
+    "cls_index": "last",  # where a request names no other token
+}
+
+
+def spec(config: Any) -> ModelSpec:
+    check_settings(config)
+    if config.causal:
+        raise UnsupportedModelError(
+            "causal of the config must be false: this architecture is served as an encoder only, which sees all tokens "
+            "of an input."
+        )
+    if not config.is_encoder:
+        raise UnsupportedModelError("is_encoder of the config must be true: transformers has no decoder for it either.")
+    layer_norm = Norm("layer", config.layer_norm_eps, bias=True)
+    encoder = post_norm_encoder(
+        Tokens(
+            vocab_size=config.vocab_size,
+            width=config.emb_dim,
+            # With sinusoidal_embeddings they are only not trained: checkpoints store them as any others.
+            positions=Learned(config.max_position_embeddings),
+            # No request names the language of its tokens, and without one transformers adds no vector of it either.
+            norm=layer_norm,
+        ),
+        hidden_size=config.emb_dim,
+        layers=config.n_layers,
+        heads=config.n_heads,
+        ffn=Dense(4 * config.emb_dim, "gelu" if config.gelu_activation else "relu", bias=True),
+        layer_norm=layer_norm,
+    )
+    return ModelSpec(encoder=encoder, decoder=None, head=_head(config))
+
+
+def _head(config: Any) -> Head:
+    name = config.architectures[0]
+    if name.endswith("WithLMHeadModel"):
+        if config.asm:
+            raise UnsupportedModelError(
+                "asm of the config must be false: no part computes an adaptive softmax over the vocabulary."
+            )
+        return MaskedLm(tied=config.tie_word_embeddings)
+    if name.endswith("ForSequenceClassification"):
+        return _classifier(config)
+    if name.endswith("ForQuestionAnsweringSimple"):
+        return answer_span(config)
+    return token_classifier(config) if name.endswith("ForTokenClassification") else Pool()
+
+
+def _classifier(config: Any) -> Classifier:
+    """One matrix over a summary of the text.
+
+    Raises:
+        UnsupportedModelError: it is made in another way, or an activation comes after the matrix.
+    """
+    for name in ("summary_use_proj", "summary_proj_to_labels"):
+        if not getattr(config, name):
+            raise UnsupportedModelError(
+                f"{name} of the config must be true: the matrix that it is about gives classes."
+            )
+    if config.summary_activation:
+        raise UnsupportedModelError(
+            f"summary_activation of the config is {config.summary_activation!r}, but no part has an activation after "
+            "the matrix that gives classes; it must be null."
+        )
+    if config.summary_type not in _SUMMARIES:
+        raise UnsupportedModelError(
+            f"summary_type of the config is {config.summary_type!r}; implemented: {', '.join(_SUMMARIES)}."
+        )
+    return Classifier(labels=config.num_labels, pooling=_SUMMARIES[config.summary_type])
+
+
+def weights(model: ModelSpec) -> WeightTable:
+    assert model.encoder is not None
+    entries = [
+        Entry("encoder.embedding.tokens", ("transformer.embeddings.weight",), shard_axis=0),
+        Entry("encoder.embedding.positions", ("transformer.position_embeddings.weight",), shard_axis=0),
+        *norm("encoder.embedding.norm", "transformer.layer_norm_emb", bias=True),
+    ]
+    for i, block in enumerate(model.encoder.blocks):
+        entries += layer_weights(i, block, "transformer", _layer(i))
+    match model.head:
+        case MaskedLm():
+            entries += vocabulary_weights(model.head, "pred_layer.proj", ("pred_layer.proj.bias",))
+        case Classifier(pooling=None):
+            entries += token_weights("classifier")
+        case Classifier():
+            entries += linear("head.output", "sequence_summary.summary", True, 0)
+        case AnswerSpan():
+            entries += answer_weights()
+        case _:
+            pass
+    heads = () if not isinstance(model.head, Pool) else (r"(pred_layer|sequence_summary|classifier|qa_outputs)\..*",)
+    return WeightTable(
+        tuple(entries),
+        prefix="transformer.",
+        ignored=(r"transformer\.position_ids", r"transformer\.lang_embeddings\.weight", *heads),
+        head="pred_layer.proj.weight" if isinstance(model.head, MaskedLm) else None,
+    )
+
+
+def _layer(number: int) -> LayerNames:
+    """Layers have no names of their own: each kind of part is a list."""
+    return LayerNames(
+        queries=f"attentions.{number}.q_lin",
+        keys=f"attentions.{number}.k_lin",
+        values=f"attentions.{number}.v_lin",
+        out=f"attentions.{number}.out_lin",
+        attention_norm=f"layer_norm1.{number}",
+        up=f"ffns.{number}.lin1",
+        down=f"ffns.{number}.lin2",
+        ffn_norm=f"layer_norm2.{number}",
+    )
+
+
+FAMILY = Family(
+    name="XLM",
+    architectures=(
+        "XLMForQuestionAnsweringSimple",
+        "XLMForSequenceClassification",
+        "XLMForTokenClassification",
+        "XLMModel",
+        "XLMWithLMHeadModel",
+    ),
+    brings="BERT's encoder without segments, heads of one matrix",
+    spec=spec,
+    weights=weights,
+)
