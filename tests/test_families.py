@@ -52,6 +52,7 @@ UNREAD: dict[str, str] = {
     "deberta-not-relative-scaled": r"encoder\.LayerNorm\.(weight|bias)",
     "esm": r"contact_head\..*|rotary_embeddings\.inv_freq",
     "fnet": r"pooler\..*",
+    "layoutlm": r"pooler\..*",
     # Projections for global tokens, where a head has none of these.
     r"longformer(-windows|-masked.*|-tokens.*)?$": r"encoder\.layer\.\d+\.attention\.self\.\w+_global\.(weight|bias)",
     "mobilebert-inside": r"encoder\.layer\.\d+\.bottleneck\.attention\..*",

@@ -132,6 +132,9 @@ def test_token_inputs(ids: Any) -> None:
     types = TokenInput(ids, "text", token_type_ids=ids)
     assert added(types, PoolingParams()).input == TokenInput(list(ids), token_type_ids=list(ids))
 
+    boxes = [[0, 1, 2, 3] for _ in ids]
+    assert added(TokenInput(ids, bbox=boxes), PoolingParams()).input == TokenInput(list(ids), bbox=boxes)
+
 
 def test_other_inputs() -> None:
     assert added(Seq2SeqInput([1, 2], [3]), SamplingParams()).input == Seq2SeqInput([1, 2], [3])

@@ -83,6 +83,7 @@ class ModelRunner:
         self._tables = Buffer(1024, torch.int32, device)
         self._cross_tables = Buffer(1024, torch.int32, device)
         self._types = Buffer(size, torch.int64, device)
+        self._boxes = Buffer(4 * size, torch.int64, device)
         self._rotary = Buffer(size, torch.int64, device)
         self._sources = Buffer(size, torch.int64, device)
         # [S] tokens of the last step that sampled; graphs have a multiple of 8 rows.
@@ -229,6 +230,7 @@ class ModelRunner:
             tokens=plan.num_tokens,
             min_rows=self.min_rows,
             types=None if plan.token_types is None else self._types.fill(plan.token_types, padded),
+            boxes=None if plan.boxes is None else self._boxes.fill(plan.boxes, 4 * padded).view(-1, 4),
             rotary_positions=self._rotary_rows(plan, padded),
             signals=[gpu.upload(signal, self.model.device) for signal in plan.signals if signal is not None],
         )

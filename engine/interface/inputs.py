@@ -14,6 +14,7 @@ from engine.errors import InvalidRequestError
 from engine.interface.generation import check_ids
 from engine.interface.outputs import EngineInfo, RepeatedInput, SignalKind
 from engine.interface.request import AudioInput, EngineInput, PixelInput, SamplingParams, Seq2SeqInput, TokenInput
+from engine.interface.values import brief
 
 # Most bytes of a signal: an image of 2304 x 2304 pixels in three channels, or an hour of sound.
 MOST_SIGNAL_BYTES = 64 * 2**20
@@ -29,12 +30,14 @@ class ReadInput:
         token_ids: the (first) tokens of the decoder, or what an encoder alone reads.
         encoder_token_ids: what the encoder of an encoder-decoder model reads; () of other models.
         token_type_ids: the segment of each token; () where all are of the first.
+        boxes: where each token stands on its page; () where all boxes are zeros.
         signal: float32, what an encoder reads instead of tokens; those are zeros then, one for each position.
     """
 
     token_ids: tuple[int, ...]
     encoder_token_ids: tuple[int, ...] = ()
     token_type_ids: tuple[int, ...] = ()
+    boxes: tuple[tuple[int, ...], ...] = ()
     signal: NDArray[np.float32] | None = None
 
 
@@ -54,6 +57,7 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
             return ReadInput(_checked("prompt", input, info.vocab_size))
         tokens = _checked("prompt", input.token_ids, info.vocab_size)
         _token_types(input.token_type_ids, len(tokens), info)  # none but the first segment, which changes nothing
+        _boxes(input.bbox, len(tokens), info)  # none
         return ReadInput(tokens)
     if isinstance(input, PixelInput | AudioInput):
         signal, positions = _read_signal(input, info, "prompt")
@@ -67,6 +71,7 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
         ids, begin = input.encoder_token_ids, input.decoder_token_ids or ()
     elif isinstance(input, TokenInput):
         ids = input.token_ids
+        _boxes(input.bbox, len(ids), info)  # none
     encoder_input = _checked("prompt", ids, info.encoder_vocab_size or info.vocab_size)
     if len(encoder_input) > info.max_encoder_len:
         raise InvalidRequestError(
@@ -99,8 +104,10 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
             param="input",
             code="context_length_exceeded",
         )
-    types = _token_types(input.token_type_ids, len(tokens), info) if isinstance(input, TokenInput) else ()
-    return ReadInput(tokens, token_type_ids=types)
+    if not isinstance(input, TokenInput):
+        return ReadInput(tokens)
+    types = _token_types(input.token_type_ids, len(tokens), info)
+    return ReadInput(tokens, token_type_ids=types, boxes=_boxes(input.bbox, len(tokens), info))
 
 
 def as_signal(values: Any) -> NDArray[np.float32]:
@@ -176,6 +183,38 @@ def _token_types(types: Any, count: int, info: EngineInfo) -> tuple[int, ...]:
         raise InvalidRequestError(f"{name} must hold integers.", param=name)
     check_ids(name, types, max(info.token_types, 1))
     return tuple(types) if any(types) else ()
+
+
+def _boxes(boxes: Any, count: int, info: EngineInfo) -> tuple[tuple[int, ...], ...]:
+    if boxes is None:
+        return ()
+    name = "bbox"
+    if not info.boxes:
+        raise InvalidRequestError(
+            f"{info.model} reads no boxes: leave {name} out.", param=name, code="unsupported_parameter"
+        )
+    if not isinstance(boxes, Sequence) or isinstance(boxes, (str, bytes)):
+        raise InvalidRequestError(f"{name} must be a list of boxes, got {brief(boxes)}.", param=name)
+    if len(boxes) != count:
+        raise InvalidRequestError(f"{name} has {len(boxes)} boxes for {count} tokens.", param=name)
+    for box in boxes:
+        if not _is_box(box, info.boxes):
+            raise InvalidRequestError(
+                f"{name} must hold boxes of four integers, [left, upper, right, lower], from 0 to {info.boxes - 1}, "
+                f"left not beyond right and upper not beyond lower; got {brief(box)}.",
+                param=name,
+                code="invalid_value",
+            )
+    return tuple(map(tuple, boxes)) if any(map(any, boxes)) else ()
+
+
+def _is_box(box: Any, limit: int) -> bool:
+    if not isinstance(box, Sequence) or len(box) != 4:
+        return False
+    if any(isinstance(edge, bool) or not isinstance(edge, int) for edge in box):
+        return False
+    left, upper, right, lower = box
+    return bool(0 <= left <= right < limit and 0 <= upper <= lower < limit)
 
 
 def _decoder_begin(ids: Sequence[int], info: EngineInfo, start: int | None) -> tuple[int, ...]:

@@ -388,6 +388,7 @@ class EngineInfo:
         activation: what makes probabilities of the head's numbers.
         repeats: how its decoder reads the input that its encoder reads, for encoder-decoder models that classify.
         token_types: segments that its tokens may belong to.
+        boxes: edges of its tokens' boxes are below it; 0 of a model that reads no boxes.
         lower_case: texts are to be lower-cased before they are tokenised.
         prompts, default_prompt: texts to put in front of inputs by their names, and the name of the one that is used
             unless another is asked for.
@@ -436,6 +437,7 @@ class EngineInfo:
     activation: Activation = "none"
     repeats: RepeatedInput | None = None
     token_types: int = 0
+    boxes: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None

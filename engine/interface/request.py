@@ -81,11 +81,14 @@ class TokenInput:
         token_ids: the ids, each in [0, vocabulary size).
         text: the text they came from, only carried along.
         token_type_ids: the segment of each token, for encoders that tell segments apart; None: all are of the first.
+        bbox: the box of each token on its page, for encoders that read boxes: [left, upper, right, lower], a page being
+            1000 wide and 1000 high as most models are trained; None: all are zeros.
     """
 
     token_ids: Sequence[int]
     text: str | None = None
     token_type_ids: Sequence[int] | None = None
+    bbox: Sequence[Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,6 +444,7 @@ class Request:
         decoding: how to decode, all defaults filled in.
         pooling: what is wanted of the prompt's hidden states, instead of an answer; None: an answer.
         token_type_ids: the segment of each token of the prompt; () where all are of the first.
+        boxes: where each token of the prompt stands on its page; () where all boxes are zeros.
         priority: lower runs earlier (vLLM's sense); ties by arrival. Between named tenants it counts for nothing.
         cache_salt: requests share cached pages only with requests of the same salt.
         deadline: `time.monotonic()` seconds after which the request is aborted, or None.
@@ -459,6 +463,7 @@ class Request:
     encoder_token_ids: tuple[int, ...] = ()
     pooling: Pooling | None = None
     token_type_ids: tuple[int, ...] = ()
+    boxes: tuple[tuple[int, ...], ...] = ()
     signal: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property

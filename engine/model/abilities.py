@@ -27,6 +27,7 @@ class Abilities:
     activation: Activation = "none"
     repeats: RepeatedInput | None = None
     token_types: int = 0
+    boxes: int = 0
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -56,7 +57,8 @@ def find_abilities(config: Any, model: spec.ModelSpec, pipeline: Pipeline) -> Ab
     embedding = model.trunk.embedding
     found: dict[str, Any] = {"lower_case": pipeline.lower_case}
     found["filler"] = model.filler
-    found["token_types"] = embedding.token_types if isinstance(embedding, spec.Tokens) else 0
+    if isinstance(embedding, spec.Tokens):
+        found["token_types"], found["boxes"] = embedding.token_types, embedding.boxes
     both = model.encoder is not None and model.decoder is not None
     if pipeline.modes and (both or isinstance(model.head, spec.Classifier | spec.AnswerSpan)):
         logger.warning(

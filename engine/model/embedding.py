@@ -18,7 +18,8 @@ from engine.model.positions import Sinusoidal
 
 
 class TokenEmbedding(nn.Module):
-    """Token ids [Tp], positions [Tp] and segments [Tp] (None: all of the first) to vectors [Tp, hidden].
+    """Token ids [Tp], positions [Tp], segments [Tp] (None: all of the first) and boxes [Tp, 4] (None: all zeros) to
+    vectors [Tp, hidden].
 
     Args:
         shared: a token table that another module owns.
@@ -37,6 +38,7 @@ class TokenEmbedding(nn.Module):
         self.masked_out = part.masked_out
         self.types = None if not part.token_types else place.parameter(part.token_types, added)
         self.tasks = None if not part.tasks else place.parameter(part.tasks, added)
+        self.boxes = None if not part.boxes else BoxEmbedding(part.boxes, added, place)
         self.positions = None
         self.offset = 0
         self.unplaced = None if isinstance(part.positions, Sinusoidal | None) else part.positions.unplaced
@@ -50,7 +52,13 @@ class TokenEmbedding(nn.Module):
         self.scale = torch.tensor(part.scale, dtype=place.dtype, device="cpu").item()
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, types: Tensor | None, metadata: AttentionMetadata, tokens: int
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        types: Tensor | None,
+        boxes: Tensor | None,
+        metadata: AttentionMetadata,
+        tokens: int,
     ) -> Tensor:
         """The vectors.
 
@@ -72,6 +80,8 @@ class TokenEmbedding(nn.Module):
             positions = positions.masked_fill(token_ids == self.unplaced, -1)
         if self.positions is not None:
             x = x + F.embedding(positions + self.offset if self.offset else positions, self.positions)
+        if self.boxes is not None:
+            x = self.boxes(x, boxes)
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.tasks is not None:
@@ -82,6 +92,33 @@ class TokenEmbedding(nn.Module):
             x = self.norm(x)
         if self.expansion is not None:
             x = self.expansion(x)
+        return x
+
+
+class BoxEmbedding(nn.Module):
+    """Adds the vectors of boxes: of their edges, heights and widths.
+
+    Args:
+        size: rows of each table.
+    """
+
+    def __init__(self, size: int, width: int, place: Place):
+        super().__init__()
+        self.columns = place.parameter(size, width)
+        self.rows = place.parameter(size, width)
+        self.heights = place.parameter(size, width)
+        self.widths = place.parameter(size, width)
+
+    def forward(self, x: Tensor, boxes: Tensor | None) -> Tensor:
+        """x [Tp, width] and what boxes [Tp, 4] add: left, upper, right and lower edge; None: all are zeros."""
+        tables = (self.columns, self.rows, self.columns, self.rows, self.heights, self.widths)
+        if boxes is None:  # the same sums as beside inputs with boxes
+            for table in tables:
+                x = x + table[0]
+            return x
+        left, upper, right, lower = boxes.unbind(1)
+        for table, places in zip(tables, (left, upper, right, lower, lower - upper, right - left), strict=True):
+            x = x + F.embedding(places, table)
         return x
 
 

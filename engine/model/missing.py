@@ -46,6 +46,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
     if model.decoder is not None:
         if not isinstance(model.decoder.embedding, spec.Tokens):
             missing.append("a decoder that reads no token ids")
+        elif model.decoder.embedding.boxes:
+            missing.append("boxes of a decoder's tokens")
         missing.extend(_unsupported_decoder(model.decoder, has_encoder=model.encoder is not None))
     if model.twin is not None:
         missing.extend(unsupported(model.twin))

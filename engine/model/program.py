@@ -64,6 +64,7 @@ class Inputs:
         slots: [T] int64, where the new tokens' K and V go in the flattened pages; None: executors work them out.
         cross: where each row finds the encoder's K and V, for decoders that attend to one.
         types: [Tp] the segment of each token; None: all are of the first.
+        boxes: [Tp, 4] where each token stands on its page; None: all are zeros.
         rotary_positions: [Tp] the rows of rotary tables; None: positions are.
         adapters: None where no row has one.
         form: how a token alone is computed on a GPU.
@@ -80,6 +81,7 @@ class Inputs:
     slots: Tensor | None = None
     cross: CrossPages | None = None
     types: Tensor | None = None
+    boxes: Tensor | None = None
     rotary_positions: Tensor | None = None
     adapters: Adapters | None = None
     form: RowForm = LIBRARY
@@ -139,7 +141,9 @@ class Embed(HasRows):
     def vectors(self, inputs: Inputs) -> Tensor:
         """[Tp, features] of what a pass is given."""
         if isinstance(self.module, TokenEmbedding):
-            x: Tensor = self.module(inputs.token_ids, inputs.positions, inputs.types, inputs.metadata, inputs.tokens)
+            x: Tensor = self.module(
+                inputs.token_ids, inputs.positions, inputs.types, inputs.boxes, inputs.metadata, inputs.tokens
+            )
             return x
         x = self.module(inputs.signals, inputs.min_rows)
         return F.pad(x, (0, 0, 0, len(inputs.token_ids) - len(x)))

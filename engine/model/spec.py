@@ -463,6 +463,8 @@ class Tokens:
         token_types: number of segment embeddings added, 0 for none.
         tasks: rows of a table of which the first is added, the task that a checkpoint is for by default
             (arXiv:2107.02137); 0 for none.
+        boxes: rows of the tables of where on its page a token stands, one for horizontal and one for vertical places
+            of its box, and one each for the box's height and width (arXiv:1912.13318); 0 for none.
         token_norm: applied to the vectors before positions and segments are added.
         norm: applied to the sum.
         projection: features that the vectors are mapped to by a matrix without bias, before positions are added.
@@ -478,6 +480,7 @@ class Tokens:
     positions: Positions | None = None
     token_types: int = 0
     tasks: int = 0
+    boxes: int = 0
     token_norm: Norm | None = None
     norm: Norm | None = None
     projection: int | None = None

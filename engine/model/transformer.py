@@ -221,6 +221,7 @@ class Transformer(nn.Module):
         tokens: int,
         min_rows: int = 1,
         types: Tensor | None = None,
+        boxes: Tensor | None = None,
         rotary_positions: Tensor | None = None,
         signals: Sequence[Tensor] = (),
     ) -> Tensor:
@@ -230,6 +231,7 @@ class Transformer(nn.Module):
             token_ids, positions: [Tp], those past T = tokens being padding.
             metadata: the inputs that the T tokens form, as contexts of their own length.
             types: [Tp] the segment of each token; None: all are of the first.
+            boxes: [Tp, 4] where each token stands on its page; None: all are zeros.
             rotary_positions: [Tp] the rows of rotary tables (`rotary_shifts`); None: positions are.
             signals: float32, what the inputs are where that is no tokens.
         """
@@ -241,6 +243,7 @@ class Transformer(nn.Module):
             tokens=tokens,
             min_rows=min_rows,
             types=types,
+            boxes=boxes,
             rotary_positions=rotary_positions,
             signals=signals,
         )

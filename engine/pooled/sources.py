@@ -13,7 +13,7 @@ from engine.interface.outputs import EngineInfo
 from engine.interface.request import PixelInput, TokenInput
 from engine.interface.values import brief
 from engine.pooled import token_input
-from engine.text.encoding import Encoding
+from engine.text.encoding import Encoding, Side, cut
 from engine.text.tokenizer import Tokenizer
 
 # One input: a text, its tokens, (see `LLM.classify`) a pair of texts, or an image: of PIL's, an array of uint8 [height,
@@ -23,12 +23,13 @@ Input = str | Sequence[int] | TokenInput | PixelInput | tuple[str, str] | Mappin
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input as it came: a text, perhaps with a second one, ids, perhaps with segments, or an image."""
+    """One input as it came: a text, perhaps with a second one, ids, perhaps with segments and boxes, or an image."""
 
     text: str | None = None
     pair: str | None = None
     ids: tuple[int, ...] = ()
     type_ids: tuple[int, ...] | None = None
+    boxes: Sequence[Sequence[int]] | None = None
     image: Any = None
 
 
@@ -71,7 +72,7 @@ def _source(item: Any, pairs: bool, images: bool) -> Source:
         return Source(image=item)
     if isinstance(item, TokenInput):
         types = None if item.token_type_ids is None else tuple(item.token_type_ids)
-        return Source(ids=tuple(item.token_ids), type_ids=types)
+        return Source(ids=tuple(item.token_ids), type_ids=types, boxes=item.bbox)
     if isinstance(item, Mapping) and pairs:
         known = set(item) <= {"text", "text_pair"} and "text" in item
         if known and all(isinstance(text, str) for text in item.values()):
@@ -134,10 +135,16 @@ class Reader:
             )
             found = Encoding.of_ids(source.ids, self._max_length, side, type_ids=source.type_ids, added=added)
             types = None if source.type_ids is None else found.type_ids
-            return Reading(found, None, TokenInput(found.ids, None, types))
+            return Reading(found, None, TokenInput(found.ids, None, types, self._kept(source, side)))
         text = self._prompt + source.text
         found = need_tokenizer(tokenizer, info).encode_input(text, source.pair, max_length=self._max_length)
         return Reading(found, text, token_input(found, info, text))
+
+    def _kept(self, source: Source, side: Side) -> Sequence[Sequence[int]] | None:
+        """The boxes of the tokens that are left of an input, cut as they are."""
+        if source.boxes is None or self._max_length is None or len(source.boxes) != len(source.ids):
+            return source.boxes
+        return cut(list(source.boxes), self._max_length, side)
 
 
 def need_tokenizer(tokenizer: Tokenizer | None, info: EngineInfo) -> Tokenizer:

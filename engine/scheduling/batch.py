@@ -111,7 +111,8 @@ def build_plan(
         cross=_cross(groups) if known is None else known.cross,
         pooling=() if decoding else _pooling(rows),
         unchunked=unchunked,
-        token_types=None if decoding else _token_types(rows),
+        token_types=None if decoding else _of_tokens(rows, [row.group.token_types for row in rows]),
+        boxes=None if decoding else _of_tokens(rows, [row.group.boxes for row in rows]),
         signals=_signals(rows) if unchunked else (),
         sources=_sources(rows, query_start, pending) if pending else None,
         shifts=_int32([group.shift for group in groups]) if any(group.shift for group in groups) else None,
@@ -157,12 +158,18 @@ def _pooling(rows: Seq[Row]) -> tuple[PoolingRow, ...]:
     )
 
 
-def _token_types(rows: Seq[Row]) -> Int32 | None:
-    if not any(len(row.group.token_types) for row in rows):
+def _of_tokens(rows: Seq[Row], known: Seq[Int32]) -> Int32 | None:
+    """What the tokens of the rows have beside their ids, zeros in prompts of which nothing is known; None where nothing
+    is known of any.
+
+    Args:
+        known: [tokens of the prompt, ...] for each row; empty where nothing is.
+    """
+    if not any(map(len, known)):
         return None
-    parts = [row.group.token_types[row.start : row.start + row.count] for row in rows]
+    parts = [values[row.start : row.start + row.count] for row, values in zip(rows, known, strict=True)]
     return np.concatenate(
-        [p if len(p) else np.zeros(row.count, dtype=np.int32) for p, row in zip(parts, rows, strict=True)]
+        [p if len(p) else np.zeros((row.count, *p.shape[1:]), np.int32) for p, row in zip(parts, rows, strict=True)]
     )
 
 

@@ -156,6 +156,7 @@ class StepPlan:
         pooling: the rows whose hidden states are wanted, in the order of the rows.
         unchunked: the rows are whole inputs of an encoder, and have no pages: `slots` and `block_tables` are empty.
         token_types: [T] segments, for models that tell them apart; None where all tokens are of the first.
+        boxes: [T, 4] where each token stands on its page; None where all are zeros.
         signals: what is read of each row instead of its tokens, which are zeros then; None for a row of tokens. ()
             where all rows are.
         shifts: [R] how many rows after its position the angles of each of a row's tokens are in rotary tables; None:
@@ -178,6 +179,7 @@ class StepPlan:
     pooling: tuple[PoolingRow, ...] = ()
     unchunked: bool = False
     token_types: Int32 | None = None
+    boxes: Int32 | None = None
     signals: tuple[Float32 | None, ...] = ()
     sources: Int32 | None = None
     shifts: Int32 | None = None
@@ -198,6 +200,7 @@ class StepPlan:
             block_tables=self.block_tables[chosen],
             pooling=tuple(replace(wanted, row=numbers[wanted.row]) for wanted in self.pooling if wanted.row in numbers),
             token_types=None if self.token_types is None else self.token_types[places],
+            boxes=None if self.boxes is None else self.boxes[places],
             signals=tuple(self.signals[row] for row in chosen) if self.signals else (),
             shifts=None if self.shifts is None else self.shifts[chosen],
             version=new_version(),

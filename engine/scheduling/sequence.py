@@ -244,6 +244,7 @@ class SequenceGroup:
         unchunked: its input is read whole, and leaves nothing in pages.
         shift: how many rows after its position a token's angles are in rotary tables; the same for its whole life.
         token_types: the segment of each token of its prompt; empty where all are of the first.
+        boxes: [tokens, 4] where each token of its prompt stands on its page; empty where all are zeros.
         pooled: what its pooling has so far, where the input is computed in parts.
         parameters: the bytes of its row of the sampling table.
         draws: its tokens are drawn, with numbers that follow from the seed.
@@ -273,6 +274,7 @@ class SequenceGroup:
         self.shift = shift
         self.pooled: Float64 | None = None
         self.token_types: Int32 = np.array(request.token_type_ids, dtype=np.int32)
+        self.boxes: Int32 = np.array(request.boxes, dtype=np.int32).reshape(-1, 4)
         source = request.encoder_token_ids or request.prompt_token_ids
         source = () if request.signal is not None else source  # it has no tokens that an answer could repeat
         self.source: Int32 = np.array(source if decoding.encoder_no_repeat_ngram_size else (), dtype=np.int32)

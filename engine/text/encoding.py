@@ -52,8 +52,8 @@ class Encoding:
             added: ids that count as added by a tokenizer.
         """
         length = len(ids) if max_length is None else max_length
-        kept = _cut(list(ids), length, side)
-        segments = [0] * len(kept) if type_ids is None else _cut(list(type_ids), length, side)
+        kept = cut(list(ids), length, side)
+        segments = [0] * len(kept) if type_ids is None else cut(list(type_ids), length, side)
         return cls(kept, segments, None, [None if token in added else 0 for token in kept], len(kept) < len(ids))
 
 
@@ -86,7 +86,7 @@ def encode_fast(
     added = [at for at, owner in enumerate(sequence) if owner is None]
     room = _room(max_length, len(added))
     lengths = _longest_first([len(part) for part in places], room, odd_to_first=False)
-    parts = [_cut(part, length, side) for part, length in zip(places, lengths, strict=True)]
+    parts = [cut(part, length, side) for part, length in zip(places, lengths, strict=True)]
     kept = sorted([*added, *(at for part in parts for at in part)])
     return Encoding(
         [ids[at] for at in kept],
@@ -119,7 +119,7 @@ def encode_slow(
     truncated = max_length is not None and total + added > max_length
     if max_length is not None and truncated:
         lengths = _longest_first([len(part) for part in parts], _room(max_length, added), odd_to_first=True)
-        parts = [_cut(part, length, side) for part, length in zip(parts, lengths, strict=True)]
+        parts = [cut(part, length, side) for part, length in zip(parts, lengths, strict=True)]
     if not special:
         ids = [token for part in parts for token in part]
         return Encoding(ids, [0] * len(ids), None, [n for n, part in enumerate(parts) for _ in part], truncated)
@@ -170,6 +170,6 @@ def _longest_first(lengths: list[int], room: int, *, odd_to_first: bool) -> list
     return [more, half] if odd_to_first or first > second else [half, more]
 
 
-def _cut(items: list[Item], length: int, side: Side) -> list[Item]:
+def cut(items: list[Item], length: int, side: Side) -> list[Item]:
     """The first so many, or the last where what is too much is taken from the left."""
     return items[max(len(items) - length, 0) :] if side == "left" else items[:length]

@@ -57,9 +57,14 @@ class EncoderCheckpoint:
         """Segments that the model tells apart."""
         return getattr(self.model.config, "type_vocab_size", 0)
 
+    @property
+    def page(self) -> int:
+        """Edges of boxes are below it; 0 for models that read none."""
+        return getattr(self.model.config, "max_2d_position_embeddings", 0)
+
     def inputs(self) -> list[TokenInput]:
         """Random ids of the whole vocabulary, one input for each length; tokens of every other one are of random
-        segments, where the model has several."""
+        segments, where the model has several, and two of three have boxes, where it reads them."""
         inputs = []
         for number, length in enumerate(LENGTHS):
             types = None
@@ -67,7 +72,8 @@ class EncoderCheckpoint:
                 numbers = random.Random(length)
                 types = [numbers.randrange(self.token_types) for _ in range(length)]
             ids = random_prompt(self.shape.vocab, 1000 + length, length)
-            inputs.append(TokenInput(ids, token_type_ids=types))
+            boxes = random_boxes(self.page, length) if self.page and number % 3 else None
+            inputs.append(TokenInput(ids, token_type_ids=types, bbox=boxes))
         return inputs
 
     def hidden(self, input: TokenInput) -> Tensor:
@@ -125,7 +131,17 @@ def run(model: Any, input: TokenInput, **more: Tensor) -> Any:
     types: Mapping[str, Tensor] = {}
     if input.token_type_ids is not None:
         types = {"token_type_ids": torch.tensor([list(input.token_type_ids)])}
+    if input.bbox is not None:
+        more["bbox"] = torch.tensor([list(map(list, input.bbox))])
     return model(ids, attention_mask=torch.ones_like(ids), **types, **more)
+
+
+def random_boxes(size: int, count: int) -> list[list[int]]:
+    """So many boxes with edges below `size`, among them one at each end."""
+    numbers = random.Random(count)
+    edges = [[sorted(numbers.randrange(size) for _ in range(2)) for _ in range(2)] for _ in range(count)]
+    boxes = [[left, upper, right, lower] for (left, right), (upper, lower) in edges]
+    return [[0, 0, size - 1, size - 1], *boxes][:count]
 
 
 def first_tokens(input: TokenInput, count: int) -> Sequence[int]:

@@ -14,8 +14,8 @@ EVERYDAY = frozenset(
         "gpt2", "gpt-neo", "gpt-oss", "llama", "llama4", "mistral", "olmo2", "opt-norms-after-projected",
         "phi3-factors-by-request", "qwen2-moe", "qwen3-moe",
         "albert", "bert", "bert-answers", "bert-classes", "bert-masked", "bert-tokens", "convbert", "deberta-1",
-        "deberta-v3", "distilbert", "fnet", "gte-0", "jina-v2", "longformer", "mobilebert", "modernbert", "roberta",
-        "t5-encoder",
+        "deberta-v3", "distilbert", "fnet", "gte-0", "jina-v2", "layoutlm", "longformer", "mobilebert", "modernbert",
+        "roberta", "t5-encoder",
         "bart", "m2m100", "marian", "pegasus", "switch-experts", "t5", "t5-own-head-scaled",
     }
 )  # fmt: skip

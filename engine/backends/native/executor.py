@@ -137,6 +137,7 @@ def _by_length(inputs: Inputs) -> tuple[Inputs, Tensor]:
         positions=inputs.positions[places],
         metadata=AttentionMetadata.build(lens, contexts, places.device),
         types=None if types is None else types[places],
+        boxes=None if inputs.boxes is None else inputs.boxes[places],
         rotary_positions=None if rotary is None else rotary[places],
         signals=[inputs.signals[row] for row in order] if inputs.signals else (),
     )

@@ -250,6 +250,11 @@ def embedding_weights(model: ModelSpec, source: str, layer_norm: str = "embeddin
         Entry(f"encoder.embedding.{ours}", (f"{source}.embeddings.{theirs}.weight",), shard_axis=0)
         for ours, theirs in tables.items()
     ]
+    if embedding.boxes:
+        entries += [
+            Entry(f"encoder.embedding.boxes.{ours}", (f"{source}.embeddings.{theirs}_position_embeddings.weight",))
+            for ours, theirs in {"columns": "x", "rows": "y", "heights": "h", "widths": "w"}.items()
+        ]
     if embedding.norm is not None:
         entries += norm("encoder.embedding.norm", f"{source}.{layer_norm}", bias=True)
     return entries
