@@ -1,0 +1,81 @@
+"""Triton's cache, filled without a GPU: what a model's start and steps compile, for each generation of GPUs.
+
+    python benchmarks/gpu_cache.py --cache triton-cache --models Qwen3-0.6B --capabilities 80 90
+    python benchmarks/gpu_cache.py --cache triton-cache --config folder/config.json
+    TRITON_CACHE_DIR=triton-cache octavo serve ...
+
+A process for each model and capability. The folder serves the same versions of Octavo and Triton, where it is: Triton
+keeps whole paths there, so --home says where it will be, if that is another place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fill a cache; the exit status."""
+    from gpu_parts import shapes
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True, help="the folder: TRITON_CACHE_DIR of the server")
+    parser.add_argument("--models", nargs="+", choices=tuple(shapes.MODELS), default=list(shapes.MODELS))
+    parser.add_argument("--config", type=Path, help="a config.json of the LLaMA family, instead of --models")
+    parser.add_argument("--capabilities", nargs="+", type=int, default=[80, 86, 89, 90, 100, 120])
+    parser.add_argument("--home", type=Path, help="where the folder will be when it is used (default: where it is)")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        return _compile(options.config, options.models[0], options.capabilities[0])
+    options.cache.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(options.cache.resolve())}
+    environment.pop("TRITON_INTERPRET", None)
+    settle(options.cache, options.cache.resolve())
+    failed = False
+    for model in ["config"] if options.config else options.models:
+        which = ["--config", str(options.config)] if options.config else ["--models", model]
+        for capability in options.capabilities:
+            command = [sys.executable, __file__, "--child", "--cache", str(options.cache), *which]
+            done = subprocess.run([*command, "--capabilities", str(capability)], env=environment, check=False)
+            failed |= done.returncode != 0
+    settle(options.cache, options.home or options.cache.resolve())
+    size = sum(file.stat().st_size for file in options.cache.rglob("*") if file.is_file())
+    print(f"{options.cache}: {size / 1e6:.1f} MB")
+    return int(failed)
+
+
+def settle(cache: Path, home: Path) -> None:
+    """Let a cache name its files as they are called where the folder is `home`: Triton passes over others."""
+    for group in cache.glob("*/__grp__*.json"):
+        files = json.loads(group.read_text())["child_paths"]
+        group.write_text(json.dumps({"child_paths": {name: str(home / group.parent.name / name) for name in files}}))
+
+
+def _compile(config: Path | None, model: str, capability: int) -> int:
+    from gpu_parts import ahead, shapes
+
+    began = time.perf_counter()
+    chosen = json.loads(config.read_text()) if config else shapes.config_of(model, tiny=False)
+    with ahead.compiling(capability) as hits:
+        ahead.serve(chosen, replace(shapes.TINY, chunk=512, batches=(1, 16), context=96))
+    seconds = time.perf_counter() - began
+    name = config or model
+    print(
+        f"{name}, sm_{capability}: {hits.count(False)} compiled, {hits.count(True)} found, {seconds:.0f} s", flush=True
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""`benchmarks/gpu_cache.py`: kernels compiled without a GPU into a cache, by the engine's own launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from gpu_parts import shapes  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def filled(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "gpu_cache.py"), "--cache", str(cache), *arguments]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
+
+
+def test_a_cache_has_what_another_process_launches(tmp_path: Path) -> None:
+    """The kernels of a start, of one row in all its ways, of prompts, samplers and beams; a second process, in which a
+    driver of the same target is asked, compiles none of them, in the folder's new place."""
+    config, cache, moved = tmp_path / "config.json", tmp_path / "cache", tmp_path / "moved"
+    config.write_text(json.dumps(shapes.config_of("Llama-3.1-8B", tiny=True) | {"dtype": "bfloat16"}))
+    arguments = ["--config", str(config), "--capabilities", "90"]
+    done = filled(cache, *arguments, "--home", str(moved))
+    assert done.returncode == 0, done.stderr[-4000:]
+    metadata = [json.loads(file.read_text()) for file in cache.glob("*/*.json") if not file.name.startswith("__grp__")]
+    assert {str(one["target"]) for one in metadata} == {str({"backend": "cuda", "arch": 90, "warp_size": 32})}, (
+        "as Triton's driver for CUDA names such a GPU"
+    )
+    names = {one["name"] for one in metadata}
+    assert {"decode", "prefill", "plan_decode", "plan_prefill", "norm_kernel", "held_kernel", "copy_kernel"} <= names
+    assert {one["launch_pdl"] for one in metadata if one["name"] == "held_kernel"} == {False, True}
+    assert f"sm_90: {len(metadata)} compiled, " in done.stdout
+
+    cache.rename(moved)
+    before = {file: file.stat().st_mtime_ns for file in moved.glob("*/*.cubin")}
+    done = filled(moved, *arguments, "--child")  # as a server: it leaves the folder's paths alone
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"sm_90: 0 compiled, {len(metadata)} found" in done.stdout, done.stdout
+    assert {file: file.stat().st_mtime_ns for file in moved.glob("*/*.cubin")} == before
+
+
+def test_unknown_gpus_are_refused(tmp_path: Path) -> None:
+    done = filled(tmp_path, "--models", "Qwen3-0.6B", "--capabilities", "75")
+    assert done.returncode == 1
+    assert "kernels are compiled for 80, 86, 89, 90, 100, 120, not for 75" in done.stderr
