@@ -52,14 +52,15 @@ RUN if [ -z "$TORCH_INDEX" ]; then pip install --require-hashes --no-deps --requ
 FROM builder AS octavo
 # ziglang is a C++ compiler that pip can install.
 RUN PIP_PYTHON=/build/bin/python3 pip install --require-hashes --no-deps --requirement requirements/build.lock
-COPY README.md LICENSE octavo.py ./
+COPY README.md LICENSE setup.py ./
+COPY octavo octavo
 COPY engine engine
 COPY server server
 COPY cli cli
 # The kernels are compiled for all instruction sets, since what runs has no compiler, nor a cache that stays.
 RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --prefix /app/octavo . \
  && sed -i '1s|^#!.*|#!/app/venv/bin/python3|' /app/octavo/bin/octavo \
- && CXX="/build/bin/python3 -m ziglang c++" python3 /app/octavo/lib/python3*/site-packages/engine/backends/native/build.py
+ && CXX="/build/bin/python3 -m ziglang c++" python3 /app/octavo/lib/python3*/site-packages/octavo/engine/backends/native/build.py
 
 # ---- what runs: Python, no build tools, no root. The user is named by number, so that an orchestrator can see that it
 # is not root. /models belongs to it: a volume mounted there for the first time takes that over, and downloads are kept
@@ -91,7 +92,7 @@ STOPSIGNAL SIGTERM
 
 # The first success ends the start period, so its length costs nothing; it has to cover the download of a model.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
-    CMD ["python3", "-I", "-m", "cli.healthcheck"]
+    CMD ["python3", "-I", "-m", "octavo.cli.healthcheck"]
 
 ENTRYPOINT ["octavo"]
 CMD ["serve"]

@@ -1,7 +1,7 @@
 """Asks the service on this machine whether it is ready: status 0 if so, else 1 with one line that says why not.
 
-    python -I -m cli.healthcheck          what a container's HEALTHCHECK runs
-    python -m cli.healthcheck --port 9000
+    python -I -m octavo.cli.healthcheck        what a container's HEALTHCHECK runs
+    python -m octavo.cli.healthcheck --port 9000
 
 Where the service listens is found as the service itself finds it: its flags (given here too, or else read from its
 own command line in /proc), OCTAVO_* variables, the YAML file that these name, the defaults. The settings' own class
@@ -61,7 +61,7 @@ def serving_arguments(proc: Path = Path("/proc")) -> list[str]:
         except OSError:
             continue  # ended in the meantime, or not ours to see
         for index in range(1, len(words)):
-            if words[index] == "serve" and Path(words[index - 1]).name in ("octavo", "octavo.py"):
+            if words[index] == "serve" and Path(words[index - 1]).name == "octavo":
                 return words[index + 1 :]
     return []
 

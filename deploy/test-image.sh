@@ -109,7 +109,7 @@ sys.exit(0 if events[-1].strip() == b"data: [DONE]" else f"cut off after {events
 
 KERNELS='
 import sys
-from engine.backends import native
+from octavo.engine.backends import native
 found = native.current()
 sys.exit(0 if found and found.threads() >= 1 else "the library of kernels is not there")
 '

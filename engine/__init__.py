@@ -151,22 +151,22 @@ __all__ = [
 
 
 _LAZY = {
-    "CacheFacts": "engine.inspection",
-    "Engine": "engine.engine",
-    "LLM": "engine.interface.llm",
-    "ModelFacts": "engine.inspection",
-    "TorchFacts": "engine.inspection",
-    "inspect_device": "engine.inspection",
-    "inspect_model": "engine.inspection",
-    "inspect_quantization_cache": "engine.inspection",
-    "inspect_socket_folder": "engine.inspection",
-    "inspect_threads": "engine.inspection",
-    "inspect_torch": "engine.inspection",
+    "CacheFacts": ".inspection",
+    "Engine": ".engine",
+    "LLM": ".interface.llm",
+    "ModelFacts": ".inspection",
+    "TorchFacts": ".inspection",
+    "inspect_device": ".inspection",
+    "inspect_model": ".inspection",
+    "inspect_quantization_cache": ".inspection",
+    "inspect_socket_folder": ".inspection",
+    "inspect_threads": ".inspection",
+    "inspect_torch": ".inspection",
 }
 
 
 def __getattr__(name: str) -> object:
     """What brings torch, when first asked for: a client of an engine elsewhere needs none."""
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

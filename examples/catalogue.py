@@ -14,8 +14,8 @@ import math
 import tempfile
 from pathlib import Path
 
-from engine import LLM, SamplingParams
-from server.config.settings import DEMOS
+from octavo import LLM, SamplingParams
+from octavo.server.config.settings import DEMOS
 
 BEGINNINGS = ("Later", "After a while", "After some time", "After that", "Now")
 WHO = ("fox", "bear", "teacher", "tutor")

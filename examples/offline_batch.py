@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import time
 
-from engine import LLM, SamplingParams
-from server.config.settings import DEMO_MODEL
+from octavo import LLM, SamplingParams
+from octavo.server.config.settings import DEMO_MODEL
 
 NAMES = ("Ada", "Bruno", "Clara", "Dario", "Elif", "Farid", "Greta", "Hana")
 

@@ -40,7 +40,7 @@ class Assembly:
 
 def import_app() -> None:
     """Import what takes seconds: the routes, and what reads tokenizers."""
-    import server.app  # noqa: F401
+    from server import app  # noqa: F401
 
     prepare_tokenizers()
 

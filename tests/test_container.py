@@ -110,7 +110,7 @@ def health_command() -> list[str]:
 
 
 def test_health_check_is_pythons_own() -> None:
-    assert health_command() == ["python3", "-I", "-m", "cli.healthcheck"]
+    assert health_command() == ["python3", "-I", "-m", "octavo.cli.healthcheck"]
     assert (ROOT / "cli/healthcheck.py").is_file()
     assert not re.search(r"\b(curl|wget)\b", DOCKERFILE)
     common = DOCKERFILE[: DOCKERFILE.index("AS cuda")] + DOCKERFILE[DOCKERFILE.index("AS cpu") :]
@@ -135,7 +135,7 @@ def is_ignored(path: str) -> bool:
 
 def test_all_that_is_copied_exists_and_is_sent_to_the_build() -> None:
     sources = [word for words in of_kind("COPY") if not words[0].startswith("--from") for word in words[:-1]]
-    assert {"pyproject.toml", "constraints.txt", "octavo.py", "engine", "server", "cli"} <= set(sources)
+    assert {"pyproject.toml", "constraints.txt", "setup.py", "octavo", "engine", "server", "cli"} <= set(sources)
     for source in sources:
         assert (ROOT / source).exists(), source
         assert not is_ignored(source), f"{source} is copied, but .dockerignore keeps it from the build"
@@ -146,11 +146,9 @@ def test_all_that_is_copied_exists_and_is_sent_to_the_build() -> None:
 def test_all_that_the_package_is_made_of_is_copied() -> None:
     import tomllib
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    tools = project["tool"]["setuptools"]
-    needed = {f"{name}.py" for name in tools["py-modules"]}
-    needed |= {pattern.removesuffix("*") for pattern in tools["packages"]["find"]["include"]}
-    needed |= {project["project"]["readme"], *project["project"]["license-files"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks", "tools"}
+    needed = {"setup.py", *packages, project["readme"], *project["license-files"]}
     assert needed <= {word for words in of_kind("COPY") for word in words}
 
 

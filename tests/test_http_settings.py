@@ -19,7 +19,7 @@ from cli.main import main
 from cli.settings import Loaded, SettingsParser
 from engine import ConfigError, EngineConfig
 from engine.interface.kv_events import parse_kv_events
-from octavo import shadowed
+from octavo.checkout import shadowed
 from server.config.groups import GROUPS, OTHER
 from server.config.settings import DEMO_MODEL, DEMOS, SECRETS, ServerSettings, Settings, flag, variable
 from server.config.wording import did_you_mean

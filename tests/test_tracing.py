@@ -379,7 +379,7 @@ def test_missing_packages_are_named_before_the_model_loads(tmp_path: Path) -> No
     code = """
 import sys
 sys.modules["opentelemetry.exporter"] = None
-from octavo import main
+from octavo.__main__ import main
 sys.argv = ["octavo", "serve", "no/such/model", "--port", "0", "--otlp-traces-endpoint", "http://localhost:1/v1/traces"]
 print(main())
 """

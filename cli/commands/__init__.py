@@ -45,32 +45,32 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "serve": Command(
-        "serving", "serve a model over the OpenAI API; without MODEL a bundled one", "cli.commands.serve"
+        "serving", "serve a model over the OpenAI API; without MODEL a bundled one", f"{__name__}.serve"
     ),
-    "chat": Command("talking", "talk with a model in the terminal", "cli.commands.chat"),
+    "chat": Command("talking", "talk with a model in the terminal", f"{__name__}.chat"),
     "complete": Command(
-        "talking", "complete a prompt, from an argument or a pipe; sampling and beams", "cli.commands.complete"
+        "talking", "complete a prompt, from an argument or a pipe; sampling and beams", f"{__name__}.complete"
     ),
     "bench": Command(
         "measuring",
         "measure latencies and throughput, with plots",
-        "cli.commands.bench",
+        f"{__name__}.bench",
         kinds=(
             ("serve", "load any OpenAI-compatible server and measure its answers"),
             ("offline", "measure the engine alone, in this process, without a server"),
         ),
     ),
     "models": Command(
-        "looking", "list the supported families, or say whether a checkpoint is supported", "cli.commands.models"
+        "looking", "list the supported families, or say whether a checkpoint is supported", f"{__name__}.models"
     ),
     "doctor": Command(
-        "looking", "check this machine, the settings and the model, and say what to fix", "cli.commands.doctor"
+        "looking", "check this machine, the settings and the model, and say what to fix", f"{__name__}.doctor"
     ),
     "config": Command(
-        "looking", "show every setting, its value and where it came from", "cli.commands.config"
+        "looking", "show every setting, its value and where it came from", f"{__name__}.config"
     ),
     "completion": Command(
-        "the shell", "print what makes bash, zsh or fish complete commands and flags", "cli.commands.completion"
+        "the shell", "print what makes bash, zsh or fish complete commands and flags", f"{__name__}.completion"
     ),
 }  # fmt: skip
 

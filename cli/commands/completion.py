@@ -32,5 +32,5 @@ def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     from cli.completion.shape import shapes
 
-    print(import_module(f"cli.completion.{given.shell}").script(list(shapes())), end="")
+    print(import_module(f"..completion.{given.shell}", __package__).script(list(shapes())), end="")
     return 0

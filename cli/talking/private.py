@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import IO
 
 from cli.errors import NoServerError, TalkError
@@ -18,7 +17,6 @@ from cli.talking.wire import Place, Wire
 from cli.terminal.style import console, is_rich
 from engine import EngineConfig
 
-_ROOT = Path(__file__).resolve().parents[2]
 _LAST_WORDS = 10.0  # seconds that the child gets to stop
 
 
@@ -35,7 +33,7 @@ def private_server(arguments: Sequence[str], what: str) -> Iterator[Place]:
     """
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder, tempfile.TemporaryFile() as log:
         uds = os.path.join(folder, "s")
-        command = [sys.executable, "-P", "-m", "cli.talking.child", *arguments, "--uds", uds]
+        command = [sys.executable, "-P", "-m", f"{__package__}.child", *arguments, "--uds", uds]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=_environment(),
             start_new_session=True,  # Ctrl-C is for the answer, not for the model
@@ -54,8 +52,8 @@ def _environment() -> dict[str, str]:
     kept = {f"OCTAVO_{field.name.upper()}" for field in fields(EngineConfig)}
     kept |= {"OCTAVO_DEMO", "OCTAVO_NATIVE", "OCTAVO_NATIVE_ISA"}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_") or name in kept}
-    paths = [str(_ROOT), *filter(None, [environ.get("PYTHONPATH")])]
-    return environ | {"PYTHONPATH": os.pathsep.join(paths), "OCTAVO_LOG_FORMAT": "console"}
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return environ | {"PYTHONPATH": path, "OCTAVO_LOG_FORMAT": "console"}
 
 
 @contextlib.contextmanager

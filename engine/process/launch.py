@@ -120,7 +120,7 @@ class EngineProcess:
         Raises:
             EngineDeadError: the process cannot be started.
         """
-        command = [sys.executable, "-P", "-m", "engine.process.main"]
+        command = [sys.executable, "-P", "-m", f"{__package__}.main"]
         try:
             self.line, theirs = socket.socketpair()
             try:

@@ -180,7 +180,7 @@ class ProcessExecutor:
         # The same modules as here, however they were found.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = engine_environment(config.threads) | {"PYTHONPATH": path}
-        command = [sys.executable, "-P", "-m", "engine.process.runner"]
+        command = [sys.executable, "-P", "-m", f"{__package__}.runner"]
         self._runners = [Connection(ours.detach())]
         self._expected: deque[_Late] = deque()
         self._process: subprocess.Popen[bytes] | None = None

@@ -281,7 +281,7 @@ class _Service:
         try:
             with theirs, signals_held():
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "server.processes.front"],
+                    [sys.executable, "-P", "-m", f"{__package__}.front"],
                     stdin=theirs.fileno(),
                     pass_fds=(self._begin.listener,),
                     env=self._environment(),

@@ -1,4 +1,4 @@
-"""The application that Ray Serve runs: `serve run server.replicas.application:build model=...`."""
+"""The application that Ray Serve runs: `serve run octavo.server.replicas.application:build model=...`."""
 
 from __future__ import annotations
 

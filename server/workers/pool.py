@@ -100,7 +100,7 @@ class WorkerPool:
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._control, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", "server.workers.child"]
+            command = [sys.executable, "-P", "-m", f"{__package__}.child"]
             self._forker = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
             )

@@ -2,10 +2,10 @@
 
 With the standard library alone, so that a machine which only builds needs nothing else:
 
-    python -m engine.backends.native.build             all instruction sets of this kind of machine, beside the package
+    python -m octavo.engine.backends.native.build      all instruction sets of this kind of machine, beside the package
     python engine/backends/native/build.py             the same, where nothing is installed
-    python -m engine.backends.native.build DIRECTORY   there
-    ... --this-cpu DIRECTORY                  only the best that this CPU has, under the name that it has in the cache
+    ... DIRECTORY                                      there
+    ... --this-cpu DIRECTORY          only the best that this CPU has, under the name that it has in the cache
 
 One library has the code of one instruction set, and is linked against nothing but C's own libraries (see
 `src/threads.h` for how it finds torch's threads).

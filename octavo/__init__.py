@@ -1,0 +1,28 @@
+"""Octavo serves the transformer family: `from octavo import LLM`, or the `octavo` command.
+
+In an installed package, `engine`, `server` and `cli` lie in this one, as `octavo.engine` and so on. In a checkout they
+lie beside it, and names in this one are the same modules (`octavo.checkout`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine import *  # noqa: F403
+
+if not (Path(__file__).parent / "engine").is_dir():
+    from octavo.checkout import find_beside
+
+    find_beside()
+
+
+def __getattr__(name: str) -> Any:
+    """What the engine offers, when first asked for: the command line needs none of it."""
+    if not name.startswith("_"):
+        engine = import_module(f"{__name__}.engine")
+        if name in engine.__all__:
+            return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

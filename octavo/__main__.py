@@ -1,0 +1,24 @@
+"""The `octavo` command's first lines; `python -m octavo` works as the command does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+
+def main() -> int:
+    """Entry point; returns the exit status of `cli.main.main`, or 1 if that cannot be reached."""
+    if "octavo.checkout" in sys.modules:
+        problem = sys.modules["octavo.checkout"].shadowed()
+        if problem is not None:
+            print(f"octavo: {problem}", file=sys.stderr)
+            return 1
+    # numpy's pool would have a thread for each CPU, and nothing to multiply.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    status: int = import_module("octavo.cli.main").main()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The layout of wheels: `engine`, `server` and `cli` become `octavo.engine`, `octavo.server` and `octavo.cli`, since
+those names are common ones. In a checkout, and where that is installed to be edited, they stay as they are."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+OURS = ("engine", "server", "cli")
+
+
+def moved(source: str, name: str) -> str:
+    """A module's source, whose imports of our packages name them in `octavo`.
+
+    Raises:
+        ValueError: an import binds one of these names themselves, so that uses of it would have to change, too.
+    """
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] in OURS:
+            at = node.lineno - 1
+            before, word, rest = lines[at].partition(f"from {node.module}")
+            if not word:
+                raise ValueError(f"{name}:{node.lineno}: the module's name must stand beside 'from'")
+            lines[at] = f"{before}from octavo.{node.module}{rest}"
+        if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] in OURS for alias in node.names):
+            raise ValueError(f"{name}:{node.lineno}: write 'from package import module'")
+    return "\n".join(lines)
+
+
+class BuildMoved(build_py):
+    """Copies modules as `moved` makes them, without what is for checkouts alone."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        found: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
+        return [each for each in found if self.editable_mode or each[:2] != ("octavo", "checkout")]
+
+    def build_module(self, module: str, module_file: str, package: str | list[str]) -> tuple[str, bool]:
+        target, copied = super().build_module(module, module_file, package)
+        if not self.editable_mode:
+            Path(target).write_text(moved(Path(module_file).read_text("utf-8"), module_file), "utf-8")
+        return target, copied
+
+
+def layout() -> dict[str, object]:
+    """What packages there are, and where they lie."""
+    inner = find_packages(include=[pattern for name in OURS for pattern in (name, f"{name}.*")])
+    if "editable_wheel" in sys.argv:
+        return {"packages": ["octavo", *inner]}
+    return {
+        "packages": ["octavo", *(f"octavo.{package}" for package in inner)],
+        "package_dir": {f"octavo.{name}": name for name in OURS},
+    }
+
+
+DATA = {
+    "engine": ["py.typed", "backends/native/src/*", "backends/native/prebuilt/*"],
+    "server": ["py.typed", "answering/*_formats/*.json", "demo/*/*", "playground/*"],
+    "cli": ["py.typed", "commands/families.json"],
+}
+
+if __name__ == "__main__":
+    prefix = "" if "editable_wheel" in sys.argv else "octavo."
+    setup(
+        **layout(),
+        package_data={f"{prefix}{name}": files for name, files in DATA.items()},
+        cmdclass={"build_py": BuildMoved},
+    )
