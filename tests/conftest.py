@@ -25,6 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Cases of a parametrised test that `make test` runs.
+SAMPLE = 3
+
 ROOMY: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -62,6 +65,21 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("patient")
     if not hasattr(config, "workerinput"):  # the process that reports, not one of xdist's
         config.pluginmanager.register(_FailureLines(config))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is heeded
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many cases, the fast part has a sample: the first, the last and those in the middle."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for all_of_one in cases.values():
+        last = len(all_of_one) - 1
+        sample = {round(place * last / (SAMPLE - 1)) for place in range(SAMPLE)}
+        for place, item in enumerate(all_of_one):
+            if place not in sample:
+                item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -245,6 +245,7 @@ def test_an_open_load_does_not_wait_for_answers(server: FakeServer, tmp_path: Pa
     assert max(due) < result["duration_s"]
 
 
+@pytest.mark.slow
 def test_a_duration_ends_the_load(server: FakeServer, tmp_path: Path) -> None:
     server.token_delay = 0.01
     result = bench(server, tmp_path, "--duration 2 --concurrency 3 --output-len 2 --save-requests")

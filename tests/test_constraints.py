@@ -107,6 +107,7 @@ def check_answers(jobs: list[Job], answers: list[list[list[int]]], eos: frozense
                 assert len(text) <= limit + 1
 
 
+@pytest.mark.slow
 @BOTH_DEPTHS
 def test_states_follow_their_sequences(counting: None, engines: Callable[..., Engine]) -> None:
     """Sampled, n, beams, beside others and alone; with chunks of prompts, preemptions and steps that fail."""

@@ -83,6 +83,7 @@ def check(path: Path, jobs: list[Job], **settings: Any) -> None:
         assert engine.runner.graphs.state.num_uploaded > crowd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"kv_cache_dtype": "int8"}, {"max_num_batched_tokens": 16, "max_num_seqs": 9}]
 )

@@ -212,6 +212,7 @@ def test_the_nearest_is_of_the_same_name(expected: str | None, names: str, monke
         assert families.nearest(expected) == expected
 
 
+@pytest.mark.slow
 def test_any_name_is_answered() -> None:
     for name in ("9" * 5000, "For" * 2000, "Model" * 2000, "\n", "_", "LMHeadModel"):
         assert families.nearest(name) in (None, *families.supported())

@@ -151,6 +151,7 @@ def test_every_request_is_answered_once(routing: str) -> None:
     assert report(again) == report(fleet)
 
 
+@pytest.mark.slow
 def test_routing_by_prefixes_finds_more_and_waits_less() -> None:
     trace = made_up(2000)
     rate = 0.8 * serviceable(PLAIN, trace)

@@ -123,6 +123,7 @@ def log_probabilities(model: Any, prompt: Sequence[int], title: Title) -> dict[i
     return {end: whole + float(scores[len(title), end]) for end in model.eos}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-grouped", "gpt2-untied"])
 def test_as_many_beams_as_titles_find_all_of_them(
     name: str, checkpoint: Callable[[str], Checkpoint], tmp_path: Path
@@ -149,6 +150,7 @@ def test_as_many_beams_as_titles_find_all_of_them(
     llm.close()
 
 
+@pytest.mark.slow
 def test_sampled_titles_have_the_models_probabilities(decoders: Callable[[str], Made], tmp_path: Path) -> None:
     """Each token is drawn from what the trie leaves, as a sampler over the masked distribution would."""
     model, _, _ = decoders("gpt2-untied")
@@ -183,6 +185,7 @@ def test_sampled_titles_have_the_models_probabilities(decoders: Callable[[str], 
 # ------------------------------------------------------------------ encoder-decoder models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forced", [None, 33], ids=["free", "forced-bos"])
 @pytest.mark.parametrize("name", ["t5", "bart", "marian"])
 def test_encoder_decoders(name: str, forced: int | None, tmp_path: Path) -> None:

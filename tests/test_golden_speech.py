@@ -90,6 +90,7 @@ def test_hidden_states_equal_reference(subject: Subject) -> None:
         close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_windows_equal_reference(subject: Subject) -> None:
     """All windows in all ways in one batch; what the decoder begins with is the reference's, too."""
     cases = [(name, index, samples) for name in WAYS for index, samples in enumerate(sounds(4))]

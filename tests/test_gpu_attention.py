@@ -150,6 +150,7 @@ def test_alone_equals_in_a_crowd_to_the_bit(
         assert torch.equal(alone, together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"window": Window(70)}], ids=["plain", "window"])
 def test_chunked_prompt_equals_whole_prompt_to_the_bit(device: torch.device, how: dict[str, Any]) -> None:
     row = make_row(3, 200, 4, 2, 16, torch.float32)

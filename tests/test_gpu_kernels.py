@@ -28,6 +28,7 @@ def test_a_cpu_is_served_within_interpreted_only() -> None:
     assert not gpu.serves(torch.device("mps"))
 
 
+@pytest.mark.slow
 def test_without_the_variable_there_is_no_interpreter() -> None:
     code = "from engine.backends import triton as gpu\nwith gpu.interpreted(): pass"
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "PATH": ""}
@@ -35,6 +36,7 @@ def test_without_the_variable_there_is_no_interpreter() -> None:
     assert "start the process with TRITON_INTERPRET=1" in done.stderr
 
 
+@pytest.mark.slow
 def test_variants_are_compiled_and_what_fails_is_named(tmp_path: Path) -> None:
     found = compile_variants("support.variants_of_tests", tmp_path)
     names = ("doubled", "broken", "silent", "large")

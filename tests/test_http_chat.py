@@ -631,6 +631,7 @@ def test_a_text_that_is_far_too_long_stays_in_the_worker(pool: WorkerPool) -> No
     assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_killed_while_idle_is_not_missed(pool: WorkerPool) -> None:
     async def kill() -> None:
         renderer, simple = ChatRenderer(workers=pool), tokenizer_with(SIMPLE)

@@ -84,6 +84,7 @@ def apis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], A
         api.workers.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_texts_and_images_in_one_request(apis: Callable[[str], Api], kind: str) -> None:
     """Vectors in the order of the inputs, equal to the reference's; images count as their positions."""

@@ -424,6 +424,7 @@ def crowd() -> list[dict[str, Any]]:
     return bodies
 
 
+@pytest.mark.slow
 def test_a_crowd_answers_as_alone_and_leaves_nothing(t5: Api) -> None:
     bodies = crowd()
     leavers = {number: 1 + number % 3 for number in range(3, 40, 5)}

@@ -100,6 +100,7 @@ def test_the_text_is_the_references(api: Api, beams: int) -> None:
     assert api.post(language="de", num_beams=str(beams), response_format="text").text == found["text"] + "\n"
 
 
+@pytest.mark.slow
 def test_segments_in_all_formats(api: Api) -> None:
     verbose = api.post(language="de", response_format="verbose_json").json()
     assert (verbose["task"], verbose["language"], verbose["duration"]) == ("transcribe", "german", 7.3)
@@ -172,6 +173,7 @@ def test_openai_client(api: Api) -> None:
     assert [event.type for event in stream][-1] == "transcript.text.done"
 
 
+@pytest.mark.slow
 def test_guesses_are_drawn_again(api: Api) -> None:
     asked = {"logprob_threshold": "-0.000001", "language": "en", "response_format": "verbose_json", "seed": "5"}
     first = api.post(content=wav(noise(1.0)), **asked).json()

@@ -6,10 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
@@ -87,8 +85,8 @@ def layer(module: str) -> int:
     return LAYERS[module]
 
 
-def cases(*packages: str, but: tuple[str, ...] = ()) -> list[object]:
-    """One parameter per file of these packages."""
+def each_file(*packages: str, but: tuple[str, ...] = ()) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Makes a check of one file the test of all files of these packages, which names each that fails."""
     chosen = [
         path
         for path in FILES
@@ -96,14 +94,28 @@ def cases(*packages: str, but: tuple[str, ...] = ()) -> list[object]:
         and not any(below(module_of(path), package) for package in but)
     ]
     assert chosen
-    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in chosen]
+
+    def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            problems = []
+            for path in chosen:
+                try:
+                    check(path)
+                except AssertionError as problem:
+                    problems.append(f"{path.relative_to(ROOT)}: {problem}")
+            assert not problems, "\n".join(problems)
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
 
 
 def offenders(path: Path, *forbidden: str) -> list[str]:
     return [name for name in imports(path) if any(below(name, package) for package in forbidden)]
 
 
-@pytest.mark.parametrize("path", cases(*PACKAGES))
+@each_file(*PACKAGES)
 def test_imports_run_downwards(path: Path) -> None:
     own = module_of(path)
     for name in imports(path):
@@ -127,22 +139,22 @@ def test_no_circles() -> None:
             new = set().union(*(edges[module] for module in new)) - reached
 
 
-@pytest.mark.parametrize("path", cases("engine.scheduling"))
+@each_file("engine.scheduling")
 def test_scheduling_knows_no_torch_and_no_model(path: Path) -> None:
     assert not offenders(path, "torch", "transformers", "engine.backends.attention", "engine.model", "engine.execution")
 
 
-@pytest.mark.parametrize("path", cases("engine.model", "engine.backends.attention"))
+@each_file("engine.model", "engine.backends.attention")
 def test_the_other_tower_knows_no_scheduling(path: Path) -> None:
     assert not offenders(path, "engine.scheduling", "engine.execution")
 
 
-@pytest.mark.parametrize("path", cases("engine.backends.attention"))
+@each_file("engine.backends.attention")
 def test_attention_knows_no_model(path: Path) -> None:
     assert not offenders(path, "engine.model", "transformers")
 
 
-@pytest.mark.parametrize("path", cases("engine"))
+@each_file("engine")
 def test_the_engine_knows_no_web(path: Path) -> None:
     assert not offenders(
         path,
@@ -160,7 +172,7 @@ def test_the_engine_knows_no_web(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("path", cases("server", "cli"))
+@each_file("server", "cli")
 def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> None:
     inner = [name for name in imports(path) if below(name, "engine")]
     assert set(inner) <= {
@@ -183,7 +195,7 @@ def test_server_and_command_line_use_some_doors_of_the_engine(path: Path) -> Non
 COUNTS, RENDERS, PARSES = "server.api.structure", "server.workers.templates", "server.answering.parsing"
 
 
-@pytest.mark.parametrize("path", cases("server", "cli", but=(COUNTS, RENDERS, PARSES)))
+@each_file("server", "cli", but=(COUNTS, RENDERS, PARSES))
 def test_server_and_command_line_compute_nothing(path: Path) -> None:
     assert not offenders(path, "torch", "transformers", "safetensors", "numpy")
 
@@ -198,12 +210,12 @@ MESSENGERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", cases(*PACKAGES, but=MESSENGERS))
+@each_file(*PACKAGES, but=MESSENGERS)
 def test_messages_between_processes_have_one_place(path: Path) -> None:
     assert not offenders(path, "zmq", "msgspec")
 
 
-@pytest.mark.parametrize("path", cases("engine"))
+@each_file("engine")
 def test_transformers_computes_nothing_for_us(path: Path) -> None:
     """No call of transformers' generate, and none of its model classes. (`LLM.generate` and the client's are
     ours; nothing under engine/ calls a method of that name, except on such a client.)"""
@@ -243,10 +255,7 @@ def test_words_of_names() -> None:
         assert family in runs_of_words(name)
 
 
-@pytest.mark.parametrize(
-    "path",
-    cases("engine.model", "engine.backends.attention", but=("engine.model.families", "engine.model.gguf")),
-)
+@each_file("engine.model", "engine.backends.attention", but=("engine.model.families", "engine.model.gguf"))
 def test_no_family_is_named_in_the_transformer(path: Path) -> None:
     """Families live in families/, and what llama.cpp calls them in gguf/; the parts and the stack know none of them."""
     files = (ROOT / "engine/model/families").glob("*.py")

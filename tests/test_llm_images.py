@@ -54,6 +54,7 @@ def test_whatever_holds_an_image(pair: tuple[ImageModel, LLM]) -> None:
         assert np.allclose(found.embedding, expected.embedding, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "least", "steps"),
     [

@@ -226,6 +226,7 @@ INFO = EngineInfo(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 @pytest.mark.parametrize("make", [wordpiece, roberta, deberta])
 def test_spans_of_random_scores(make: Any, model: Any) -> None:
@@ -306,6 +307,7 @@ def test_masks(model: Any, hf: Any) -> None:
     assert np.shape(llm.embed(FILLS[0])[0].embedding) == (32,)  # such a model gives vectors, too
 
 
+@pytest.mark.slow
 def test_as_many_masks_as_tokens(hf: Any, tmp_path: Path) -> None:
     """All tokens of a long input are masks, and the last one has the answer of the reference."""
     config = bert_config(hf, max_position_embeddings=1100)

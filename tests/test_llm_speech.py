@@ -29,6 +29,7 @@ def llm(model: SpeechCheckpoint) -> Iterator[LLM]:
     found.close()
 
 
+@pytest.mark.slow
 def test_a_long_sound(llm: LLM, model: SpeechCheckpoint) -> None:
     """Its windows are the reference's texts, one after the other, and times go on through all of them."""
     sound = noise(7.3, 5)
@@ -63,6 +64,7 @@ def test_several_sounds(llm: LLM) -> None:
     assert {found.language for found in together[:3]} <= {"en", "de", "fr"}
 
 
+@pytest.mark.slow
 def test_what_is_not_taken_is_drawn_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer of random weights is a guess: all temperatures are tried; the same seed gives the same text."""
     asked: list[float] = []

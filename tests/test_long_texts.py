@@ -53,6 +53,7 @@ def resident() -> int:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("lower_case", [False, True])
 def test_the_tokens_are_the_same(special: bool, lower_case: bool, pool: WorkerPool) -> None:

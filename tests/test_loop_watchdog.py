@@ -71,6 +71,7 @@ def guard_of(process: subprocess.Popen[str]) -> int:
     return int(process.stdout.readline())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", [HOLDING_THE_LOCK, NOT_HOLDING_IT])
 def test_a_loop_that_stands_still_is_the_end(hang: str, watched: Watched) -> None:
     """Whether or not another thread of the process could still run."""
@@ -92,6 +93,7 @@ def test_without_a_limit_nothing_watches(watched: Watched) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_guard_that_is_killed_is_replaced_and_leaves_when_it_is_told(watched: Watched) -> None:
     process = watched(60)
     first = guard_of(process)

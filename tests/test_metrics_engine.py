@@ -98,6 +98,7 @@ def run(client: ProcessEngineClient, gate: Gate) -> Iterator[Callable[..., None]
     gate.open()  # a test that failed leaves nothing closed for the others
 
 
+@pytest.mark.slow
 def test_one_after_the_other(run: Callable[..., None], gate: Gate) -> None:
     """The first takes both rows, so the second queues while it decodes; all counts are final with the response."""
 

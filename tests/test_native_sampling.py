@@ -184,6 +184,7 @@ def filtered(draw: st.DrawFn) -> tuple[Tensor, Filters, np.ndarray]:
     return row, Filters(temperature, top_k, top_p, min_p), np.where(kept, whole, 0.0)
 
 
+@pytest.mark.slow
 @each_isa
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(case=filtered(), threads=st.sampled_from([1, 2]))

@@ -62,6 +62,7 @@ def wait_gone(pid: int) -> None:
     raise AssertionError(f"process {pid} still runs")
 
 
+@pytest.mark.slow
 @BOTH_DEPTHS
 def test_the_same_answers(engines: Callable[..., Engine], mixed_answers: list[Tokens]) -> None:
     """Pages are few, all of them are taken away now and then, and prompts come in chunks."""

@@ -234,6 +234,7 @@ def test_any_filters_together_leave_what_their_references_leave(
     assert sample(logits, batch_of([{**row, "draws": draws}])).tokens[0].tolist() == tokens.tolist()
 
 
+@pytest.mark.slow
 def test_xtc_counts_for_its_share_of_the_places() -> None:
     """XTC's decision depends on the row's seed, answer and place alone, not on the tokens or on the number of draws."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -9.0]])

@@ -428,6 +428,7 @@ def random_request(rng: random.Random, name: str) -> Request:
     return dataclasses.replace(make_request(name, text, max_tokens=1, **terms), pooling=pooling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [[None], [3, 9, 20]], ids=["all", "windows"])
 def test_prompts_are_pooled_in_a_crowd_as_alone(windows: list[int | None]) -> None:
     """Chunks, prefix hits, preemptions, aborts and failing steps change no vector by a bit, and did happen."""

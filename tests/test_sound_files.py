@@ -69,6 +69,7 @@ def test_parts_are_the_whole(form: str, kind: str, rate: int) -> None:
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_long_file_is_not_decoded() -> None:
     """Two hours of silence, which take few bytes."""
     file = io.BytesIO()

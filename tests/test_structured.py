@@ -113,6 +113,7 @@ def test_answers_are_what_was_asked_for(
     assert ended > 0.6 * sum(len(output.outputs) for output in outputs.values())
 
 
+@pytest.mark.slow
 @BOTH_DEPTHS
 def test_alone_and_in_company(engines: Callable[..., Engine], model: Checkpoint) -> None:
     """With chunks of prompts, preemptions and steps that fail, and whether forced tokens are appended or not."""

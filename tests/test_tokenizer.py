@@ -120,6 +120,7 @@ def test_chat_template(tmp_path: Path) -> None:
         plain.apply_chat_template(messages, chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
 
 
+@pytest.mark.slow
 def test_real_chat_templates_render_or_refuse() -> None:
     if not TEMPLATES.is_dir():
         pytest.skip("no chat templates among the shared data")
