@@ -69,12 +69,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is heeded
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many cases, the fast part has a sample: the first, the last and those in the middle."""
+    """Of a test with many cases, the fast part has the first, the last and those in the middle, unless some are marked
+    slow one by one."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for all_of_one in cases.values():
+        if any(item.get_closest_marker("slow") for item in all_of_one):
+            continue
         last = len(all_of_one) - 1
         sample = {round(place * last / (SAMPLE - 1)) for place in range(SAMPLE)}
         for place, item in enumerate(all_of_one):
