@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import httpx
@@ -69,6 +70,13 @@ class Api:
 
     def raw(self, content: bytes, path: str = COMPLETIONS) -> httpx.Response:
         return self.request("POST", path, content=content, headers={"Content-Type": "application/json"})
+
+
+@cache
+def schemas() -> dict[str, Any]:
+    """The shapes of bodies as the document has them, which takes a second to make."""
+    found: dict[str, Any] = Api().app.openapi()["components"]["schemas"]
+    return found
 
 
 def error(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -171,7 +179,7 @@ def test_a_long_wrong_value_is_cut() -> None:
 @pytest.mark.parametrize("wrong", ["x", 1.5, True, [1], {"a": 1}, [], {}])
 def test_a_wrong_type_is_400_for_every_field(path: str, wrong: Any) -> None:
     api = Api()
-    schema = api.app.openapi()["components"]["schemas"]
+    schema = schemas()
     fields = schema["CompletionRequest" if path == COMPLETIONS else "ChatCompletionRequest"]["properties"]
     for name, described in fields.items():
         branches = described.get("anyOf", [described])
@@ -186,7 +194,7 @@ def test_a_wrong_type_is_400_for_every_field(path: str, wrong: Any) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_null_is_the_default_for_every_optional_field(path: str) -> None:
     api = Api()
-    schema = api.app.openapi()["components"]["schemas"]
+    schema = schemas()
     described = schema["CompletionRequest" if path == COMPLETIONS else "ChatCompletionRequest"]
     nulls = {name: None for name in described["properties"] if name not in described["required"]}
     assert len(nulls) > 30
@@ -265,12 +273,10 @@ def test_depth_is_no_server_error(path: str, opening: bytes, closing: bytes, dep
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-@pytest.mark.slow
 def test_fields_that_would_change_the_answer_are_refused_by_name(name: str) -> None:
     api = Api()
-    schemas = api.app.openapi()["components"]["schemas"]
     paths = {COMPLETIONS: "CompletionRequest", CHAT: "ChatCompletionRequest", "/tokenize": "TokenizeRequest"}
-    unknown = [path for path, schema in paths.items() if name not in schemas[schema]["properties"]]
+    unknown = [path for path, schema in paths.items() if name not in schemas()[schema]["properties"]]
     assert unknown
     for path in unknown:
         for value in ("x", 5, {"type": "json_object"}, 0, ""):
@@ -423,9 +429,8 @@ def test_ids_with_slashes_are_found() -> None:
 
 
 def test_the_document_states_the_limits_that_hold() -> None:
-    schemas = Api().app.openapi()["components"]["schemas"]
     for name in ("CompletionRequest", "ChatCompletionRequest"):
-        properties = schemas[name]["properties"]
+        properties = schemas()[name]["properties"]
         for field, allowed in NUMBER_RANGES.items():
             if name == "ChatCompletionRequest" and field == "logprobs":
                 continue
