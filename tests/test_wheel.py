@@ -81,6 +81,20 @@ def test_other_imports_are_refused(line: str) -> None:
         layout().moved(f"import os\n{line}\n", "m.py")
 
 
+@pytest.mark.parametrize(
+    ("kernels", "tag"), [("x86_64", "manylinux_2_28_x86_64"), ("aarch64", "manylinux_2_28_aarch64")]
+)
+def test_kernels_are_for_a_kind_of_machine(kernels: str, tag: str) -> None:
+    assert layout().platform_tag(kernels) == tag
+
+
+def test_other_machines_have_no_compiled_kernels() -> None:
+    with pytest.raises(
+        SystemExit, match="OCTAVO_KERNELS is 'sparc'; kernels are compiled for x86_64, aarch64, on Linux"
+    ):
+        layout().platform_tag("sparc")
+
+
 # ---------------------------------------------------------------- a wheel
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Makes what is published of a version: sdist, wheel, an SBOM of the serving environment, and checksums of all three.
+"""Makes what is published of a version: sdist, a wheel, wheels with the CPU's kernels compiled for Linux on x86-64 and
+aarch64, an SBOM of the serving environment, and checksums of them all.
 
     python3 tools/release.py [--out dist] [--python PATH] [--skip-images]
 
@@ -33,6 +34,7 @@ from torch_source import PUBLIC_CPU_INDEX, pinned_version
 
 ROOT = Path(__file__).resolve().parent.parent
 SUMS = "SHA256SUMS"
+KERNELS = ("x86_64", "aarch64")  # as setup.py names machines
 # Of the environment that the image is built in: not of what serves.
 _TOOLS = frozenset({"pip", "wheel"})
 
@@ -145,6 +147,9 @@ def release(out: Path, python: Path | None, *, images: bool) -> None:
     epoch = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     environment = {**os.environ, "SOURCE_DATE_EPOCH": epoch}  # the time in archives and SBOM is the commit's
     run([sys.executable, "-m", "build", "--outdir", out], env=environment)
+    for machine in KERNELS:
+        wheel = [sys.executable, "-m", "build", "--wheel", "--outdir", str(out)]
+        run(wheel, env={**environment, "OCTAVO_KERNELS": machine})
     sbom = out / f"octavo-{version}.cdx.json"
     with tempfile.TemporaryDirectory() as folder:
         make_sbom(python or make_environment(Path(folder)), sbom, environment)
