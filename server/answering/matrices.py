@@ -141,7 +141,7 @@ class MatrixRun(PoolingRun):
                 add_special_tokens=special,
                 truncate=self.truncate,
                 prompt=self.prompt,
-                boxes=self.body.bbox,  # whoever reads boxes reads no images
+                boxes=self.body.bbox,  # a model that reads boxes reads no images
             )
         if self.texts and params.task == "embed":  # vectors of tokens leave none out
             tokenizer = need_tokenizer(self.service, self.param)
