@@ -1,4 +1,4 @@
-"""Boxes of tokens on a page (LayoutLM): as `LLM` takes them, cut with their tokens, and refused by name."""
+"""Boxes of tokens on a page (LayoutLM): as `LLM` and HTTP take them, cut with their tokens, and refused by name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import pytest
 import torch
 import transformers
 from support.checkpoints import random_prompt
-from support.encoder_shape import EncoderCheckpoint, make_encoder_checkpoint, random_boxes
+from support.encoder_shape import EncoderCheckpoint, make_encoder_checkpoint, random_boxes, run
+from support.encoder_text import CORPUS, save_model, wordpiece
 from support.encoders import ENCODER_SHAPES
 from support.pages import close
+from support.pooling_api import PoolingApi
+from support.text_encoders import TextEncoder
 
 from engine import LLM, InvalidRequestError, PoolingParams, TokenInput
 from engine.model.families import llama
@@ -107,3 +110,103 @@ def test_a_decoder_has_no_boxes() -> None:
     decoder = replace(model.decoder, embedding=replace(model.decoder.embedding, boxes=9))
     assert unsupported(model) == []
     assert unsupported(replace(model, decoder=decoder)) == ["boxes of a decoder's tokens"]
+
+
+# ---------------------------------------------------------------- over HTTP
+
+
+def http(name: str, folder: Path) -> PoolingApi:
+    """The API over a shape, without a tokenizer."""
+    made = make_encoder_checkpoint(ENCODER_SHAPES[name], folder)
+    return PoolingApi(TextEncoder(made.path, made.model, None), tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> PoolingApi:
+    return http("layoutlm", tmp_path_factory.mktemp("layoutlm"))
+
+
+def mean(api: PoolingApi, input: TokenInput) -> torch.Tensor:
+    """The reference's vector of an input."""
+    states = run(api.checkpoint.model.base_model, input).last_hidden_state[0].mean(0)
+    return torch.nn.functional.normalize(states, dim=0)
+
+
+def test_vectors_of_inputs_with_boxes_and_without(vectors: PoolingApi) -> None:
+    body = {"input": [IDS, IDS[:7], IDS], "bbox": [BOXES, None, BOXES[::-1]]}
+    found = [torch.tensor(item["embedding"]) for item in vectors.ask("/v1/embeddings", **body)["data"]]
+    inputs = [TokenInput(IDS, bbox=BOXES), TokenInput(IDS[:7]), TokenInput(IDS, bbox=BOXES[::-1])]
+    for answer, input in zip(found, inputs, strict=True):
+        close(answer, mean(vectors, input))
+    (alone,) = vectors.ask("/v1/embeddings", input=IDS, bbox=BOXES)["data"]
+    close(torch.tensor(alone["embedding"]), found[0])
+    (one,) = vectors.ask("/pooling", input=[IDS], bbox=[BOXES])["data"]
+    assert one["data"] == alone["embedding"]
+    (cut,) = vectors.ask("/v1/embeddings", input=IDS, bbox=BOXES, truncate_prompt_tokens=11)["data"]
+    close(torch.tensor(cut["embedding"]), mean(vectors, TokenInput(IDS[:11], bbox=BOXES[:11])))
+
+
+def test_entities_by_boxes(subject: Subject) -> None:
+    """Those of `LLM`, which are the reference's."""
+    api = PoolingApi(TextEncoder(subject.reference.path, None, None), tokenizer=False)
+    data = api.ask("/v1/classify", input=[IDS, IDS], bbox=[BOXES, None], aggregation="none")["data"]
+    found = subject.llm.classify([TokenInput(IDS, bbox=BOXES), TokenInput(IDS)], aggregation="none")
+    for item, answer in zip(data, found, strict=True):
+        assert [each["label"] for each in item["entities"]] == [span.label for span in answer.spans]
+        assert [each["score"] for each in item["entities"]] == pytest.approx([span.score for span in answer.spans])
+    assert data[0]["entities"] != data[1]["entities"]
+
+
+def test_masks_by_boxes(tmp_path: Path) -> None:
+    tokenizer = wordpiece()
+    config = transformers.LayoutLMConfig(vocab_size=len(tokenizer), **ENCODER_SHAPES["layoutlm-masked"].settings)
+    model = save_model(transformers.LayoutLMForMaskedLM, config, tokenizer, tmp_path)
+    api = PoolingApi(TextEncoder(tmp_path, model, transformers.AutoTokenizer.from_pretrained(tmp_path)))
+    ids = tokenizer(f"the small [MASK] boats: {CORPUS[0]}").input_ids
+    boxes = random_boxes(50, len(ids))
+    logits = run(model, TokenInput(ids, bbox=boxes)).logits[0, ids.index(tokenizer.mask_token_id)]
+    (item,) = api.ask("/v1/fill-mask", input=ids, bbox=boxes)["data"]
+    best = logits.softmax(-1).topk(5)
+    assert [found["token"] for found in item["masks"][0]] == best.indices.tolist()
+    assert [found["score"] for found in item["masks"][0]] == pytest.approx(best.values.tolist(), rel=1e-4)
+    assert api.ask("/v1/fill-mask", input=ids)["data"] != [item]
+    text = api.refused("/v1/fill-mask", input=["a [MASK]", ids], bbox=[boxes, boxes])
+    assert "bbox goes with token ids, and input 0 is none" in text["message"]
+    assert api.refused("/v1/score", text_1="a", text_2="b", bbox=boxes)["code"] == "unsupported_parameter"
+    chat = api.refused("/v1/embeddings", messages=[{"role": "user", "content": "a"}], bbox=[[0, 0, 0, 0]])
+    assert "bbox goes with token ids in input" in chat["message"]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        (7, "must be a list of boxes"),
+        ([], "must be a list of boxes"),
+        ([[0, 0, 1], [0, 0, 1, 1]], "must be a list of boxes"),
+        ([[0, 0, 1, 1.5]] * 2, "must be a list of boxes"),
+        ([[0, 0, 1, True]] * 2, "must be a list of boxes"),
+        ([[[0, 0, 1, 1]], 5], "must be a list of boxes"),
+        ([[0, 0, 1, 1]], "bbox has 1 boxes for 2 tokens"),
+        (
+            [[0, 0, 1, 1], [0, 0, 1, 50]],
+            "from 0 to 49, left not beyond right and upper not beyond lower; got [0, 0, 1,",
+        ),
+        ([[0, 0, 1, 10**18]] * 2, "from 0 to 49"),
+        ([None, None], "bbox has boxes for 2 inputs, and there are 1"),
+    ],
+)
+def test_what_is_no_box_is_400(vectors: PoolingApi, boxes: Any, message: str) -> None:
+    error = vectors.refused("/v1/embeddings", input=[1, 2], bbox=boxes)
+    assert message in error["message"]
+    assert error["param"] == "bbox"
+
+
+def test_a_refusal_among_several_says_which(vectors: PoolingApi) -> None:
+    error = vectors.refused("/v1/embeddings", input=[[1], [2]], bbox=[[[0, 0, 1, 1]], [[3, 0, 2, 1]]])
+    assert error["message"].startswith("input[1]: bbox must hold boxes of four integers")
+
+
+def test_a_model_that_reads_no_boxes(tmp_path: Path) -> None:
+    error = http("bert", tmp_path).refused("/v1/embeddings", input=[1], bbox=[[0, 0, 1, 1]])
+    assert (error["param"], error["code"]) == ("bbox", "unsupported_parameter")
+    assert "tiny reads no boxes: leave bbox out" in error["message"]

@@ -55,6 +55,10 @@ def test_token_ids(api: PoolingApi) -> None:
     ids = [api.checkpoint.tokenizer(text).input_ids for text in [*ONE, SEVERAL]]
     assert api.ask("/v1/fill-mask", input=ids)["data"] == api.ask("/v1/fill-mask", input=[*ONE, SEVERAL])["data"]
     assert api.ask("/v1/fill-mask", input=ids[0])["data"][0]["masks"]
+    assert (
+        api.ask("/v1/fill-mask", input=[ids[0], *ONE[1:], SEVERAL])["data"]
+        == api.ask("/v1/fill-mask", input=ids)["data"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,7 @@ def test_token_ids(api: PoolingApi) -> None:
         ({"input": ""}, "input", "invalid_value", "must not be empty"),
         ({"input": []}, "input", "invalid_type", "none empty"),
         ({"input": {"word": "[MASK]"}}, "input", "invalid_type", "must be a string"),
+        ({"input": {"image": "[MASK]"}}, "input", "unsupported_input", "reads no images"),
         ({"input": "no mask"}, "input", "no_mask_token", "[MASK]"),
         ({"input": "the <mask> poet"}, "input", "no_mask_token", "[MASK]"),
         ({"input": ["a [MASK]", "none"]}, "input", "no_mask_token", "input[1]"),

@@ -57,7 +57,7 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
             return ReadInput(_checked("prompt", input, info.vocab_size))
         tokens = _checked("prompt", input.token_ids, info.vocab_size)
         _token_types(input.token_type_ids, len(tokens), info)  # none but the first segment, which changes nothing
-        _boxes(input.bbox, len(tokens), info)  # none
+        read_boxes(input.bbox, len(tokens), info)  # none
         return ReadInput(tokens)
     if isinstance(input, PixelInput | AudioInput):
         signal, positions = _read_signal(input, info, "prompt")
@@ -71,7 +71,7 @@ def read_input(input: EngineInput, info: EngineInfo, *, start: int | None) -> Re
         ids, begin = input.encoder_token_ids, input.decoder_token_ids or ()
     elif isinstance(input, TokenInput):
         ids = input.token_ids
-        _boxes(input.bbox, len(ids), info)  # none
+        read_boxes(input.bbox, len(ids), info)  # none
     encoder_input = _checked("prompt", ids, info.encoder_vocab_size or info.vocab_size)
     if len(encoder_input) > info.max_encoder_len:
         raise InvalidRequestError(
@@ -107,7 +107,7 @@ def read_pooling_input(input: EngineInput, info: EngineInfo) -> ReadInput:
     if not isinstance(input, TokenInput):
         return ReadInput(tokens)
     types = _token_types(input.token_type_ids, len(tokens), info)
-    return ReadInput(tokens, token_type_ids=types, boxes=_boxes(input.bbox, len(tokens), info))
+    return ReadInput(tokens, token_type_ids=types, boxes=read_boxes(input.bbox, len(tokens), info))
 
 
 def as_signal(values: Any) -> NDArray[np.float32]:
@@ -185,7 +185,12 @@ def _token_types(types: Any, count: int, info: EngineInfo) -> tuple[int, ...]:
     return tuple(types) if any(types) else ()
 
 
-def _boxes(boxes: Any, count: int, info: EngineInfo) -> tuple[tuple[int, ...], ...]:
+def read_boxes(boxes: Any, count: int, info: EngineInfo) -> tuple[tuple[int, ...], ...]:
+    """The boxes of so many tokens; () where there are none, or all are zeros.
+
+    Raises:
+        InvalidRequestError: of another number, no boxes on the model's page, or the model reads none.
+    """
     if boxes is None:
         return ()
     name = "bbox"

@@ -3,10 +3,12 @@ faces, `LLM` and the server, use it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from engine.errors import InvalidRequestError
+from engine.interface.inputs import read_boxes
 from engine.interface.outputs import EngineInfo, Pooled
 from engine.interface.request import TokenInput
 from engine.interface.values import NumberRange, check_number
@@ -25,15 +27,15 @@ from engine.pooled.answers import (
 from engine.pooled.comparing import SIDES, Comparer, comparison_of, cosine, side_prompt, sparse_of
 from engine.pooled.prompts import find_prompt, prompt_tokens
 from engine.pooled.spans import AGGREGATIONS, Aggregation, Span, check_aggregation, spans_of
-from engine.text.encoding import Encoding
+from engine.text.encoding import Encoding, Side, cut
 from engine.text.tokenizer import Tokenizer
 
 __all__ = [
     "AGGREGATIONS", "DEFAULT_ANSWERS", "DEFAULT_ANSWER_LENGTH", "MAX_ANSWERS", "MAX_ANSWER_LENGTH", "MAX_WINDOWS",
     "SIDES", "Aggregation", "Answer", "AnswerOutput", "AnswerTerms", "ClassificationOutput", "Comparer",
     "EmbeddingOutput", "FillMaskOutput", "LabelScore", "MaskedToken", "PoolingOutput", "ScoreOutput", "Span",
-    "TokenClassificationOutput", "answers_of", "check_aggregation", "check_scores", "comparison_of", "cosine",
-    "find_prompt", "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens",
+    "TokenClassificationOutput", "answers_of", "boxes_of", "check_aggregation", "check_scores", "comparison_of",
+    "cosine", "find_prompt", "is_cross_encoder", "labels_of", "longest", "mask_positions", "masks_of", "prompt_tokens",
     "read_question", "side_prompt", "spans_of", "sparse_of", "token_input", "vector_of", "windows_of",
 ]  # fmt: skip
 
@@ -256,6 +258,18 @@ def longest(truncate_prompt_tokens: int | None, info: EngineInfo) -> int | None:
             code="invalid_value",
         )
     return truncate_prompt_tokens
+
+
+def boxes_of(
+    boxes: Any, count: int, info: EngineInfo, max_length: int | None, side: Side
+) -> Sequence[Sequence[int]] | None:
+    """The boxes of an input of so many tokens, cut as these are; None where it has none.
+
+    Raises:
+        InvalidRequestError: of another number, no boxes on the model's page, or the model reads none.
+    """
+    read_boxes(boxes, count, info)
+    return boxes if boxes is None or max_length is None else cut([*boxes], max_length, side)
 
 
 def token_input(encoding: Encoding, info: EngineInfo, text: str | None = None) -> TokenInput:

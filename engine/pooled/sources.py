@@ -12,8 +12,8 @@ from engine.images.reader import ImageReader, is_image
 from engine.interface.outputs import EngineInfo
 from engine.interface.request import PixelInput, TokenInput
 from engine.interface.values import brief
-from engine.pooled import token_input
-from engine.text.encoding import Encoding, Side, cut
+from engine.pooled import boxes_of, token_input
+from engine.text.encoding import Encoding
 from engine.text.tokenizer import Tokenizer
 
 # One input: a text, its tokens, (see `LLM.classify`) a pair of texts, or an image: of PIL's, an array of uint8 [height,
@@ -123,7 +123,8 @@ class Reader:
         """One input as the model reads it.
 
         Raises:
-            InvalidRequestError: a text without a tokenizer, or one that cannot be read (see `Tokenizer.encode_input`).
+            InvalidRequestError: a text without a tokenizer, or one that cannot be read (see `Tokenizer.encode_input`);
+                boxes that do not go with their tokens.
         """
         tokenizer, info = self._tokenizer, self._info
         if source.image is not None:
@@ -135,16 +136,11 @@ class Reader:
             )
             found = Encoding.of_ids(source.ids, self._max_length, side, type_ids=source.type_ids, added=added)
             types = None if source.type_ids is None else found.type_ids
-            return Reading(found, None, TokenInput(found.ids, None, types, self._kept(source, side)))
+            boxes = boxes_of(source.boxes, len(source.ids), info, self._max_length, side)
+            return Reading(found, None, TokenInput(found.ids, None, types, boxes))
         text = self._prompt + source.text
         found = need_tokenizer(tokenizer, info).encode_input(text, source.pair, max_length=self._max_length)
         return Reading(found, text, token_input(found, info, text))
-
-    def _kept(self, source: Source, side: Side) -> Sequence[Sequence[int]] | None:
-        """The boxes of the tokens that are left of an input, cut as they are."""
-        if source.boxes is None or self._max_length is None or len(source.boxes) != len(source.ids):
-            return source.boxes
-        return cut(list(source.boxes), self._max_length, side)
 
 
 def need_tokenizer(tokenizer: Tokenizer | None, info: EngineInfo) -> Tokenizer:

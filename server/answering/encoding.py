@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from engine import EngineInfo, PixelInput, TokenInput
-from engine.pooled import token_input
+from engine import EngineInfo, InvalidRequestError, PixelInput, TokenInput
+from engine.pooled import boxes_of, token_input
 from engine.text.processor import Encoding, Tokenizer
 from server.admission import estimate_tokens
 from server.answering.prompt import check_token_ids, count_beyond
@@ -16,6 +17,7 @@ from server.context import Service
 from server.errors import ApiError
 
 Text = str | tuple[str, str]  # a text, or a pair of texts that is one input
+Boxes = Sequence[list[list[int]] | None]  # of each input those of its tokens, [left, upper, right, lower]; None: zeros
 
 _AT_ONCE = 64  # texts between two looks at whether the client is still there
 
@@ -93,19 +95,21 @@ async def read_inputs(
     add_special_tokens: bool = True,
     truncate: int | None = None,
     prompt: str = "",
+    boxes: Boxes | None = None,
 ) -> list[TokenInput]:
     """Texts or lists of token ids as the engine takes them.
 
     Args:
         prompt: stands in front of each text; token ids are taken as they are.
+        boxes: see `check_boxes`.
 
     Raises:
-        ApiError: as `encode_all`; or there are ids outside the vocabulary.
+        ApiError: as `encode_all`; or there are ids outside the vocabulary, or boxes outside the page.
     """
     _need_vocabulary(service, param)
     texts = {place: prompt + item for place, item in enumerate(given) if isinstance(item, str)}
     ids = {place: item for place, item in enumerate(given) if not isinstance(item, str)}
-    found = await asyncio.to_thread(read_ids, service, ids, param, truncate, alone=len(given) == 1)
+    found = await asyncio.to_thread(read_ids, service, ids, param, truncate, boxes, alone=len(given) == 1)
     if texts:
         read = await encode_all(
             service,
@@ -121,16 +125,23 @@ async def read_inputs(
 
 
 def read_ids(
-    service: Service, given: Mapping[int, list[int]], param: str, truncate: int | None, *, alone: bool
+    service: Service,
+    given: Mapping[int, list[int]],
+    param: str,
+    truncate: int | None,
+    boxes: Boxes | None = None,
+    *,
+    alone: bool,
 ) -> dict[int, TokenInput]:
     """Token ids as the engine takes them, by their places among the request's inputs.
 
     Args:
         truncate: cut each to so many.
+        boxes: of all inputs of the request, by their places.
         alone: the request has no other input.
 
     Raises:
-        ApiError: some are outside the vocabulary, or there are more than the model takes.
+        ApiError: some are outside the vocabulary, there are more than the model takes, or their boxes are none.
     """
     info, inputs = service.client.info, dict[int, TokenInput]()
     for place, ids in given.items():
@@ -139,8 +150,39 @@ def read_ids(
         found = Encoding.of_ids(ids, truncate, side)
         if len(found.ids) > info.max_model_len:
             raise too_long(param, None, None if alone else place, f"{len(found.ids)} tokens", info.max_model_len)
-        inputs[place] = token_input(found, info)
+        try:
+            kept = boxes_of(boxes[place] if boxes else None, len(ids), info, truncate, side)
+        except InvalidRequestError as problem:
+            where = "" if alone else f"{param}[{place}]: "
+            raise ApiError(400, f"{where}{problem}", param=problem.param, code=problem.code) from problem
+        inputs[place] = replace(token_input(found, info), bbox=kept)
     return inputs
+
+
+def check_boxes(service: Service, boxes: Boxes | None, given: Sequence[object]) -> None:
+    """Refuse boxes that do not go with their inputs, or with the model.
+
+    Raises:
+        ApiError: the model reads none, there are none for an input, or an input has no tokens to have boxes.
+    """
+    if boxes is None:
+        return
+    if not service.client.info.boxes:
+        message = f"{service.model_id} reads no boxes: leave bbox out."
+        raise ApiError(400, message, param="bbox", code="unsupported_parameter")
+    if len(boxes) != len(given):
+        message = (
+            f"bbox has boxes for {len(boxes)} inputs, and there are {len(given)}: it is a list of boxes for one input, "
+            "and for several a list of these lists, with null for an input without boxes."
+        )
+        raise ApiError(400, message, param="bbox", code="invalid_value")
+    for place, (item, own) in enumerate(zip(given, boxes, strict=True)):
+        if own is not None and not isinstance(item, list):
+            message = (
+                f"bbox goes with token ids, and input {place} is none: a text's tokens are known when it is tokenised. "
+                "Send token ids, or null in place of its boxes."
+            )
+            raise ApiError(400, message, param="bbox", code="invalid_value")
 
 
 def _check_own(ids: Sequence[int], info: EngineInfo, param: str) -> None:

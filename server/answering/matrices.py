@@ -14,7 +14,7 @@ from engine import Pooled, PoolingParams, TokenInput
 from engine.pooled import prompt_tokens, sparse_of, token_input
 from engine.pooled.vectors import json_base64, json_matrix, packed
 from engine.text.processor import Encoding
-from server.answering.encoding import estimate, need_tokenizer, read_images, read_inputs, too_long
+from server.answering.encoding import check_boxes, estimate, need_tokenizer, read_images, read_inputs, too_long
 from server.answering.messages import Message, estimate_messages, read_messages
 from server.answering.pooling import PoolingInput, PoolingRun, image_input, joined
 from server.answering.prompt import MAX_TOKENIZED, Room
@@ -57,6 +57,8 @@ def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
     if body.padding == "max_length" and service.client.info.filler is None:
         message = f"padding max_length is not supported: {service.model_id} reads each input without any padding."
         raise ApiError(400, message, param="padding", code="unsupported_parameter")
+    if body.input is not None:
+        check_boxes(service, body.bbox, body.input)
     count = len(body.input or ())
     if body.encoding_format == "bytes" and count > MOST_IN_HEADER:
         message = (
@@ -69,6 +71,9 @@ def read_conversation(body: MatrixBody, service: Service) -> Asked | None:
             if getattr(body, name):
                 raise ApiError(400, f"{name} goes with messages, not with input.", param=name, code="invalid_value")
         return None
+    if body.bbox is not None:
+        message = "bbox goes with token ids in input, not with messages: leave it out."
+        raise ApiError(400, message, param="bbox", code="invalid_value")
     if body.add_special_tokens:
         message = "add_special_tokens cannot be used with messages: the chat template writes the special tokens."
         raise ApiError(400, message, param="add_special_tokens", code="invalid_value")
@@ -130,7 +135,13 @@ class MatrixRun(PoolingRun):
         params, read = self.params, list[TokenInput]()
         if others:
             read = await read_inputs(
-                self.service, others, self.param, add_special_tokens=special, truncate=self.truncate, prompt=self.prompt
+                self.service,
+                others,
+                self.param,
+                add_special_tokens=special,
+                truncate=self.truncate,
+                prompt=self.prompt,
+                boxes=self.body.bbox,  # a model that reads boxes reads no images
             )
         if self.texts and params.task == "embed":  # vectors of tokens leave none out
             tokenizer = need_tokenizer(self.service, self.param)

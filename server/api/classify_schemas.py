@@ -12,6 +12,7 @@ from server.api.pooling_schemas import (
     IMAGE_SCHEMA,
     TEXT_SCHEMA,
     ActivatedBody,
+    BoxedBody,
     PoolingUsage,
     check_each,
     either,
@@ -69,7 +70,7 @@ _INPUTS_SCHEMA = {
 }
 
 
-class ClassifyRequest(ActivatedBody):
+class ClassifyRequest(ActivatedBody, BoxedBody):
     """Body of POST /v1/classify. Null means the default, for every field but input."""
 
     input: Annotated[Any, PlainValidator(_check_inputs), WithJsonSchema(_INPUTS_SCHEMA)] = Field(

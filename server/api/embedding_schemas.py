@@ -10,13 +10,13 @@ from engine import PoolingMode
 from engine.pooled.vectors import EmbedDtype
 from server.api.chat_schemas import Messages
 from server.api.fields import Name
-from server.api.pooling_schemas import Inputs, PoolingBody, PoolingUsage, either
+from server.api.pooling_schemas import BoxedBody, Inputs, PoolingUsage, either
 from server.api.template_fields import TemplateFields
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 
 
-class MatrixBody(TemplateFields, PoolingBody):
+class MatrixBody(TemplateFields, BoxedBody):
     """What the bodies share whose answers are vectors or matrices of numbers."""
 
     input: Inputs | None = Field(

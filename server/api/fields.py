@@ -53,6 +53,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "prompt_embeds": (),
     "truncate_prompt_tokens": (),
+    "bbox": (),
     "truncation_side": (),
     "max_chunks_per_doc": (),
     "rank_fields": (),

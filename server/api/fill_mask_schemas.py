@@ -5,10 +5,10 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 
 from engine import DEFAULT_TOP_K, MAX_TOP_K
-from server.api.pooling_schemas import Inputs, PoolingBody, PoolingUsage
+from server.api.pooling_schemas import BoxedBody, Inputs, PoolingUsage
 
 
-class FillMaskRequest(PoolingBody):
+class FillMaskRequest(BoxedBody):
     """Body of POST /v1/fill-mask. Null means the default, for every field but input."""
 
     input: Inputs = Field(

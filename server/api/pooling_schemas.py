@@ -43,6 +43,48 @@ class PoolingBody(NumbersBody):
     )
 
 
+def several(item: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a list of such items."""
+    return {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": item}
+
+
+def _check_boxes(value: Any) -> list[list[list[int]] | None]:
+    """Either form as a list of each input's boxes."""
+    boxes = [value] if _are_boxes(value) else value
+    if not isinstance(boxes, list) or not boxes or not all(item is None or _are_boxes(item) for item in boxes):
+        message = (
+            "must be a list of boxes, [left, upper, right, lower], one for each token, or for several inputs a list of "
+            "such lists, in which null stands for an input without boxes"
+        )
+        raise PydanticCustomError("boxes", message)
+    return boxes
+
+
+def _are_boxes(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(is_ids(box) and len(box) == 4 for box in value)
+
+
+_BOX_SCHEMA = {"type": "array", "minItems": 4, "maxItems": 4, "items": {"type": "integer", "minimum": 0}}
+_BOXES_SCHEMA = {"type": "array", "minItems": 1, "items": _BOX_SCHEMA}
+
+
+class BoxedBody(PoolingBody):
+    """What those share whose inputs may be tokens that stand on a page."""
+
+    bbox: (
+        Annotated[
+            Any,
+            PlainValidator(_check_boxes),
+            WithJsonSchema({"anyOf": [_BOXES_SCHEMA, several({"anyOf": [_BOXES_SCHEMA, {"type": "null"}]})]}),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Models that read boxes: where each token of an input that comes as token ids stands on its page, "
+        "[left, upper, right, lower]; of several inputs a list of these, with null for an input without (all zeros).",
+    )
+
+
 class ActivatedBody(PoolingBody):
     """What the bodies of endpoints share that may ask for a head's own numbers."""
 
@@ -82,11 +124,6 @@ class PoolingUsage(BaseModel):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int = 0
-
-
-def several(item: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a list of such items."""
-    return {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": item}
 
 
 def check_each(inputs: list[Any], *, alone: bool) -> list[Any]:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Body, Request, Response
 from engine import Pooled, PoolingParams
 from engine.pooled import Aggregation, labels_of, longest, spans_of, token_input
 from engine.text.processor import Encoding
-from server.answering.encoding import encode_all, estimate, read_images, read_inputs
+from server.answering.encoding import check_boxes, encode_all, estimate, read_images, read_inputs
 from server.answering.endpoints import require
 from server.answering.pooling import PoolingInput, PoolingRun, image_input, listed
 from server.api import examples
@@ -44,6 +44,7 @@ async def create_classification(
     service.check_model(body.model)
     require(service, "/v1/classify")
     body.refuse_unsupported()
+    check_boxes(service, body.bbox, body.input)
     run = _TokenRun if "token_classify" in service.client.info.tasks else _TextRun
     truncate = longest(body.truncate_prompt_tokens, service.client.info)
     return await run(service, body, arrival, truncate=truncate, use_activation=body.activates()).respond(request)
@@ -70,7 +71,7 @@ class _ClassifyRun(PoolingRun):
                 raise ApiError(400, message, param="input", code="unsupported_input")
             return [image_input(image, params, info) for image in images.values()]
         if isinstance(self.body.input[0], list):
-            sources = await read_inputs(self.service, self.body.input, truncate=self.truncate)
+            sources = await read_inputs(self.service, self.body.input, truncate=self.truncate, boxes=self.body.bbox)
             self.encodings = await asyncio.to_thread(self._by_tokens, [source.token_ids for source in sources])
             return [PoolingInput(source, params) for source in sources]
         special = self.body.add_special_tokens is not False

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
 
 from engine import DEFAULT_TOP_K, InvalidRequestError, Pooled, PoolingParams
-from engine.pooled import longest, mask_positions, masks_of, token_input
+from engine.pooled import longest, mask_positions, masks_of
 from engine.text.processor import Encoding
-from server.answering.encoding import encode_all, estimate, need_tokenizer, read_inputs
+from server.answering.encoding import check_boxes, estimate, need_tokenizer, read_images, read_inputs
 from server.answering.endpoints import require
 from server.answering.pooling import PoolingInput, PoolingRun, listed
 from server.api import examples
@@ -39,6 +39,7 @@ async def create_filled_masks(
     service.check_model(body.model)
     require(service, "/v1/fill-mask")
     body.refuse_unsupported()
+    check_boxes(service, body.bbox, body.input)
     truncate = longest(body.truncate_prompt_tokens, service.client.info)
     return await _FillMaskRun(service, body, arrival, truncate=truncate).respond(request)
 
@@ -55,22 +56,17 @@ class _FillMaskRun(PoolingRun):
 
     async def inputs(self) -> list[PoolingInput]:
         given, service = self.body.input, self.service
-        if isinstance(given[0], str):
-            self.encodings = await encode_all(service, given, truncate=self.truncate)
-            texts: list[str | None] = [*given]
-        else:
-            sources = await read_inputs(service, given, truncate=self.truncate)
-            self.encodings = [Encoding.of_ids(source.token_ids) for source in sources]
-            texts = [None] * len(given)
+        await read_images(service, given)  # no model here reads them: says so if there are any
+        sources = await read_inputs(service, given, truncate=self.truncate, boxes=self.body.bbox)
+        for source in sources:
+            truncated = len(source.token_ids) == self.truncate
+            self.encodings.append(replace(Encoding.of_ids(source.token_ids), truncated=truncated))
         places = await asyncio.to_thread(self._places)
         top_k = self.body.top_k or DEFAULT_TOP_K
         self._check_size(places, top_k)
         return [
-            PoolingInput(
-                token_input(encoding, service.client.info, text),
-                PoolingParams(task="fill_mask", positions=masks, top_k=top_k),
-            )
-            for encoding, text, masks in zip(self.encodings, texts, places, strict=True)
+            PoolingInput(source, PoolingParams(task="fill_mask", positions=masks, top_k=top_k))
+            for source, masks in zip(sources, places, strict=True)
         ]
 
     def _places(self) -> list[list[int]]:

@@ -168,8 +168,8 @@ def stored_scheme(config: Any) -> Scheme | None:
 _REASONS = {
     "Gemma3n": "its residual stream has several versions (AltUp), layers read vectors of their own for each token, and "
     "the last ones have no keys and values but those of earlier layers",
-    "Gemma4": "layers read vectors of their own for each token, the last ones have no keys and values but those of "
-    "earlier layers, and keys may be values",
+    "Gemma4": "values are normalised, and may be keys; each layer ends with a learned factor; in some models layers "
+    "read vectors of their own for each token, and the last ones have no keys and values but those of earlier layers",
 }
 
 

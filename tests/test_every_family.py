@@ -1,0 +1,207 @@
+"""Every family of the registry, served as requests come: all ways to decode in one batch over HTTP, on few pages,
+preempted, with pages of int8, with weights of few bits. Each request gets what it gets alone.
+
+That these answers are right the goldens say; images and sound have tests of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from support.checkpoints import random_prompt
+from support.driving import Job, finish, make_engine, run, run_alone
+from support.encoders import ENCODER_SHAPES, make_encoder_checkpoint
+from support.families import FAMILY_SHAPES, make_family_checkpoint
+from support.local_client import LocalClient
+from support.seq2seq import START, Seq2SeqShape, make_seq2seq_checkpoint
+from support.seq2seq_shapes import SHAPES as SEQ2SEQ_SHAPES
+
+from engine import Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqInput, TokenInput
+from engine.model import families
+from server.app import create_app
+
+pytestmark = pytest.mark.slow
+
+TOKENS = 8
+LENGTHS = (30, 3, 21, 9)
+DECODING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "ignore_eos": True},
+    {"temperature": 1.0, "seed": 5, "ignore_eos": True},
+    {"temperature": 1.2, "seed": 6, "top_k": 30, "n": 2, "ignore_eos": True},
+    {"num_beams": 3, "n": 3, "length_penalty": 0.6},
+)
+COMMON: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "show_progress": False,
+    "max_step_time": 0,
+    "enable_prefix_caching": False,
+    "quantization_cache": "off",
+}
+# One request after the other fits in these pages, all together do not.
+FEW_PAGES: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 16, "max_num_batched_tokens": 64}
+# What log-probabilities may differ by from those in float32, as a part of how much they differ among each other.
+NEAR = {"pages of int8": 0.05, "weights of int8": 0.15}
+FORMATS: dict[str, dict[str, Any]] = {
+    "pages of int8": {"kv_cache_dtype": "int8"},
+    "weights of int8": {"quantization": "int8"},
+    "weights of int4": {"quantization": "int4"},
+}
+OF_INT4 = ("deepseek-v2", "falcon", "gpt2", "gpt-oss", "llama", "qwen2-moe", "t5")  # each with other kinds of matrices
+
+
+def of_each_family(shapes: Mapping[str, Any], heads: Sequence[str] = ("",)) -> list[str]:
+    """The first shape of each family, for each of these ends of architectures' names."""
+    first: dict[tuple[str, str], str] = {}
+    for name, shape in shapes.items():
+        family = families.find(SimpleNamespace(architectures=[shape.architecture])).name
+        for head in heads:
+            if shape.architecture.endswith(head):
+                first.setdefault((family, head), name)
+    return [*first.values()]
+
+
+GENERATING = {**FAMILY_SHAPES, **SEQ2SEQ_SHAPES}
+ENCODERS = of_each_family(ENCODER_SHAPES, ("Model", "ForSequenceClassification"))
+
+
+def test_what_has_no_shape_reads_images_or_sound() -> None:
+    known = {shape.architecture for shape in (*GENERATING.values(), *ENCODER_SHAPES.values())}
+    others = [family.name for family in families.FAMILIES if not known & set(family.architectures)]
+    assert others == ["CLIP", "SigLIP", "ViT, DeiT", "Whisper"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint and what is asked of it; the engine of `client` has few pages."""
+
+    name: str
+    path: Path
+    settings: dict[str, Any]
+    jobs: list[Job]
+    scored: list[int] | Seq2SeqInput
+    client: LocalClient
+
+
+@pytest.fixture(scope="module", params=of_each_family(GENERATING))
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    shape, folder = GENERATING[request.param], tmp_path_factory.mktemp(request.param)
+    vocab, settings = shape.vocab, COMMON | FEW_PAGES
+    scored: list[int] | Seq2SeqInput = random_prompt(vocab, 9, 30)
+    if isinstance(shape, Seq2SeqShape):
+        make_seq2seq_checkpoint(shape, folder)
+        vocab = shape.encoder_vocab
+        scored = Seq2SeqInput(random_prompt(vocab, 8, 15), [START, *random_prompt(shape.vocab, 9, 29)])
+    else:
+        make_family_checkpoint(shape, folder)
+        settings["max_model_len"] = shape.max_model_len
+    jobs = [
+        Job(random_prompt(vocab, seed, length), SamplingParams(max_tokens=TOKENS, **fields))
+        for seed, (length, fields) in enumerate(zip(LENGTHS, DECODING, strict=True))
+    ]
+    client = LocalClient(EngineConfig(model=str(folder), **settings))
+    yield Subject(request.param, folder, settings, jobs, scored, client)
+    client.engine.close()
+
+
+def test_one_batch_over_http_on_few_pages(subject: Subject) -> None:
+    """Requests are preempted, and choices have the tokens that the engine gives each alone."""
+    engine = subject.client.engine
+    alone = run_alone(engine, subject.jobs)
+    assert engine.stats().num_preemptions == 0
+    bodies = [
+        {"prompt": list(job.prompt), "max_tokens": TOKENS, "return_token_ids": True, **fields}
+        for job, fields in zip(subject.jobs, DECODING, strict=True)
+    ]
+    answers = together(subject.client, "/v1/completions", bodies)
+    assert [[choice["token_ids"] for choice in answer["choices"]] for answer in answers] == alone
+    assert engine.stats().num_preemptions > 0
+
+
+def test_int8_pages_and_weights_of_few_bits(subject: Subject) -> None:
+    """The same of the engine alone; and what the model says of a text stays near what it says in float32."""
+    exact = logprobs(subject.client.engine, subject.scored)
+    for name, form in FORMATS.items():
+        if "int4" in name and subject.name not in OF_INT4:
+            continue
+        engine = make_engine(subject.path, **(subject.settings | form))
+        found = logprobs(engine, subject.scored)
+        alone = run_alone(engine, subject.jobs)
+        assert engine.stats().num_preemptions == 0
+        assert run(engine, subject.jobs) == alone, name
+        assert engine.stats().num_preemptions > 0
+        error = float((found - exact).abs().median() / exact.std())
+        assert 0 < error < NEAR.get(name, 1.0), name
+        engine.close()
+
+
+def logprobs(engine: Engine, text: list[int] | Seq2SeqInput) -> torch.Tensor:
+    """The log-probabilities of a text's tokens, but for the first."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    engine.add_request("text", text, params)
+    entries = finish(engine)["text"].prompt_logprobs
+    assert entries is not None
+    return torch.tensor([one.logprob for entry in entries if entry is not None for one in entry.values()])
+
+
+def together(client: LocalClient, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answers to requests that are all there before the engine's first step."""
+
+    async def ask() -> list[httpx.Response]:
+        client.forget()
+        client.held = True
+        transport = httpx.ASGITransport(create_app(client, None, "tiny"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            tasks = [asyncio.create_task(http.post(path, json=body)) for body in bodies]
+            while len(client.asked) < len(bodies) and not any(task.done() for task in tasks):
+                await asyncio.sleep(0.001)
+            client.held = False
+            return await asyncio.gather(*tasks)
+
+    answers = asyncio.run(asyncio.wait_for(ask(), 60))
+    assert [answer.status_code for answer in answers] == [200] * len(bodies), [answer.text for answer in answers]
+    return [answer.json() for answer in answers]
+
+
+# ---------------------------------------------------------------- encoders
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_over_http_and_of_few_bits(name: str, tmp_path: Path) -> None:
+    """Vectors and classes are the engine's, of inputs together as of each alone, and near those in float32."""
+    checkpoint = make_encoder_checkpoint(ENCODER_SHAPES[name], tmp_path)
+    inputs = [input for input in checkpoint.inputs() if len(input.token_ids) < 100]
+    classes = checkpoint.shape.architecture.endswith("Classification")
+    path, field = ("/v1/classify", "probs") if classes else ("/v1/embeddings", "embedding")
+    params = PoolingParams(task="classify" if classes else "embed")
+    vectors = []
+    for form in ({}, {"quantization": "int8"}):
+        client = LocalClient(EngineConfig(model=str(tmp_path), **(COMMON | form)))
+        alone = [pooled(client.engine, input, params) for input in inputs]
+        bodies = [{"input": list(input.token_ids)} for input in inputs]
+        for body, input in zip(bodies, inputs, strict=True):
+            if input.bbox is not None:
+                body["bbox"] = [list(box) for box in input.bbox]
+        found = [answer["data"][0][field] for answer in together(client, path, bodies)]
+        torch.testing.assert_close(torch.tensor(found), torch.stack(alone), rtol=1e-5, atol=1e-6)
+        vectors.append(torch.stack(alone))
+        client.engine.close()
+    exact, rounded = vectors
+    assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.2
+    assert any(input.bbox for input in inputs) == name.startswith("layoutlm")
+
+
+def pooled(engine: Engine, input: TokenInput, params: PoolingParams) -> torch.Tensor:
+    """The engine's answer to an input alone; HTTP reads ids without segments."""
+    engine.add_request("one", TokenInput(input.token_ids, bbox=input.bbox), params)
+    answer = finish(engine)["one"].pooled
+    assert answer is not None
+    return torch.tensor(answer.values()[0])
