@@ -144,12 +144,13 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
-    check_parameters(path, spec, stored_scheme(hf_config))
+    scheme = stored_scheme(hf_config)
+    check_parameters(path, spec, scheme)
     abilities = find_abilities(hf_config, spec, pipeline)
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
-    quantization = find_quantization(config, device)
+    quantization = find_quantization(config, device, scheme)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None

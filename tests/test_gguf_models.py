@@ -18,7 +18,7 @@ from support.gguf_files import KINDS, library, put, write_file
 from support.reference import MIN_MARGIN
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from engine import SamplingParams
+from engine import SamplingParams, quantise_checkpoint
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.inspection import inspect_model
@@ -92,6 +92,17 @@ def test_it_is_quantised_again_and_kept(
     assert answers(llama, prompts, **settings) == made
     assert read
     assert not any("_proj" in name for name in read), "they were kept"
+
+
+def test_one_of_plain_numbers_is_written_in_few_bits(gguf: Any, llama: Path, tmp_path: Path) -> None:
+    """As a checkpoint of its own, which is served alike; one of few bits is refused."""
+    path = tmp_path / "plain.gguf"
+    write_file(path, KINDS["llama"], formats=("F16", "F32"))
+    quantise_checkpoint(str(path), tmp_path / "new", "int8", show_progress=False)
+    prompts = [[1, 5, 9], [4]]
+    assert answers(tmp_path / "new", prompts) == answers(path, prompts, quantization="int8")
+    with pytest.raises(UnsupportedModelError, match=r"in few bits already \(GGUF \(Q4_0, Q5_1, Q8_0\)\)"):
+        quantise_checkpoint(str(llama), tmp_path / "more", "int8", show_progress=False)
 
 
 def test_where_files_are_found(llama: Path, cache: Path, tmp_path: Path) -> None:

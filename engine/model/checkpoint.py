@@ -28,7 +28,7 @@ from engine.model.gguf.folder import SUFFIX, single_file, stand_in
 logger = logging.getLogger("octavo.model")
 
 # Everything a model needs, and no weights in other formats.
-_PATTERNS = (
+PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
@@ -125,7 +125,7 @@ def _download(model: str, revision: str | None, hf_token: str | None, local_only
             model,
             revision=revision,
             token=hf_token or None,
-            allow_patterns=list(_PATTERNS),
+            allow_patterns=list(PATTERNS),
             local_files_only=local_only,
         )
     except HFValidationError as error:
