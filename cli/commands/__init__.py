@@ -62,7 +62,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "quantize": Command(
         "converting",
-        "write a checkpoint anew with weights of few bits, for any server",
+        "write a checkpoint anew, with weights of few bits",
         f"{__name__}.quantize",
     ),
     "models": Command(

@@ -81,7 +81,9 @@ def load_model(
             held = f"widened to {str(dtype)[6:]}"
             if quantization:
                 held = f"quantised again ({quantization}) unless they are that already,"
-            logger.info("%s: weights are stored as %s, and %s as they are read.", path, checkpoint.title, held)
+            logger.info(
+                "%s: weights are stored as %s, and %s as they are read.", checkpoint.path, checkpoint.title, held
+            )
         if quantization is None:
             _fill(checkpoint, destinations, show_progress)
         else:
