@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         inspect_torch,
     )
     from engine.interface.llm import LLM
+    from engine.model.quantised_writing import quantise_checkpoint
 
 __all__ = [
     "BIAS_RANGE",
@@ -146,6 +147,7 @@ __all__ = [
     "inspect_threads",
     "inspect_torch",
     "parse_bytes",
+    "quantise_checkpoint",
     "resolve_pooling",
 ]
 
@@ -162,6 +164,7 @@ _LAZY = {
     "inspect_socket_folder": ".inspection",
     "inspect_threads": ".inspection",
     "inspect_torch": ".inspection",
+    "quantise_checkpoint": ".model.quantised_writing",
 }
 
 

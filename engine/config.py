@@ -43,7 +43,7 @@ class EngineConfig:
     """Settings of one engine.
 
     Attributes:
-        model: local folder, GGUF file or hub id.
+        model: local folder, GGUF file or hub id; of a GGUF file on the hub org/name:Q4_K_M.
         tokenizer: folder or hub id of the tokenizer, if not the model's own.
         skip_tokenizer_init: load no tokenizer: ids in, ids out.
         revision: branch, tag or commit on the hub.

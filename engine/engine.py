@@ -91,16 +91,8 @@ class Engine:
         facts = self.executor.facts
         info, device = facts.info, torch.device(facts.info.device)
         encoder_only, path = info.encoder_only, Path(info.model_path)
-        limits = SchedulerConfig(
-            max_num_seqs=config.max_num_batched_tokens
-            if encoder_only and config.max_num_seqs is None
-            else config.most_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            window=facts.window,
-            unchunked=encoder_only,
-            rotary_shifts=facts.rotary_shifts,
+        limits = SchedulerConfig.of(
+            config, window=facts.window, unchunked=encoder_only, rotary_shifts=facts.rotary_shifts
         )
         self.scheduler = Scheduler(limits, BlockPool(info.num_blocks))
         if self._publisher is not None:

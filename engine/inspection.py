@@ -23,7 +23,7 @@ from engine.model.abilities import find_abilities
 from engine.model.checkpoint import locate, read_config
 from engine.model.config_values import check_parameters
 from engine.model.families import architecture, build_spec, stored_scheme
-from engine.model.gguf.folder import SUFFIX
+from engine.model.gguf.folder import NO_TOKENIZER, SUFFIX
 from engine.model.gguf.weights import stored_formats
 from engine.model.quantised_cache import find_folder, kept_files
 from engine.model.retrieval import read_folder
@@ -31,6 +31,7 @@ from engine.model.transformer import Transformer
 from engine.model.weight_files import weight_files
 from engine.model.weights import stored_dtype
 from engine.process.launch import make_folder, remove_folder
+from engine.scheduling.limits import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,9 @@ class ModelFacts:
         weights: size of the parameters in that dtype, or as few bits as the settings say.
         num_blocks: pages that the settings and the free memory allow now; 0 for an encoder-only model.
         pages: size of these pages.
+        max_num_seqs: most requests of which each has a row in a step.
+        full_requests: requests of max_model_len tokens (and the longest encoder input) that these pages hold at a time;
+            0.0 for an encoder-only model.
         block_size: tokens a page holds.
         max_model_len: longest prompt plus answer, in tokens; of an encoder-decoder model the longest answer.
         max_encoder_len: longest prompt of an encoder-decoder model, None for others.
@@ -71,6 +75,7 @@ class ModelFacts:
         tasks: what the model can serve.
         quantization: what matrices become, "int8", "int8-fast" or "int4"; None: they have the dtype.
         stored: of a GGUF file, how many bytes are in each of ggml's formats, the most first.
+        no_tokenizer: of a GGUF file, why no tokenizer can be made of it, and what to do; "" if one can.
     """
 
     path: Path
@@ -82,6 +87,8 @@ class ModelFacts:
     weights: int
     num_blocks: int
     pages: int
+    max_num_seqs: int
+    full_requests: float
     block_size: int
     max_model_len: int
     max_encoder_len: int | None
@@ -89,6 +96,7 @@ class ModelFacts:
     tasks: tuple[Task, ...] = ("generate",)
     quantization: str | None = None
     stored: dict[str, int] = field(default_factory=dict)
+    no_tokenizer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,25 +152,29 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
-    check_parameters(path, spec, stored_scheme(hf_config))
+    scheme = stored_scheme(hf_config)
+    check_parameters(path, spec, scheme)
     abilities = find_abilities(hf_config, spec, pipeline)
     files = weight_files(path)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
-    quantization = find_quantization(config, device)
+    quantization = find_quantization(config, device, scheme)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None
     backend = select(device, spec.trunk.attentions, cache_dtype if paged else None)
     model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory
     weights = model.weight_bytes(quantization)
-    num_blocks = pages = 0
+    num_blocks, pages, full_requests = 0, 0, 0.0
+    limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)
     if paged:
         shapes, longest = model.kv_shapes(), model.max_encoder_len
         num_blocks = count_blocks(
             config, shapes, max_model_len, cache_dtype, device, max_encoder_len=longest, reserved=weights
         )
         pages = (num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype)
+        full_requests = limits.fitting(max_model_len, num_blocks, longest or 0)
+    lacks = path / NO_TOKENIZER
     return ModelFacts(
         path=path,
         architecture=architecture(hf_config),
@@ -173,6 +185,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         weights=weights,
         num_blocks=num_blocks,
         pages=pages,
+        max_num_seqs=limits.max_num_seqs,
+        full_requests=full_requests,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_encoder_len=model.max_encoder_len,
@@ -180,6 +194,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         tasks=abilities.tasks,
         quantization=quantization,
         stored=stored_formats(files[0]) if files[0].suffix == SUFFIX else {},
+        no_tokenizer=" ".join(lacks.read_text(encoding="utf-8").split()) if lacks.is_file() else "",
     )
 
 

@@ -61,7 +61,8 @@ def log_facts(info: EngineInfo, tokenizer: Tokenizer | None, model_id: str) -> N
 def _log_encoder(info: EngineInfo, model_id: str) -> None:
     logger.info(
         "Model %s from %s: %s on %s, encoder-only, %s, inputs of up to %d tokens.",
-        model_id, info.model_path, info.format, info.device, ", ".join(info.tasks), info.max_model_len,
+        model_id, info.model_file or info.model_path, info.format, info.device, ", ".join(info.tasks),
+        info.max_model_len,
     )  # fmt: skip
     logger.info(
         "No KV cache: an input is read whole, in one step, which holds at most %d inputs of %d tokens together, or one "
@@ -79,7 +80,9 @@ def _log_decoder(info: EngineInfo, model_id: str) -> None:
     if info.max_encoder_len is not None:  # its tokens have pages, too
         room = f"encoder-decoder, prompts of up to {info.max_encoder_len} tokens, answers of up to {longest}"
         longest, least = longest + info.max_encoder_len, 0.0
-    logger.info("Model %s from %s: %s on %s, %s.", model_id, info.model_path, info.format, info.device, room)
+    logger.info(
+        "Model %s from %s: %s on %s, %s.", model_id, info.model_file or info.model_path, info.format, info.device, room
+    )
     tokens = info.num_blocks * info.block_size
     lengths = [longest] + [1024] * (longest > 1024)
     fit = ", or ".join(f"{max(tokens / length, least):.1f} of {length} tokens" for length in lengths)

@@ -224,6 +224,15 @@ def test_models_looks_at_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
     assert facts["supported"] is True
     assert facts["chat_template"] is True
     assert "generate" in facts["tasks"]
+    assert facts["requests"] == facts["pages"] * 16 / facts["context"] > 1
+    assert facts["memory"] > facts["weights"]
+
+    limits = ["--max-model-len", "64", "--kv-cache-memory", "1MiB", "--quantization", "int4"]
+    assert main(["models", str(DEMO_MODEL), *limits]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"pages +(\d+) of 16 tokens, 1\.0 MiB in \w+: (\d+) tokens", shown)
+    assert re.search(r"requests +\d+\.\d of 64 tokens fit at a time, at most 128 run in one step", shown)
+    assert "MiB in int4" in shown
 
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
     assert main(["models", str(tmp_path)]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -18,7 +19,8 @@ from support.gguf_files import KINDS, library, put, write_file
 from support.reference import MIN_MARGIN
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from engine import SamplingParams
+from cli.main import main
+from engine import SamplingParams, quantise_checkpoint
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.inspection import inspect_model
@@ -27,6 +29,7 @@ from engine.model.gguf import folder as folders
 from engine.model.gguf.folder import stand_in
 from engine.model.gguf.weights import GgufWeights
 from engine.model.weight_files import Checkpoint
+from server.facts import log_facts
 
 ORACLE = Path(sys.prefix) / "clients" / "quantised"  # tools/setup.py puts it there
 FORMATS = ("Q8_0", "Q4_0", "Q5_1", "BF16")
@@ -94,6 +97,17 @@ def test_it_is_quantised_again_and_kept(
     assert not any("_proj" in name for name in read), "they were kept"
 
 
+def test_one_of_plain_numbers_is_written_in_few_bits(gguf: Any, llama: Path, tmp_path: Path) -> None:
+    """As a checkpoint of its own, which is served alike; one of few bits is refused."""
+    path = tmp_path / "plain.gguf"
+    write_file(path, KINDS["llama"], formats=("F16", "F32"))
+    quantise_checkpoint(str(path), tmp_path / "new", "int8", show_progress=False)
+    prompts = [[1, 5, 9], [4]]
+    assert answers(tmp_path / "new", prompts) == answers(path, prompts, quantization="int8")
+    with pytest.raises(UnsupportedModelError, match=r"in few bits already \(GGUF \(Q4_0, Q5_1, Q8_0\)\)"):
+        quantise_checkpoint(str(llama), tmp_path / "more", "int8", show_progress=False)
+
+
 def test_where_files_are_found(llama: Path, cache: Path, tmp_path: Path) -> None:
     """The folder that stands for a file is made once for each version of it."""
     found = checkpoint.locate(str(llama))
@@ -159,9 +173,25 @@ def test_what_it_says_of_itself(llama: Path, caplog: pytest.LogCaptureFixture) -
     assert {"Q8_0", "Q4_0", "Q5_1", "BF16", "F32"} >= facts.stored.keys() >= {"Q8_0", "Q4_0"}
     assert sum(facts.stored.values()) < llama.stat().st_size
     with caplog.at_level("INFO", logger="octavo.model"):
-        answers(llama, [[1]])
-    assert "tiny.gguf" in caplog.text or str(facts.path) in caplog.text
-    assert "are stored as GGUF (Q8_0" in caplog.text
+        engine = make_engine(llama, skip_tokenizer_init=True)
+    assert f"{llama}: weights are stored as GGUF (Q8_0" in caplog.text
+    assert (engine.info.model_path, engine.info.model_file) == (str(facts.path), str(llama))
+    with caplog.at_level("INFO", logger="octavo.server"):
+        log_facts(engine.info, None, "tiny")
+    assert f"Model tiny from {llama}: " in caplog.text
+    engine.close()
+
+
+def test_octavo_models_answers_for_one_without_a_tokenizer(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be served with another's."""
+    assert main(["models", str(llama)]) == 0
+    shown = capsys.readouterr().out
+    assert "tokenizer      none" in shown
+    assert "tokens fit at a time" in shown
+    assert f"octavo serve {llama} --tokenizer NAME" in shown
+    assert main(["models", str(llama), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["supported"], found["tokenizer"]) == (True, None)
 
 
 def test_rows_are_read_alone(llama: Path) -> None:

@@ -45,7 +45,7 @@ from engine.model.layers import Linear
 from engine.model.quantisation import Quantization, quantise, quantise_by_torch
 from engine.model.quantised_cache import Writer, find_folder
 from engine.model.transformer import Transformer
-from engine.model.weight_files import SINGLE_FILE, Checkpoint
+from engine.model.weight_files import SINGLE_FILE, Checkpoint, raw_bytes
 
 KINDS: tuple[Quantization, ...] = ("int8", "int8-fast", "int4")
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -505,4 +505,4 @@ def test_numbers_belong_to_a_format() -> None:
 
 
 def _sum(tensor: Tensor) -> str:
-    return hashlib.sha256(quantised_cache._bytes(tensor)).hexdigest()[:16]
+    return hashlib.sha256(raw_bytes(tensor)).hexdigest()[:16]

@@ -60,6 +60,11 @@ COMMANDS: dict[str, Command] = {
             ("offline", "measure the engine alone, in this process, without a server"),
         ),
     ),
+    "quantize": Command(
+        "converting",
+        "write a checkpoint anew, with weights of few bits",
+        f"{__name__}.quantize",
+    ),
     "models": Command(
         "looking", "list the supported families, or say whether a checkpoint is supported", f"{__name__}.models"
     ),
@@ -76,11 +81,12 @@ COMMANDS: dict[str, Command] = {
 
 # What people call commands elsewhere.
 SYNONYMS: dict[str, str] = {
-    "ask": "complete", "api": "serve", "bash": "completion", "benchmark": "bench", "check": "doctor",
-    "completions": "complete", "diagnose": "doctor", "env": "config", "families": "models", "generate": "complete",
-    "infer": "complete", "launch": "serve", "list": "models", "ls": "models", "measure": "bench", "predict": "complete",
-    "repl": "chat", "run": "chat", "server": "serve", "settings": "config", "start": "serve", "status": "doctor",
-    "talk": "chat", "translate": "complete", "up": "serve",
+    "api": "serve", "ask": "complete", "bash": "completion", "benchmark": "bench", "check": "doctor",
+    "completions": "complete", "compress": "quantize", "convert": "quantize", "diagnose": "doctor", "env": "config",
+    "families": "models", "generate": "complete", "infer": "complete", "launch": "serve", "list": "models",
+    "ls": "models", "measure": "bench", "predict": "complete", "quantise": "quantize", "repl": "chat", "run": "chat",
+    "server": "serve", "settings": "config", "start": "serve", "status": "doctor", "talk": "chat",
+    "translate": "complete", "up": "serve",
 }  # fmt: skip
 
 _HEAD = """\

@@ -15,7 +15,8 @@ from server.config.wording import did_you_mean
 PROG = "octavo models"
 DESCRIPTION = """\
 Lists the supported families; with a name, those that have it in theirs or in an architecture's. With a checkpoint, says
-whether it is supported, and what it would serve; only the headers of its files are read.
+whether it is supported, what it would serve, and how many requests at a time would fit into the memory that is free
+now; only the headers of its files are read.
 
   octavo models                   all families
   octavo models qwen              those called so
@@ -33,15 +34,23 @@ def parser() -> OneLineParser:
         nargs="?",
         help="part of a family's or an architecture's name; or a folder, GGUF file or hub id",
     )
+    group = made.add_argument_group("a checkpoint, as octavo serve would be told")
+    group.add_argument("--max-model-len", metavar="N", type=int, help="longest prompt plus answer, in tokens")
+    group.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes for the pages")
+    group.add_argument("--quantization", choices=("none", "int8", "int8-fast", "int4"), help="weights made smaller")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
 def run(arguments: list[str]) -> int:
     """List, or look at one; 1 if there is no such family, or the checkpoint is not supported."""
-    given = parser().parse_args(arguments)
+    made = parser()
+    given = made.parse_args(arguments)
     if given.model is not None and _is_checkpoint(given.model):
-        return _tell(given.model, as_json=given.json)
+        settings = {name: getattr(given, name) for name in ("max_model_len", "kv_cache_memory", "quantization")}
+        return _tell(
+            given.model, {name: value for name, value in settings.items() if value is not None}, as_json=given.json
+        )
     found = [row for row in families() if _matches(row, given.model or "")]
     if not found:
         names = [name for row in families() for name in (row["family"], *row["architectures"])]
@@ -83,8 +92,8 @@ class _Verdict:
     facts: tuple[tuple[str, str, Any], ...] = ()
 
 
-def _tell(model: str, *, as_json: bool) -> int:
-    verdict = _examine(model)
+def _tell(model: str, settings: dict[str, Any], *, as_json: bool) -> int:
+    verdict = _examine(model, settings)
     if as_json:
         values = {name.replace(" ", "_"): value for name, _, value in verdict.facts}
         found = {"model": model, "supported": verdict.supported, "message": verdict.message, **values}
@@ -99,17 +108,19 @@ def _tell(model: str, *, as_json: bool) -> int:
     return 0 if verdict.supported else 1
 
 
-def _examine(model: str) -> _Verdict:
+def _examine(model: str, settings: dict[str, Any]) -> _Verdict:
     from engine import EngineConfig, NotDownloadedError, OctavoError, inspect_model
     from engine.text.processor import load_tokenizer
 
     try:
-        facts = inspect_model(EngineConfig(model=os.path.expanduser(model)))
-        tokenizer = load_tokenizer(str(facts.path))
+        facts = inspect_model(EngineConfig(model=os.path.expanduser(model), **settings))
+        tokenizer = None if facts.no_tokenizer else load_tokenizer(str(facts.path))
     except NotDownloadedError as problem:
         near = (
             ""
             if "Did you mean" in str(problem)
+            else f" To have it there: octavo serve {model}."
+            if ":" in model or model.endswith(".gguf")
             else f" To have it there: hf download {model}, or octavo serve {model}."
         )
         return _Verdict(False, f"{problem}{near}")
@@ -118,22 +129,41 @@ def _examine(model: str) -> _Verdict:
     family = next((row["family"] for row in families() if facts.architecture in row["architectures"]), "")
     writes = "generate" in facts.tasks
     chats = writes and facts.max_encoder_len is None and tokenizer is not None and tokenizer.chat_template is not None
-    size = facts.weights / 2**20
+    known = "none" if tokenizer is None else f"{tokenizer.vocab_size} tokens"
     shown: list[tuple[str, str, Any]] = [
         ("architecture", f"{facts.architecture}{f' ({family})' if family else ''}", facts.architecture),
         ("tasks", ", ".join(facts.tasks), list(facts.tasks)),
         ("context", f"{facts.max_model_len} tokens", facts.max_model_len),
-        ("weights", f"{size:.1f} MiB in {facts.quantization or facts.dtype}, on {facts.device}", facts.weights),
-        ("tokenizer", "none" if tokenizer is None else f"{tokenizer.vocab_size} tokens",
-         tokenizer and tokenizer.vocab_size),
-        ("chat template", "yes" if chats else "no", chats),
-    ]  # fmt: skip
+    ]
+    if facts.max_encoder_len is not None:
+        shown.append(("prompts", f"{facts.max_encoder_len} tokens, read by the encoder", facts.max_encoder_len))
     if facts.stored:
         held = ", ".join(f"{name} {held / 2**20:.1f} MiB" for name, held in facts.stored.items())
-        shown.insert(3, ("stored as", held, facts.stored))
-    if facts.max_encoder_len is not None:
-        shown.insert(3, ("prompts", f"{facts.max_encoder_len} tokens, read by the encoder", facts.max_encoder_len))
+        shown.append(("stored as", held, facts.stored))
+    weights = f"{_mebi(facts.weights)} in {facts.quantization or facts.dtype}, on {facts.device}"
+    shown.append(("weights", weights, facts.weights))
+    if facts.num_blocks:
+        tokens = facts.num_blocks * facts.block_size
+        pages = f"{facts.num_blocks} of {facts.block_size} tokens, {_mebi(facts.pages)} in {facts.kv_cache_dtype}"
+        length = facts.max_model_len + (facts.max_encoder_len or 0)
+        shown += [
+            ("pages", f"{pages}: {tokens} tokens", facts.num_blocks),
+            ("requests", f"{facts.full_requests:.1f} of {length} tokens fit at a time, at most {facts.max_num_seqs} "
+             "run in one step", facts.full_requests),
+        ]  # fmt: skip
+    shown += [
+        ("memory", f"{_mebi(facts.weights + facts.pages)} of {_mebi(facts.free)} that are free",
+         facts.weights + facts.pages),
+        ("tokenizer", known, tokenizer and tokenizer.vocab_size),
+        ("chat template", "yes" if chats else "no", chats),
+    ]  # fmt: skip
+    if facts.no_tokenizer:
+        return _Verdict(True, f"{facts.no_tokenizer} Then: octavo serve {model} --tokenizer NAME", tuple(shown))
     ways = [f"octavo serve {model}"]
     if writes:
         ways.append(f"octavo chat {model}" if chats else f"octavo complete --model {model} PROMPT")
     return _Verdict(True, f"Serve it: {ways[0]}" + "".join(f"; talk with it: {way}" for way in ways[1:]), tuple(shown))
+
+
+def _mebi(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

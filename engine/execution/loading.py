@@ -86,13 +86,18 @@ def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:
         )
 
 
-def find_quantization(config: EngineConfig, device: torch.device) -> Quantization | None:
+def find_quantization(config: EngineConfig, device: torch.device, scheme: Scheme | None = None) -> Quantization | None:
     """What the matrices become.
+
+    Args:
+        scheme: how the checkpoint stores weights of few bits, which may say what they are to be on a CPU.
 
     Raises:
         ConfigError: they cannot on this device.
     """
-    if config.quantization is None or config.quantization == "none":
+    if config.quantization is None:
+        return scheme.served_as if scheme is not None and device.type == "cpu" else None
+    if config.quantization == "none":
         return None
     if device.type != "cpu":
         raise ConfigError(

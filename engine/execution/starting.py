@@ -36,7 +36,7 @@ from engine.execution.warmup import can_record, measure, record
 from engine.host import gpus
 from engine.interface.outputs import EngineInfo
 from engine.model.abilities import find_abilities
-from engine.model.checkpoint import locate, read_config
+from engine.model.checkpoint import find, laid_out, read_config
 from engine.model.config_values import check_parameters
 from engine.model.families import build_spec, context_length, stored_scheme
 from engine.model.projection import load_projection
@@ -55,6 +55,7 @@ class Resolved:
 
     Attributes:
         path: folder of the checkpoint.
+        file: the GGUF file that it stands for, if it does.
         hf_config: the model's, as transformers reads it.
         spec: what the model is made of.
         pipeline: what the folder says of its embeddings.
@@ -68,6 +69,7 @@ class Resolved:
     config: EngineConfig
     device: torch.device
     path: Path
+    file: Path | None
     hf_config: Any
     spec: ModelSpec
     pipeline: Pipeline
@@ -96,7 +98,8 @@ def start(config: EngineConfig) -> LocalExecutor:
 
 def resolve(config: EngineConfig, device: torch.device) -> Resolved:
     """Decide what is loaded, and how; refuse what cannot be."""
-    pipeline = read_folder(locate(config.model, config.revision, config.hf_token))
+    place = find(config.model, config.revision, config.hf_token)
+    pipeline = read_folder(laid_out(place))
     path = pipeline.transformer
     hf_config = read_config(path)
     spec = build_spec(hf_config)
@@ -104,7 +107,7 @@ def resolve(config: EngineConfig, device: torch.device) -> Resolved:
     check_parameters(path, spec, scheme)
     stored = stored_dtype(path, hf_config)
     dtype = choose_dtype(config.dtype, stored, device)
-    quantization = find_quantization(config, device)
+    quantization = find_quantization(config, device, scheme)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
@@ -114,6 +117,7 @@ def resolve(config: EngineConfig, device: torch.device) -> Resolved:
         config=config,
         device=device,
         path=path,
+        file=None if place.is_dir() else place,
         hf_config=hf_config,
         spec=spec,
         pipeline=pipeline,
@@ -182,6 +186,7 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
     info = EngineInfo(
         model=config.model,
         model_path=str(resolved.path),
+        model_file=None if resolved.file is None else str(resolved.file),
         dtype=str(resolved.dtype).removeprefix("torch."),
         kv_cache_dtype=format_name(resolved.cache_dtype),
         device=str(resolved.device),

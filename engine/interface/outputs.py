@@ -400,6 +400,7 @@ class EngineInfo:
         speech: the special tokens of a model that turns speech into text; None of others.
         signal: what its encoder, or one of its two, reads that is no token ids; None: it reads those alone. A model
             without a vocabulary (`vocab_size` is 0) reads nothing else.
+        model_file: the GGUF file that was loaded, for which the folder `model_path` stands; None: it is the model's.
     """
 
     model: str
@@ -447,6 +448,7 @@ class EngineInfo:
     filler: int | None = None
     speech: SpeechInfo | None = None
     signal: SignalInfo | None = None
+    model_file: str | None = None
 
     @property
     def format(self) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import logging
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, list_repo_files, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -24,11 +27,12 @@ from engine.model import families
 from engine.model.config_values import check_values, read_values
 from engine.model.families.language_part import language_part
 from engine.model.gguf.folder import SUFFIX, single_file, stand_in
+from engine.model.gguf.on_hub import choose, named_file, nothing_chosen
 
 logger = logging.getLogger("octavo.model")
 
 # Everything a model needs, and no weights in other formats.
-_PATTERNS = (
+PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
@@ -60,7 +64,8 @@ def locate(model: str, revision: str | None = None, hf_token: str | None = None,
     """The folder of a checkpoint, downloaded if `model` is a hub id; of a GGUF file the one that stands for it.
 
     Args:
-        model: local folder, GGUF file, or hub id such as "org/name".
+        model: local folder, GGUF file, hub id such as "org/name", or a GGUF file there, such as "org/name:Q4_K_M" or
+            "org/name/*Q4_K_M.gguf".
         revision: branch, tag or commit on the hub.
         hf_token: token for gated models; else HF_TOKEN or the token of `hf auth login`.
         download: false: only what is in the local cache already.
@@ -68,28 +73,46 @@ def locate(model: str, revision: str | None = None, hf_token: str | None = None,
     Raises:
         ModelLoadError: there is no such folder or model, access is denied, or the hub is out of reach.
     """
+    return laid_out(find(model, revision, hf_token, download=download))
+
+
+def laid_out(place: Path) -> Path:
+    """The folder that `find` found; of a GGUF file the one that stands for it."""
+    return place if place.is_dir() else stand_in(place)
+
+
+def find(model: str, revision: str | None = None, hf_token: str | None = None, *, download: bool = True) -> Path:
+    """The folder of a checkpoint, or the GGUF file that is one; see `locate`."""
     path = Path(model).expanduser()
     if path.is_dir():
         if (file := single_file(path)) is not None:
-            return stand_in(file)
+            return file
         if not _is_checkpoint(path):
             raise ModelLoadError(
                 f"The folder {path} holds no config.json, so it is no checkpoint in Hugging Face's layout. "
                 "Give the folder that holds config.json and the safetensors files, or a GGUF file."
             )
         return path
-    if path.suffix == SUFFIX:
-        if not path.exists():
-            raise ModelLoadError(f"The file {path} does not exist.")
-        return stand_in(path)
+    if path.suffix == SUFFIX and path.exists():
+        return path
     if path.exists():
         raise ModelLoadError(
             f"{path} is a file; give the folder of the checkpoint that holds config.json, or a file *{SUFFIX}."
         )
+    if (named := named_file(model)) is not None:
+        return _gguf_file(*named, revision, hf_token, local_only=not download)
+    if path.suffix == SUFFIX:
+        raise ModelLoadError(f"The file {path} does not exist.")
     if _looks_like_path(model):
         advice = _near(path) or " Name one that holds config.json, or a model on the hub, such as org/name."
         raise ModelLoadError(f"The folder {path} does not exist.{advice}")
-    return _download(model, revision, hf_token, local_only=not download)
+    folder = _download(model, PATTERNS, revision, hf_token, local_only=not download)
+    if not _is_checkpoint(folder):
+        raise ModelLoadError(
+            f"The model {_at(model, revision)} on the hub holds no config.json, so it cannot be loaded. Of GGUF files "
+            f"there name one: {model}:Q4_K_M, say."
+        )
+    return folder
 
 
 def _near(path: Path) -> str:
@@ -118,16 +141,62 @@ def _looks_like_path(model: str) -> bool:
     )
 
 
-def _download(model: str, revision: str | None, hf_token: str | None, local_only: bool) -> Path:
-    at = f"{model} (revision {revision})" if revision else model
-    try:
+def _at(model: str, revision: str | None) -> str:
+    return f"{model} (revision {revision})" if revision else model
+
+
+def _download(
+    model: str, patterns: Sequence[str], revision: str | None, hf_token: str | None, *, local_only: bool
+) -> Path:
+    with _explained(model, revision, local_only=local_only):
         folder = snapshot_download(
             model,
             revision=revision,
             token=hf_token or None,
-            allow_patterns=list(_PATTERNS),
+            allow_patterns=list(patterns),
             local_files_only=local_only,
         )
+    return Path(folder)
+
+
+def _gguf_file(model: str, wanted: str, revision: str | None, hf_token: str | None, *, local_only: bool) -> Path:
+    """A GGUF file of a repository; where the hub cannot be asked, one that is in the local cache."""
+    names = None if local_only or constants.HF_HUB_OFFLINE else _listed(model, revision, hf_token)
+    if names is None:
+        try:
+            folder = _download(model, [f"*{SUFFIX}"], revision, hf_token, local_only=True)
+        except NotDownloadedError as error:
+            if local_only:
+                raise
+            raise ModelLoadError(_unreachable(model, _at(model, revision))) from error
+        here = [file.relative_to(folder).as_posix() for file in folder.rglob(f"*{SUFFIX}")]
+        if (chosen := choose(here, model, wanted)) is None:
+            raise NotDownloadedError(f"{wanted} of {_at(model, revision)} is not in the local cache yet.")
+        return folder / chosen
+    if (chosen := choose(names, model, wanted)) is None:
+        raise ModelLoadError(nothing_chosen(names, _at(model, revision), wanted))
+    return _download(model, [glob.escape(chosen)], revision, hf_token, local_only=False) / chosen
+
+
+def _listed(model: str, revision: str | None, hf_token: str | None) -> list[str] | None:
+    """The files of a model on the hub; None where it is out of reach."""
+    refusals = (HFValidationError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)
+    with _explained(model, revision, local_only=False):
+        try:
+            return list_repo_files(model, revision=revision, token=hf_token or None)
+        except refusals:
+            raise
+        except Exception as error:  # whatever the HTTP client of the installed version raises
+            logger.warning("%s: the hub cannot be asked for its files: %s", model, error)
+            return None
+
+
+@contextmanager
+def _explained(model: str, revision: str | None, *, local_only: bool) -> Iterator[None]:
+    """Turn what the hub's client raises into errors that say what to do."""
+    at = _at(model, revision)
+    try:
+        yield
     except HFValidationError as error:
         raise ModelLoadError(
             f"{model!r} is neither an existing folder nor a valid hub id such as org/name ({error})."
@@ -151,10 +220,6 @@ def _download(model: str, revision: str | None, hf_token: str | None, local_only
     except Exception as error:
         # Whatever the HTTP client of the installed version raises, full disks, rate limits.
         raise ModelLoadError(f"{at} could not be downloaded from the hub ({type(error).__name__}: {error}).") from error
-    path = Path(folder)
-    if not _is_checkpoint(path):
-        raise ModelLoadError(f"The model {at} on the hub holds no config.json, so it cannot be loaded.")
-    return path
 
 
 def _unreachable(model: str, at: str) -> str:

@@ -33,6 +33,7 @@ from engine.backends import native
 from engine.backends.native.gemm import GROUP, Quantised
 from engine.host.folders import cache_folder, make_private
 from engine.model.quantisation import Quantization, quantiser
+from engine.model.weight_files import header, raw_bytes
 
 logger = logging.getLogger("octavo.model")
 
@@ -199,7 +200,7 @@ class Entry:
             self._tensors: dict[str, Tensor] = {name: handle.get_tensor(name) for name in cache.layout.places}
         sums = self._tensors.pop(_CHECKSUMS).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
-            if list(pool.map(lambda tensor: zlib.crc32(_bytes(tensor)), self._tensors.values())) != sums:
+            if list(pool.map(lambda tensor: zlib.crc32(raw_bytes(tensor)), self._tensors.values())) != sums:
                 raise ValueError("its checksums are wrong")
 
     def take(self, matrix: Matrix, index: int) -> Quantised:
@@ -246,7 +247,7 @@ class Writer:
             OSError: it cannot be written.
         """
         for name, tensor in zip(_names(matrix), (made.values, made.scales), strict=True):
-            data = _bytes(tensor)
+            data = raw_bytes(tensor)
             self._sums[name] = zlib.crc32(data, self._sums[name])
             self._file.seek(self._start + self._cache.layout.places[name].begin + index * len(data))
             self._file.write(data)
@@ -258,7 +259,7 @@ class Writer:
             OSError: it cannot be written.
         """
         self._file.seek(self._start + self._cache.layout.places[_CHECKSUMS].begin)
-        self._file.write(_bytes(torch.tensor(list(self._sums.values()), dtype=torch.int64)))
+        self._file.write(raw_bytes(torch.tensor(list(self._sums.values()), dtype=torch.int64)))
         self._file.close()
         if not self._cache.unchanged():
             raise OSError("the checkpoint has changed meanwhile")
@@ -294,16 +295,8 @@ class _Layout:
 
     def header(self, metadata: dict[str, str]) -> bytes:
         """The beginning of the file."""
-        entries: dict[str, Any] = {"__metadata__": metadata}
-        for name, place in self.places.items():
-            entries[name] = {
-                "dtype": _STORED[place.dtype],
-                "shape": place.shape,
-                "data_offsets": [place.begin, place.end],
-            }
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        stored = {name: (_STORED[p.dtype], p.shape, p.end - p.begin) for name, p in self.places.items()}
+        return header(stored, metadata)[0]
 
     def check(self, handle: Any) -> None:
         """Raise ValueError for a file that holds other tensors."""
@@ -317,10 +310,6 @@ class _Layout:
 
 def _names(matrix: Matrix) -> tuple[str, str]:
     return f"{matrix.name}.values", f"{matrix.name}.scales"
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _identities(files: Sequence[Path]) -> list[list[Any]]:

@@ -14,7 +14,7 @@ from engine.model.experts import ExpertMatrices
 from engine.model.layers import Linear
 from engine.model.quantisation import Quantization, quantise
 from engine.model.quantised_cache import Cache, Entry, Matrix, Writer
-from engine.model.table import Destination
+from engine.model.table import Destination, keeps_rows
 from engine.model.transformer import Transformer
 from engine.model.weight_files import Checkpoint
 
@@ -26,7 +26,7 @@ class MatrixLoading:
     its plain format: what is not filled yet takes none. A context manager.
 
     Where quantised matrices were kept, plain ones are not read. Else they are kept now, as they are made; where that
-    fails, the load goes on without.
+    fails, the load goes on without. What a checkpoint stores in this very form is taken as it is, and not kept again.
 
     Args:
         destinations: where each stored tensor goes; what need not be read is taken out.
@@ -49,19 +49,25 @@ class MatrixLoading:
         self._names = {module: name for name, module in model.named_modules()}
         self._modules = dict(model.matrices(quantization))
         self._matrices: dict[Linear | ExpertMatrices, Matrix] = {}
+        self._stored: dict[str, Linear | ExpertMatrices] = {}
+        self._assembled: dict[Linear | ExpertMatrices, Quantised] = {}
         for module, kind in self._modules.items():
-            if kind is not None:
+            filling = sources[module.weight.data_ptr()]
+            if kind is not None and filling and all(
+                checkpoint.kind(name) == kind and keeps_rows(destination.transform) and len(destinations[name]) == 1
+                for name, destination in filling
+            ):  # fmt: skip
+                self._stored |= {name: module for name, _ in filling}
+            elif kind is not None:
                 self._matrices[module] = Matrix(
                     name=self._names[module],
                     kind=kind,
                     count=module.weight.shape[0] if isinstance(module, ExpertMatrices) else 1,
                     outputs=module.outputs,
                     inputs=module.inputs,
-                    sources=tuple(
-                        _described(name, checkpoint, destination)
-                        for name, destination in sources[module.weight.data_ptr()]
-                    ),
+                    sources=tuple(_described(name, checkpoint, destination) for name, destination in filling),
                 )
+        self._count = len(set(self._stored.values()))
         self._stack = ExitStack()
         self._problem: object = ""
         self._cache: Cache | None = None
@@ -97,6 +103,20 @@ class MatrixLoading:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def stores(self, name: str) -> bool:
+        """This tensor of the checkpoint is to be `take`n, instead of filled into its parameter."""
+        return name in self._stored
+
+    def take(self, name: str, stored: Quantised, destination: Destination) -> None:
+        """Put a matrix that a checkpoint stores as it is needed where a plain one would go."""
+        module = self._stored[name]
+        if module not in self._assembled:
+            self._assembled[module] = _room_for(module, stored)
+        whole, place = self._assembled[module], destination.place
+        lead = whole.values.shape[: destination.parameter.dim() - 1]
+        for to, part in ((whole.values, stored.values), (whole.scales, stored.scales)):
+            destination.transform.fill(to.view(*lead, -1), place, part.reshape(len(part), -1))
+
     def filled(self, pointer: int) -> None:
         """A tensor has gone to the parameter at this address."""
         self._missing[pointer] -= 1
@@ -120,8 +140,12 @@ class MatrixLoading:
     def _pack(self, module: Linear | ExpertMatrices) -> None:
         kind = self._modules[module]
         module.pack(kind, None if kind is None else partial(self._quantised, module))
+        self._assembled.pop(module, None)
 
     def _quantised(self, module: Linear | ExpertMatrices, index: int) -> Quantised:
+        if (stored := self._assembled.get(module)) is not None:
+            several = isinstance(module, ExpertMatrices)
+            return Quantised(stored.values[index], stored.scales[index], stored.inputs) if several else stored
         matrix = self._matrices[module]
         if self._entry is not None:
             return self._entry.take(matrix, index)
@@ -136,6 +160,10 @@ class MatrixLoading:
 
     def _report(self) -> None:
         what = f"Quantised weights ({self._kind})"
+        if self._count:
+            logger.info("%s of %d matrices were taken as they are stored.", what, self._count)
+        if not self._matrices:
+            return
         if self._problem:
             message = "%s were made, but cannot be kept for the next start: %s. See --quantization-cache."
             logger.warning(message, what, self._problem)
@@ -144,6 +172,13 @@ class MatrixLoading:
         else:
             done = "were made, and kept for the next start in" if self._entry is None else "were read from"
             logger.info("%s %s %s (%.1f MiB).", what, done, self._cache.path, self._cache.layout.size / 2**20)
+
+
+def _room_for(module: Linear | ExpertMatrices, part: Quantised) -> Quantised:
+    """A module's matrix, or those of its experts, to be filled; `part` is some of its rows."""
+    lead = (*module.weight.shape[:-2], module.outputs)
+    values, scales = (tensor.new_empty(*lead, *tensor.shape[1:]) for tensor in (part.values, part.scales))
+    return Quantised(values, scales, part.inputs)
 
 
 def _described(name: str, checkpoint: Checkpoint, destination: Destination) -> str:

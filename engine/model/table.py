@@ -310,6 +310,19 @@ class Taps:
             target[rows].view(outputs, self.taps, -1)[:, :, own].copy_(source[rows].transpose(1, 2))
 
 
+def keeps_rows(transform: Transform) -> bool:
+    """Whether all that a transformation does is to put whole rows elsewhere: then it does the same with what is stored
+    of each row, integers and scales."""
+    match transform:
+        case Same() | Swapped() | Interleaved():
+            return True
+        case Joined(inner=several):
+            return all(map(keeps_rows, several))
+        case Stacked(inner=inner) | Flattened(inner=inner):
+            return keeps_rows(inner)
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Destination:
     """Where a stored tensor of this shape goes: source number `place` of a parameter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -12,9 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError
 from engine.model.gguf.folder import LINK, SUFFIX
 from engine.model.gguf.weights import GgufWeights, stored_formats
+from engine.model.quantisation import Quantization
 from engine.model.stored.scheme import Packed, Scheme
 from engine.model.table import WeightTable
 
@@ -136,6 +138,21 @@ class Checkpoint:
         packed, parts = self._packed[place]
         return packed.decode(*(self._read(part) for part in parts))
 
+    def kind(self, name: str) -> Quantization | None:
+        """What of ours a matrix of few bits is without any loss; None for nothing."""
+        packed = self._packed.get(self.names[name])
+        return None if packed is None else packed[0].kind
+
+    def quantised(self, name: str) -> Quantised:
+        """A matrix that has a `kind`, as that."""
+        packed, parts = self._packed[self.names[name]]
+        assert packed.quantised is not None
+        return packed.quantised(*(self._read(part) for part in parts))
+
+    def stored_name(self, name: str) -> str:
+        """What the file calls a tensor."""
+        return self.names[name][1]
+
     def _read(self, place: tuple[Path, str]) -> Tensor:
         file, key = place
         with _readable(file):
@@ -166,6 +183,30 @@ def _readable(file: Path) -> Iterator[None]:
         raise ModelLoadError(
             f"{file} cannot be read as safetensors ({error}). It is damaged or incomplete: download it again."
         ) from error
+
+
+def header(
+    tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file, and where each tensor begins behind it.
+
+    Args:
+        tensors: by name, in the order in which they lie: format in safetensors' words, shape, bytes. Where wider
+            formats come first, all are aligned.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begins, end = {}, 0
+    for name, (stored, shape, size) in tensors.items():
+        begins[name], end = end, end + size
+        entries[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [begins[name], end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, begins
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """What a tensor is in a file."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def weight_files(path: Path) -> list[Path]:

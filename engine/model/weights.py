@@ -7,7 +7,6 @@ shapes are checked before any data is read. Each tensor is read once and copied 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,9 @@ def load_model(
     scheme = families.stored_scheme(config)
     with Checkpoint(path, scheme) as checkpoint:
         checkpoint.rename(table)
-        as_stored = _as_stored(checkpoint, table, model_spec)
-        if as_stored != model_spec:
-            model_spec = as_stored
+        stored_spec = as_stored(checkpoint, table, model_spec)
+        if stored_spec != model_spec:
+            model_spec = stored_spec
             table = families.weight_table(config, model_spec)
         try:
             model = Transformer(model_spec, backend, max_model_len, device=device, dtype=dtype)
@@ -77,16 +76,20 @@ def load_model(
                 f"The weights of {path} do not fit into the free memory of {device} as {dtype}: {error}. "
                 "Use a smaller model, a 16-bit --dtype, or another --device."
             ) from error
-        destinations = _plan(checkpoint, table, model)
+        destinations = plan(checkpoint, table, model)
         if checkpoint.title is not None:
-            held = f"quantised again ({quantization})" if quantization else f"widened to {str(dtype)[6:]}"
-            logger.info("%s: weights are stored as %s, and %s as they are read.", path, checkpoint.title, held)
+            held = f"widened to {str(dtype)[6:]}"
+            if quantization:
+                held = f"quantised again ({quantization}) unless they are that already,"
+            logger.info(
+                "%s: weights are stored as %s, and %s as they are read.", checkpoint.path, checkpoint.title, held
+            )
         if quantization is None:
             _fill(checkpoint, destinations, show_progress)
         else:
             folder = find_folder(quantization_cache)
             with MatrixLoading(model, quantization, checkpoint, destinations, folder) as matrices:
-                _fill(checkpoint, destinations, show_progress, matrices.filled)
+                _fill(checkpoint, destinations, show_progress, matrices)
                 matrices.finish()
     return model.eval()
 
@@ -107,7 +110,7 @@ def stored_dtype(path: Path, config: Any) -> torch.dtype:
     return named if named in (torch.float16, torch.bfloat16) else torch.float32
 
 
-def _as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> ModelSpec:
+def as_stored(checkpoint: Checkpoint, table: WeightTable, model: ModelSpec) -> ModelSpec:
     """The model, with an output matrix and token tables of their own where the checkpoint has such although they are
     said to be one: then they are used, as in transformers; and without a head where an encoder's config names one that
     is not stored.
@@ -157,7 +160,7 @@ def _differs(checkpoint: Checkpoint, name: str | None, original: str) -> bool:
     return True
 
 
-def _plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, list[Destination]]:
+def plan(checkpoint: Checkpoint, table: WeightTable, model: Transformer) -> dict[str, list[Destination]]:
     """Where each stored tensor goes, by its name; parts of one may go to several parameters.
 
     Raises:
@@ -203,9 +206,9 @@ def _fill(
     checkpoint: Checkpoint,
     destinations: dict[str, list[Destination]],
     show_progress: bool,
-    filled: Callable[[int], None] | None = None,
+    matrices: MatrixLoading | None = None,
 ) -> None:
-    """Read all tensors; `filled` is told the address of the parameter that each has gone to."""
+    """Read all tensors; `matrices` is told the address of the parameter that each has gone to."""
     total = sum(d.shape.numel() * d.parameter.element_size() for found in destinations.values() for d in found[:1])
     # File order, so that a file is read from front to back.
     order = [name for name in checkpoint.names if name in destinations]
@@ -214,8 +217,15 @@ def _fill(
     ) as bar:
         for name in order:
             left = destinations.pop(name)  # which would keep what packing gives up
+            bar.update(left[0].shape.numel() * left[0].parameter.element_size())
+            if matrices is not None and matrices.stores(name):
+                destination = left.pop()
+                matrices.take(name, checkpoint.quantised(name), destination)
+                pointer = destination.parameter.data_ptr()
+                del destination
+                matrices.filled(pointer)
+                continue
             stored = checkpoint.read(name)
-            bar.update(stored.numel() * left[0].parameter.element_size())
             while left:
                 destination = left.pop()
                 source = stored.to(destination.parameter.dtype)
@@ -225,7 +235,7 @@ def _fill(
                         "Use --dtype bfloat16 or float32."
                     )
                 destination.transform.fill(destination.parameter, destination.place, source)
-                if filled is not None:
+                if matrices is not None:
                     pointer = destination.parameter.data_ptr()
                     del destination
-                    filled(pointer)
+                    matrices.filled(pointer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.config import EngineConfig
 from engine.errors import InvalidRequestError
 from engine.interface.request import Request
 from engine.scheduling.sequence import pages_needed, worst_case_pages
@@ -28,6 +29,28 @@ class SchedulerConfig:
     window: int | None = None
     unchunked: bool = False
     rotary_shifts: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        *,
+        window: int | None = None,
+        unchunked: bool = False,
+        rotary_shifts: tuple[tuple[int, int], ...] = (),
+    ) -> SchedulerConfig:
+        """What an engine's settings come to for a model."""
+        return cls(
+            max_num_seqs=config.max_num_batched_tokens
+            if unchunked and config.max_num_seqs is None
+            else config.most_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            window=window,
+            unchunked=unchunked,
+            rotary_shifts=rotary_shifts,
+        )
 
     def rotary_shift(self, reach: int) -> int:
         """How many rows after its position a token's angles are, in a sequence that can reach so many tokens."""

@@ -28,6 +28,17 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     return (whole << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
+def packed(integers: Tensor, bits: int) -> Tensor:
+    """What `unpacked` reads along dim 1: words [rows, columns * bits / 32] of uint8 [rows, columns].
+
+    Args:
+        bits: 4 or 8 of each; a row fills whole words.
+    """
+    if bits == 4:
+        integers = integers[:, 0::2] | integers[:, 1::2] << 4
+    return integers.contiguous().view(torch.int32)
+
+
 def grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None = None) -> Tensor:
     """(values - zeros) * scales [rows, columns], in float32: exact, but for one rounding of the product.
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Size, Tensor
 
+from engine.backends.native.gemm import GROUP, Quantised, join_levels
 from engine.errors import ModelLoadError, UnsupportedModelError
-from engine.model.stored.bits import grouped, unpacked
+from engine.model.quantisation import Quantization
+from engine.model.stored.bits import grouped, packed, unpacked
 from engine.model.stored.fp8 import scaled_matrix
 from engine.model.stored.scheme import Packed, Scheme, Tensors, expect, matrices
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+MARK = "octavo_quantization"
+"""The key under which a config that `octavo quantize` wrote says what it was asked for. Others overlook it."""
 
 
 class CompressedTensors(Scheme):
@@ -49,6 +54,12 @@ class CompressedTensors(Scheme):
         if len(self._blocks) > 1:
             raise UnsupportedModelError("block_structure of the config's quantization_config has several values.")
         self.title = f"compressed-tensors ({config.get('format') or 'dense'})"
+        self.served_as = config.get(MARK)
+        if self.served_as not in (None, *get_args(Quantization)):
+            raise UnsupportedModelError(
+                f"{MARK} of the config's quantization_config must be one of {', '.join(get_args(Quantization))}; got "
+                f"{self.served_as!r}."
+            )
 
     def find(self, tensors: Tensors) -> Iterator[Packed]:
         for module, name in matrices(tensors, ".weight_packed"):
@@ -57,7 +68,11 @@ class CompressedTensors(Scheme):
             if tensors.format(name) == "I8" and f"{module}.weight_zero_point" in tensors.names:
                 yield _bytes(tensors, module, name)
             elif tensors.format(name) in ("I8", "F8_E4M3"):
-                yield scaled_matrix(tensors, name, next(iter(self._blocks), None))
+                found = scaled_matrix(tensors, name, next(iter(self._blocks), None))
+                by_rows = tensors.shape(found.parts[1]) == Size((found.shape[0], 1))
+                if tensors.format(name) == "I8" and len(found.shape) == 2 and by_rows:
+                    found = replace(found, kind="int8-fast", quantised=_as_rows)
+                yield found
 
     def _integers(self, tensors: Tensors, module: str, name: str) -> Packed:
         shape = tensors.read(expect(tensors, f"{module}.weight_shape", (2,)))
@@ -79,7 +94,73 @@ class CompressedTensors(Scheme):
             parts.append(expect(tensors, order, (inputs,)))
             has_order = True
         decode = partial(_decode, bits=bits, shape=(outputs, inputs), has_zeros=has_zeros, has_order=has_order)
-        return Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode)
+        kind: Quantization | None = None
+        if not (has_zeros or has_order) and groups * GROUP == inputs and tensors.format(scale) == "BF16":
+            kind = {4: "int4", 8: "int8"}.get(bits)  # type: ignore[assignment]
+        quantised = None if kind is None else partial(_as_groups, bits=bits)
+        return Packed(f"{module}.weight", tuple(parts), Size((outputs, inputs)), decode, kind=kind, quantised=quantised)
+
+
+def written_as(kind: Quantization, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What a matrix of this kind is stored as: how each tensor's name ends, its format in safetensors' words, its
+    shape. The inputs are a multiple of `GROUP`."""
+    if kind == "int8-fast":
+        return {".weight": ("I8", (outputs, inputs)), ".weight_scale": ("F32", (outputs, 1))}
+    return {
+        ".weight_packed": ("I32", (outputs, inputs * _BITS[kind] // 32)),
+        ".weight_scale": ("BF16", (outputs, inputs // GROUP)),
+        ".weight_shape": ("I64", (2,)),
+    }
+
+
+def parts_of(made: Quantised, kind: Quantization) -> dict[str, Tensor]:
+    """The tensors of `written_as`."""
+    outputs = len(made.values)
+    if kind == "int8-fast":
+        return {".weight": made.values, ".weight_scale": made.scales[:, None]}
+    integers = made.levels().view(outputs, -1) if kind == "int4" else made.values.view(torch.uint8) ^ _SIGN
+    return {
+        ".weight_packed": packed(integers, _BITS[kind]),
+        ".weight_scale": made.scales,
+        ".weight_shape": torch.tensor([outputs, made.inputs]),
+    }
+
+
+def config_of(kind: Quantization, ignored: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint whose linear layers are stored so, but for those with these names."""
+    weights: dict[str, Any] = {"num_bits": _BITS[kind], "type": "int", "symmetric": True, "dynamic": False}
+    activations = None
+    if kind == "int8-fast":
+        weights |= {"strategy": "channel"}
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    else:
+        weights |= {"strategy": "group", "group_size": GROUP}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if kind == "int8-fast" else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        MARK: kind,
+    }
+
+
+_BITS: dict[Quantization, int] = {"int4": 4, "int8": 8, "int8-fast": 8}
+_SIGN = 0x80  # integers of 8 bits are stored with this much added
+
+
+def _as_groups(words: Tensor, scales: Tensor, *, bits: int) -> Quantised:
+    integers = unpacked(words, bits, 1)
+    outputs, inputs = integers.shape
+    if bits == 8:
+        return Quantised((integers ^ _SIGN).view(torch.int8), scales, inputs)
+    return Quantised(join_levels(integers.view(outputs, -1, GROUP)), scales, inputs)
+
+
+def _as_rows(values: Tensor, scales: Tensor) -> Quantised:
+    return Quantised(values, scales.float().flatten(), values.shape[1])
 
 
 def _scales(tensors: Tensors, module: str, outputs: int) -> tuple[str, int]:

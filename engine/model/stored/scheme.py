@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Size, Tensor
 
+from engine.backends.native.gemm import Quantised
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.model.quantisation import Quantization
 
 
 class Tensors(Protocol):
@@ -43,6 +45,8 @@ class Packed:
         shape: of what they hold.
         decode: makes a tensor of that shape of the parts, in their order.
         format: of that tensor, in safetensors' words.
+        kind: what of ours the parts are without any loss; None for nothing.
+        quantised: makes that of them.
     """
 
     name: str
@@ -50,6 +54,8 @@ class Packed:
     shape: Size
     decode: Callable[..., Tensor]
     format: str = "F32"
+    kind: Quantization | None = None
+    quantised: Callable[..., Quantised] | None = None
 
 
 class Scheme(ABC):
@@ -59,6 +65,8 @@ class Scheme(ABC):
     """For messages: `4-bit GPTQ`."""
     unread: tuple[str, ...] = ()
     """How the names end of tensors that weights do not need: scales of activations, of keys and values."""
+    served_as: Quantization | None = None
+    """What matrices become on a CPU unless settings say otherwise; None: plain."""
 
     @abstractmethod
     def find(self, tensors: Tensors) -> Iterator[Packed]:

@@ -1,0 +1,74 @@
+"""GGUF files on the hub, of which a repository has many: which one a model's name means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from engine.errors import ModelLoadError
+from engine.model.gguf.folder import SUFFIX
+
+_NAMED = re.compile(rf"([\w.-]+/[\w.-]+)(?::([\w.-]+)|/([^\\]+{re.escape(SUFFIX)}))")
+_PART = re.compile(r"-\d{5}-of-(\d{5})$")
+_SHOWN = 12
+
+
+def named_file(model: str) -> tuple[str, str] | None:
+    """The repository and what names the file in it; None for what names no GGUF file on the hub.
+
+    `org/name:Q4_K_M` is what llama.cpp and vLLM call the file whose name ends so, `org/name/*Q4_K_M.gguf` one by its
+    path. A path below a folder that is here is none.
+    """
+    match = _NAMED.fullmatch(model)
+    if match is None or model.startswith(".") or Path(model).parts[0] == ".." or Path(match[1]).parent.is_dir():
+        return None
+    return match[1], match[2] or match[3]
+
+
+def choose(names: Iterable[str], repository: str, wanted: str) -> str | None:
+    """The one GGUF file of a repository that is meant, by its path there; None if there is none.
+
+    Raises:
+        ModelLoadError: several are meant, or a model of several files.
+    """
+    found = sorted(name for name in names if _is_model(name) and _means(wanted, name))
+    if not found:
+        return None
+    if parts := next((part[1] for name in found if (part := _PART.search(_stem(name)))), None):
+        raise ModelLoadError(
+            f"{repository} holds {found[0]} as {int(parts)} files. Download them, and join them first: "
+            "llama-gguf-split --merge FIRST WHOLE."
+        )
+    if len(found) > 1:
+        raise ModelLoadError(
+            f"{wanted} may be several files of {repository}: {_some(found)}. Name one: {repository}/{found[0]}"
+        )
+    return found[0]
+
+
+def nothing_chosen(names: Iterable[str], repository: str, wanted: str) -> str:
+    """What to say where `choose` finds none."""
+    there = sorted(filter(_is_model, names))
+    held = f"its GGUF files are {_some(there)}" if there else "it has no GGUF files"
+    return f"{repository} holds no GGUF file {wanted}: {held}."
+
+
+def _means(wanted: str, name: str) -> bool:
+    if wanted.endswith(SUFFIX):
+        return fnmatchcase(name, wanted)
+    return re.search(rf"(^|[-.]){re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?$", _stem(name), re.IGNORECASE) is not None
+
+
+def _is_model(name: str) -> bool:
+    """Projectors of images lie beside the models that they are for."""
+    return name.endswith(SUFFIX) and not PurePosixPath(name).name.startswith("mmproj")
+
+
+def _stem(name: str) -> str:
+    return PurePosixPath(name).stem
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
