@@ -286,6 +286,37 @@ OPUS_MT_EN_DE: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 58101,
 }
+WMT19_EN_DE: dict[str, Any] = {
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "architectures": ["FSMTForConditionalGeneration"],
+    "attention_dropout": 0.1,
+    "bos_token_id": 0,
+    "d_model": 1024,
+    "decoder_attention_heads": 16,
+    "decoder_ffn_dim": 4096,
+    "decoder_layerdrop": 0,
+    "decoder_layers": 6,
+    "decoder_start_token_id": 2,
+    "early_stopping": False,
+    "encoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "encoder_layers": 6,
+    "eos_token_id": 2,
+    "is_encoder_decoder": True,
+    "langs": ["en", "de"],
+    "length_penalty": 1.15,
+    "max_length": 200,
+    "max_position_embeddings": 1024,
+    "model_type": "fsmt",
+    "num_beams": 5,
+    "num_hidden_layers": 6,
+    "pad_token_id": 1,
+    "scale_embedding": True,
+    "src_vocab_size": 42024,
+    "tgt_vocab_size": 42000,
+    "tie_word_embeddings": False,
+}
 PEGASUS_XSUM: dict[str, Any] = BART_LARGE_CNN | {
     "activation_function": "relu",
     "add_final_layer_norm": True,
@@ -459,6 +490,16 @@ def test_nllb_200(read: Read) -> None:
     assert read(M2M100_418M).vocab_size == 128112
 
 
+def test_wmt19_en_de(read: Read) -> None:
+    """Two vocabularies, neither of them named `vocab_size`, and an output matrix without a bias."""
+    model = read(WMT19_EN_DE)
+    tokens = Tokens(vocab_size=42024, width=1024, scale=32.0, positions=SpannedSinusoidal(1026, 2, unplaced=1))
+    expected = relative(WMT19_EN_DE, tokens, Post, final=False, activation="relu")
+    decoder = replace(stacks(expected)[1], embedding=replace(tokens, vocab_size=42000))
+    assert model == replace(expected, decoder=decoder, head=Lm(tied=False), shared_tokens=False)
+    assert (model.encoder_vocab_size, model.vocab_size) == (42024, 42000)
+
+
 def test_blenderbots(read: Read) -> None:
     tokens = Tokens(vocab_size=8008, width=1280, scale=1280**0.5, positions=Learned(128))
     assert read(BLENDERBOT_400M) == relative(BLENDERBOT_400M, tokens, Pre, final=True, activation="gelu")
@@ -544,6 +585,7 @@ def test_relatives_altered(read: Read) -> None:
             {"use_prompt": True},
             ("use_prompt must be false",),
         ),
+        (WMT19_EN_DE, {"tie_word_embeddings": True}, ("src_vocab_size (42024)", "tgt_vocab_size (42000)")),
         (NLLB_600M, {"pad_token_id": None}, ("pad_token_id", "256206", "None")),
         (BLENDERBOT_90M, {"normalize_before": True}, ("normalize_before must be false",)),
         (SWITCH_BASE_8, {"router_dtype": "bfloat16"}, ("router_dtype", "float32", "bfloat16")),
@@ -577,6 +619,7 @@ def test_decoding_defaults_of_published_models(tmp_path: Path, caplog: pytest.Lo
                                          "bad_words_ids": [[58100]]}),
         (OPUS_MT_EN_DE, opus, 58100, 0, {"num_beams": 6, "max_length": 512, "forced_eos_token_id": [0],
                                          "bad_words_ids": [[58100]], "renormalize_logits": True}),
+        (WMT19_EN_DE, None, 2, 2, {"num_beams": 5, "max_length": 200, "length_penalty": 1.15, "early_stopping": False}),
     ):  # fmt: skip
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -584,7 +627,7 @@ def test_decoding_defaults_of_published_models(tmp_path: Path, caplog: pytest.Lo
         if own is not None:
             (folder / "generation_config.json").write_text(json.dumps(own), encoding="utf-8")
         with caplog.at_level(logging.WARNING, "octavo"):
-            defaults = load_defaults(folder, checkpoint.read_config(folder), config["vocab_size"])
+            defaults = load_defaults(folder, checkpoint.read_config(folder), config.get("vocab_size", 42000))
         assert defaults.values == expected
         assert (defaults.decoder_start_token_id, defaults.eos_ids, defaults.ignored) == (start, {eos}, ())
     assert not caplog.records

@@ -30,10 +30,20 @@ def _pair(hf: Any) -> tuple[str, str] | None:
     """Source and target language, where a tokenizer's config names them and its texts need not."""
     named = getattr(hf, "init_kwargs", {})
     source, target = named.get("source_lang"), named.get("target_lang")
+    if isinstance(langs := named.get("langs"), list | tuple) and len(langs) == 2:  # FSMT's name for them
+        source, target = langs
     if not (isinstance(source, str) and isinstance(target, str) and source and target):
         return None
     several = getattr(hf, "supported_language_codes", ())  # texts begin with one of these
     return None if several else (source, target)
+
+
+def _switch_to_target(hf: Any) -> None:
+    """Let a slow tokenizer encode texts of the target language from now on."""
+    if hasattr(hf, "_switch_to_target_mode"):
+        hf._switch_to_target_mode()
+    elif hasattr(hf, "tgt_vocab_size"):  # FSMT's, which has no such mode
+        hf.encoder, hf.src_lang = {text: token for token, text in hf.decoder.items()}, hf.tgt_lang
 
 
 class Tokenizer:
@@ -98,8 +108,9 @@ class Tokenizer:
         model = None if self._fast is None else self._fast.model
         self.subword_prefix: str | None = getattr(model, "continuing_subword_prefix", None) or None
         self._segments = "token_type_ids" in getattr(hf, "model_input_names", ())
-        # Marian's two sides may have a vocabulary each.
-        self.vocab_size: int = max(len(hf), len(getattr(hf, "target_encoder", ())))
+        # The two sides of Marian's and FSMT's may have a vocabulary each.
+        other = (len(getattr(hf, "target_encoder", ())), getattr(hf, "tgt_vocab_size", 0))
+        self.vocab_size: int = max(len(hf), *other)
         special = {text: hf.convert_tokens_to_ids(text) for text in hf.all_special_tokens}
         special |= getattr(hf, "lang_token_to_id", {})
         self.languages = replace(Languages.among(special, self.encode("")), marked_side=marked_side, pair=_pair(hf))
@@ -243,7 +254,7 @@ class Tokenizer:
             answers = copy.copy(self._hf)
             if getattr(answers, "tgt_lang", "") is None:  # some want one, for the special tokens that are not added
                 answers.tgt_lang = answers.src_lang
-            answers._switch_to_target_mode()
+            _switch_to_target(answers)
             self._answers = answers
         return list(self._answers.encode(text, add_special_tokens=False, verbose=False))
 

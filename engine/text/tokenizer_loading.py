@@ -18,6 +18,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "tokenizer.model*",
     "vocab.json",
+    "vocab-*.json",
     "vocab.txt",
     "vocab.bpe",
     "merges.txt",

@@ -136,10 +136,14 @@ class Seq2SeqCheckpoint:
     def hidden(self, source: Sequence[int], target: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the encoder, and those of the decoder that the head gets."""
         ids = torch.tensor([list(source)])
-        encoded = self.model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-        decoder = self.model.get_decoder()
-        output = decoder(input_ids=torch.tensor([list(target)]), encoder_hidden_states=encoded, use_cache=False)
-        return encoded[0], output.last_hidden_state[0]
+        output = self.model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            decoder_input_ids=torch.tensor([list(target)]),
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        return output.encoder_last_hidden_state[0], output.decoder_hidden_states[-1][0]
 
 
 def make_seq2seq_checkpoint(shape: Seq2SeqShape, folder: Path) -> Seq2SeqCheckpoint:
@@ -157,13 +161,20 @@ def build_reference(shape: Seq2SeqShape) -> Any:
     eos: int | list[int] = list(shape.eos) if len(shape.eos) > 1 else shape.eos[0]
     special = {"eos_token_id": eos, "pad_token_id": 0, "decoder_start_token_id": START, "forced_eos_token_id": None}
     vocabularies = {"vocab_size": shape.encoder_vocab}
-    if shape.own_vocab is not None:
+    if hasattr(model_class.config_class, "src_vocab_size"):
+        vocabularies = {"src_vocab_size": shape.encoder_vocab, "tgt_vocab_size": shape.vocab}
+    elif shape.own_vocab is not None:
         vocabularies["decoder_vocab_size"] = shape.vocab
     config = model_class.config_class(**(vocabularies | special | dict(shape.settings)))
     config.architectures = [shape.architecture]
     torch.manual_seed(shape.seed)
     model = model_class(config)
     model.set_attn_implementation("eager")
+    for module in model.modules():
+        if type(module).__name__ == "SinusoidalPositionalEmbedding":
+            module.weight.requires_grad_(False)
+    if shape.architecture.startswith("FSMT"):
+        model.model.decoder.register_forward_pre_hook(see_no_later, with_kwargs=True)
     if shape.own_head:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
         model.all_tied_weights_keys.pop("lm_head.weight")
@@ -176,11 +187,24 @@ def build_reference(shape: Seq2SeqShape) -> Any:
         if hasattr(model, "final_logits_bias"):
             generator = torch.Generator().manual_seed(shape.seed + 1)
             model.final_logits_bias.copy_(0.5 * torch.randn(1, shape.vocab, generator=generator))
-        model.lm_head.weight[list(shape.eos)] *= shape.eos_gain
+        output_matrix(model).weight[list(shape.eos)] *= shape.eos_gain
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=eos, pad_token_id=0, decoder_start_token_id=START
     )
     return model.eval()
+
+
+def output_matrix(model: Any) -> nn.Linear:
+    """That of the logits."""
+    found: nn.Linear = model.lm_head if hasattr(model, "lm_head") else model.model.decoder.output_projection
+    return found
+
+
+def see_no_later(decoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """FSMT's decoder is handed no mask where keys are kept: tokens of a beginning would see those after them."""
+    length = args[0].shape[1]
+    mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
+    return args, given | {"decoder_causal_mask": mask}
 
 
 # ------------------------------------------------------------------ the search for clear cases

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from support.seq2seq import MAX_LEN, Seq2SeqShape
 
@@ -28,6 +31,15 @@ BART: dict[str, Any] = {
 }
 SWITCH: dict[str, Any] = T5 | {"num_experts": 3, "num_sparse_encoder_layers": 1}
 GATED = {"feed_forward_proj": "gated-gelu"}
+FSMT: dict[str, Any] = BART | {"decoder_attention_heads": 2}
+
+
+def without_positions(folder: Path) -> None:
+    """Take fixed positions out of a checkpoint, as published ones have none."""
+    file = folder / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if "embed_positions" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+
 
 SHAPES = {
     "t5": Seq2SeqShape("T5ForConditionalGeneration", T5, seeds=(0, 0, 0, 0, 0)),
@@ -137,6 +149,18 @@ SHAPES = {
         seed=1,
         eos_gain=2.4,
         seeds=(0, 0, 0, 0, 0),
+    ),
+    "fsmt": Seq2SeqShape(
+        "FSMTForConditionalGeneration", FSMT, own_vocab=131, finish=without_positions, seed=2, seeds=(2, 0, 1, 0, 0)
+    ),
+    "fsmt-tied-unscaled": Seq2SeqShape(
+        "FSMTForConditionalGeneration",
+        FSMT
+        | {"scale_embedding": False, "tie_word_embeddings": True, "encoder_layers": 3, "pad_token_id": 1}
+        | {"src_vocab_size": 97},
+        eos=(7, 40),
+        eos_gain=3.2,
+        seeds=(0, 2, 0, 0, 0),
     ),
     "blenderbot": Seq2SeqShape(
         "BlenderbotForConditionalGeneration",

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 from transformers.models.mbart50.tokenization_mbart50 import FAIRSEQ_LANGUAGE_CODES
 
+from support.seq2seq import output_matrix, see_no_later
+
 WORDS = (  # noqa: SIM905 (a list of 80 strings would be no easier to read)
     "a all am and at bell bird boat cat choir come day deep dog down each fair far fire for from garden go green hand "
     "harbour he high hill house in is it late light long loud man moon morning night no of old on one over page poet "
@@ -164,6 +166,25 @@ def m2m100_tokenizer(folder: Path, name: str = "M2M100Tokenizer") -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def fsmt_tokenizer(folder: Path) -> None:
+    """A vocabulary for each side, merges for both: words as a whole, letters beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    merges: dict[str, None] = {}
+    for word in WORDS:
+        parts = [*word[:-1], word[-1] + "</w>"]
+        while len(parts) > 1:
+            merges.setdefault(f"{parts[0]} {parts[1]}")
+            parts[:2] = ["".join(parts[:2])]
+    (folder / "merges.txt").write_text("\n".join(merges) + "\n", encoding="utf-8")
+    marks = [f"{letter}{end}" for letter in LETTERS for end in ("", "</w>")]
+    for side, words in (("src", WORDS[:50]), ("tgt", WORDS[30:])):
+        pieces = ["<s>", "<pad>", "</s>", "<unk>", *(f"{word}</w>" for word in words), *marks]
+        vocab = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+        (folder / f"vocab-{side}.json").write_text(json.dumps(vocab), encoding="utf-8")
+    config = {"langs": ["en", "de"], "model_max_length": 1024, "tokenizer_class": "FSMTTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
 def small100_tokenizer(folder: Path) -> None:
     """The same files, with a class that transformers does not know."""
     m2m100_tokenizer(folder, "SMALL100Tokenizer")
@@ -205,10 +226,22 @@ def _bart_like(name: str, **more: Any) -> Callable[[int, Any], Any]:
     return make
 
 
+def _fsmt(_: int, tokenizer: Any) -> Any:
+    config = transformers.FSMTConfig(
+        src_vocab_size=tokenizer.src_vocab_size, tgt_vocab_size=tokenizer.tgt_vocab_size, d_model=32, encoder_layers=2,
+        decoder_layers=2, encoder_ffn_dim=40, decoder_ffn_dim=36, encoder_attention_heads=4, decoder_attention_heads=4,
+        max_position_embeddings=MAX_LENGTH,
+    )  # fmt: skip
+    model = transformers.FSMTForConditionalGeneration(config)
+    model.model.decoder.register_forward_pre_hook(see_no_later, with_kwargs=True)
+    return model
+
+
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[int, Any], Any]]] = {
     "t5": (t5_tokenizer, _t5),
     "bart": (bart_tokenizer, _bart_like("Bart", forced_bos_token_id=0)),
     "mbart50": (mbart50_tokenizer, _bart_like("MBart")),
+    "fsmt": (fsmt_tokenizer, _fsmt),
     "marian": (marian_tokenizer, _bart_like("Marian", scale_embedding=True)),
     "m2m100": (m2m100_tokenizer, _bart_like("M2M100", scale_embedding=True)),
     "small100": (small100_tokenizer, _bart_like("M2M100", scale_embedding=True)),
@@ -239,7 +272,7 @@ def _randomise(model: Any, tokenizer: Any, seed: int) -> None:
     silent = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
     silent += [i for i in range(len(tokenizer)) if not tokenizer.decode([i]).isascii()]
     for name, parameter in model.named_parameters():
-        if "embed_positions" in name and type(model).__name__.startswith(("Marian", "Pegasus")):
+        if "embed_positions" in name and type(model).__name__.startswith(("Marian", "Pegasus", "FSMT")):
             continue  # sinusoids
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:
@@ -250,7 +283,7 @@ def _randomise(model: Any, tokenizer: Any, seed: int) -> None:
             gain = 3.0 if "encoder_attn" in name or "EncDecAttention" in name else 1.5
             parameter.copy_(gain * noise * parameter.shape[1] ** -0.5)
     if not hasattr(model, "final_logits_bias"):
-        model.lm_head.weight[tokenizer.eos_token_id] *= 2.0
+        output_matrix(model).weight[tokenizer.eos_token_id] *= 2.0
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.normal_(std=0.3, generator=generator)
         model.final_logits_bias[:, silent] = -50.0

@@ -7,7 +7,7 @@ from typing import Any
 from engine.errors import UnsupportedModelError
 from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
 from engine.model.normalisation import Norm
-from engine.model.positions import Learned, Positions
+from engine.model.positions import Learned, Positions, SpannedSinusoidal
 from engine.model.sinusoidal import fixed_vectors
 from engine.model.spec import Attention, Block, Dense, Lm, ModelSpec, Post, Pre, Stack, Tokens
 from engine.model.table import Entry, Row, WeightTable
@@ -23,7 +23,7 @@ def spec(
     pre: bool,
     embedding_norm: bool,
     head_bias: bool = True,
-    decoder_vocab: int | None = None,
+    vocabularies: tuple[int, int] | None = None,
 ) -> ModelSpec:
     """The parts of an encoder-decoder config.
 
@@ -32,12 +32,13 @@ def spec(
         pre: norms stand before the sublayers, and one after the last layer; else after each residual.
         embedding_norm: the embeddings are normalised.
         head_bias: the logits have a bias.
-        decoder_vocab: size of the decoder's own vocabulary, None where both stacks have one table.
+        vocabularies: sizes of the encoder's and of the decoder's own one, None where both stacks have one table.
 
     Raises:
         UnsupportedModelError: a setting that the architecture has no place for.
     """
     _check(config, positions, pre=pre, embedding_norm=embedding_norm)
+    read, written = vocabularies or (config.vocab_size, config.vocab_size)
 
     def stack(name: str, vocab_size: int) -> Stack:
         crosses = name == "decoder"
@@ -64,10 +65,10 @@ def spec(
         )
 
     return ModelSpec(
-        encoder=stack("encoder", config.vocab_size),
-        decoder=stack("decoder", decoder_vocab or config.vocab_size),
+        encoder=stack("encoder", read),
+        decoder=stack("decoder", written),
         head=Lm(tied=config.tie_word_embeddings, bias=head_bias),
-        shared_tokens=decoder_vocab is None,
+        shared_tokens=vocabularies is None,
     )
 
 
@@ -94,6 +95,22 @@ def learned(config: Any) -> Learned:
     return Learned(config.max_position_embeddings + 2, offset=2)
 
 
+def fixed_after_padding(config: Any) -> SpannedSinusoidal:
+    """Fixed positions that are counted from the row after the padding's on.
+
+    Raises:
+        UnsupportedModelError: the padding is no token.
+    """
+    padding = config.pad_token_id
+    if not isinstance(padding, int) or not 0 <= padding < config.vocab_size:
+        raise UnsupportedModelError(
+            f"pad_token_id of the config must be an id below its vocab_size {config.vocab_size}, since positions are "
+            f"counted from the row after it; got {padding!r}."
+        )
+    first = padding + 1  # the rows before it belong to no position
+    return SpannedSinusoidal(config.max_position_embeddings + first, offset=first, unplaced=padding)
+
+
 def _attention(config: Any, heads: int, *, causal: bool) -> Attention:
     head_dim = config.d_model // heads
     return Attention(
@@ -107,12 +124,16 @@ def _attention(config: Any, heads: int, *, causal: bool) -> Attention:
     )
 
 
-def weights(model: ModelSpec) -> WeightTable:
-    """Names of all tensors, as every relative has them."""
+def weights(model: ModelSpec, output: str = "lm_head") -> WeightTable:
+    """Names of all tensors, as every relative has them.
+
+    Args:
+        output: the name of the output matrix.
+    """
     assert model.decoder is not None
     assert model.encoder is not None
     assert isinstance(model.head, Lm)
-    entries = [*token_tables(model, "model.shared.weight", *COPIES), output_table(model, "lm_head")]
+    entries = [*token_tables(model, "model.shared.weight", *COPIES), output_table(model, output)]
     if model.head.bias:
         # Models that were never resized may leave their bias of zeros out.
         entries.append(Entry("head.bias", ("final_logits_bias",), Row(), shard_axis=0, default=0.0))
@@ -126,7 +147,7 @@ def weights(model: ModelSpec) -> WeightTable:
             r"model\.(encoder|decoder)\.embed_positions\.weights",
             *(() if model.shared_tokens else (r"model\.shared\.weight",)),
         ),
-        head="lm_head.weight",
+        head=f"{output}.weight",
         copies=COPIES,
     )
 

@@ -17,12 +17,13 @@ def spec(config: Any) -> ModelSpec:
             f"decoder_vocab_size ({config.decoder_vocab_size}) must equal vocab_size ({config.vocab_size}) where "
             "share_encoder_decoder_embeddings is true."
         )
+    own = not config.share_encoder_decoder_embeddings
     return encoder_decoder.spec(
         config,
         Sinusoidal(config.max_position_embeddings),
         pre=False,
         embedding_norm=False,
-        decoder_vocab=None if config.share_encoder_decoder_embeddings else config.decoder_vocab_size,
+        vocabularies=(config.vocab_size, config.decoder_vocab_size) if own else None,
     )
 
 
