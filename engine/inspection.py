@@ -13,7 +13,7 @@ from engine.backends.attention.formats import format_name
 from engine.backends.attention.selection import select
 from engine.config import EngineConfig
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
-from engine.execution.loading import find_max_model_len, find_quantization
+from engine.execution.loading import find_max_encoder_len, find_max_model_len, find_quantization
 from engine.execution.starting import choose_device, choose_dtype
 from engine.host.cgroups import available_memory
 from engine.host.cpus import Threads, choose_threads, given_environment
@@ -163,17 +163,19 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None
     backend = select(device, spec.trunk.attentions, cache_dtype if paged else None)
-    model = Transformer(spec, backend, max_model_len, device="meta", dtype=dtype)  # shapes, no memory
+    encoder_len = find_max_encoder_len(config, spec, max_model_len)
+    # Shapes, no memory.
+    model = Transformer(spec, backend, max_model_len, max_encoder_len=encoder_len, device="meta", dtype=dtype)
     weights = model.weight_bytes(quantization)
     num_blocks, pages, full_requests = 0, 0, 0.0
     limits = SchedulerConfig.of(config, window=spec.attention_span, unchunked=not paged)
     if paged:
-        shapes, longest = model.kv_shapes(), model.max_encoder_len
+        shapes = model.kv_shapes()
         num_blocks = count_blocks(
-            config, shapes, max_model_len, cache_dtype, device, max_encoder_len=longest, reserved=weights
+            config, shapes, max_model_len, cache_dtype, device, max_encoder_len=model.max_encoder_len, reserved=weights
         )
         pages = (num_blocks + 1) * page_bytes(shapes, config.block_size, cache_dtype)
-        full_requests = limits.fitting(max_model_len, num_blocks, longest or 0)
+        full_requests = limits.fitting(max_model_len, num_blocks, model.max_encoder_len or 0)
     lacks = path / NO_TOKENIZER
     return ModelFacts(
         path=path,

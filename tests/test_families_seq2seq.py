@@ -18,12 +18,31 @@ from support.seq2seq import MAX_LEN, make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES
 from torch import Tensor
 
-from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.backends.attention.base import Window
+from engine.backends.torch.attention import TorchReference
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from engine.execution.loading import find_max_encoder_len, find_max_model_len
 from engine.interface.generation import load_defaults
 from engine.model import checkpoint, families
 from engine.model.normalisation import Norm
 from engine.model.positions import Learned, RelativeBuckets, Sinusoidal, SpannedSinusoidal
-from engine.model.spec import Attention, Block, Dense, Experts, Gated, Lm, ModelSpec, Post, Pre, Stack, Tokens
+from engine.model.spec import (
+    Attention,
+    Block,
+    Dense,
+    Experts,
+    FirstToken,
+    Gated,
+    GlobalTokens,
+    Lm,
+    ModelSpec,
+    Post,
+    Pre,
+    Stack,
+    Tokens,
+)
+from engine.model.transformer import Transformer
 
 # config.json as published, without what only training reads.
 T5_SMALL: dict[str, Any] = {
@@ -317,6 +336,29 @@ WMT19_EN_DE: dict[str, Any] = {
     "tgt_vocab_size": 42000,
     "tie_word_embeddings": False,
 }
+LED_BASE: dict[str, Any] = {
+    "activation_function": "gelu",
+    "architectures": ["LEDForConditionalGeneration"],
+    "attention_window": [1024, 1024, 1024, 1024, 1024, 1024],
+    "bos_token_id": 0,
+    "d_model": 768,
+    "decoder_attention_heads": 12,
+    "decoder_ffn_dim": 3072,
+    "decoder_layers": 6,
+    "decoder_start_token_id": 2,
+    "encoder_attention_heads": 12,
+    "encoder_ffn_dim": 3072,
+    "encoder_layers": 6,
+    "eos_token_id": 2,
+    "is_encoder_decoder": True,
+    "max_decoder_position_embeddings": 1024,
+    "max_encoder_position_embeddings": 16384,
+    "model_type": "led",
+    "num_hidden_layers": 6,
+    "pad_token_id": 1,
+    "use_cache": True,
+    "vocab_size": 50265,
+}
 PEGASUS_XSUM: dict[str, Any] = BART_LARGE_CNN | {
     "activation_function": "relu",
     "add_final_layer_norm": True,
@@ -500,6 +542,42 @@ def test_wmt19_en_de(read: Read) -> None:
     assert (model.encoder_vocab_size, model.vocab_size) == (42024, 42000)
 
 
+def test_led_base_16384(read: Read) -> None:
+    """BART, but for the encoder's attention and the number of positions."""
+    model = read(LED_BASE)
+    tokens = Tokens(vocab_size=50265, width=768, positions=Learned(16384), norm=LAYER)
+    expected = relative(LED_BASE, tokens, Post, final=False, activation="gelu")
+    encoder, decoder = stacks(expected)
+    block = encoder.blocks[0]
+    attention = replace(block.attention, window=Window(512, 512), global_tokens=GlobalTokens(FirstToken()))
+    assert model == replace(
+        expected,
+        encoder=replace(encoder, blocks=(replace(block, attention=attention),) * 6),
+        decoder=replace(decoder, embedding=replace(tokens, positions=Learned(1024))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "decoder", "encoder"), [(None, 1024, 16384), (512, 512, 512), (4096, 1024, 4096), (16384, 1024, 16384)]
+)
+def test_stacks_with_positions_for_different_lengths(
+    read: Read, tmp_path: Path, asked: int | None, decoder: int, encoder: int
+) -> None:
+    """--max-model-len limits both, each as far as it has positions."""
+    model, config = read(LED_BASE), EngineConfig(model="x", max_model_len=asked)
+    found = find_max_model_len(config, checkpoint.read_config(tmp_path), model)
+    assert (found, find_max_encoder_len(config, model, found)) == (decoder, encoder)
+    made = Transformer(model, TorchReference(), found, max_encoder_len=encoder, device="meta")
+    assert (made.max_model_len, made.max_encoder_len) == (decoder, encoder)
+
+
+def test_more_than_any_stack_has_positions_for(read: Read, tmp_path: Path) -> None:
+    model, config = read(LED_BASE), EngineConfig(model="x", max_model_len=16385)
+    found = find_max_model_len(config, checkpoint.read_config(tmp_path), model)
+    with pytest.raises(ConfigError, match="max_model_len is 16385, but the checkpoint has positions for 1024 tokens"):
+        Transformer(model, TorchReference(), found, device="meta")
+
+
 def test_blenderbots(read: Read) -> None:
     tokens = Tokens(vocab_size=8008, width=1280, scale=1280**0.5, positions=Learned(128))
     assert read(BLENDERBOT_400M) == relative(BLENDERBOT_400M, tokens, Pre, final=True, activation="gelu")
@@ -586,6 +664,7 @@ def test_relatives_altered(read: Read) -> None:
             ("use_prompt must be false",),
         ),
         (WMT19_EN_DE, {"tie_word_embeddings": True}, ("src_vocab_size (42024)", "tgt_vocab_size (42000)")),
+        (LED_BASE, {"attention_window": [1024] * 5}, ("attention_window", "6 layers")),
         (NLLB_600M, {"pad_token_id": None}, ("pad_token_id", "256206", "None")),
         (BLENDERBOT_90M, {"normalize_before": True}, ("normalize_before must be false",)),
         (SWITCH_BASE_8, {"router_dtype": "bfloat16"}, ("router_dtype", "float32", "bfloat16")),

@@ -140,6 +140,7 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, ow
         ConfigError: neither is known.
     """
     trained = context_length(hf_config, spec)
+    encoder = spec.max_encoder_positions
     if config.max_model_len is None:
         known = [int(length) for length in (trained, None if spec.decoder and spec.encoder else own) if length]
         if not known:
@@ -147,8 +148,23 @@ def find_max_model_len(config: EngineConfig, hf_config: Any, spec: ModelSpec, ow
                 f"{config.model} does not say how long its context is (max_position_embeddings). Set --max-model-len."
             )
         return min(known)
+    if encoder is not None and spec.max_positions is not None and config.max_model_len <= encoder:
+        return min(config.max_model_len, spec.max_positions)
     if trained is not None and config.max_model_len > trained:
         logger.warning(
             "max_model_len is %d, more than the %d tokens the model was made for", config.max_model_len, trained
         )
     return config.max_model_len
+
+
+def find_max_encoder_len(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> int:
+    """The longest input of an encoder beside a decoder, in tokens: as `find_max_model_len` says, but where the encoder
+    has positions for more, as many as it has, or as are set.
+
+    Args:
+        max_model_len: what `find_max_model_len` says.
+    """
+    own = spec.max_encoder_positions
+    if own is None:
+        return max_model_len
+    return own if config.max_model_len is None else min(own, config.max_model_len)

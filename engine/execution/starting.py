@@ -25,6 +25,7 @@ from engine.execution.loading import (
     check_positions_fit,
     check_weights_fit,
     explained,
+    find_max_encoder_len,
     find_max_model_len,
     find_quantization,
 )
@@ -63,6 +64,7 @@ class Resolved:
         cache_dtype: of pages.
         quantization: what matrices become; None: they keep the dtype.
         max_model_len: longest prompt plus answer, in tokens.
+        max_encoder_len: longest input of an encoder beside a decoder that reads token ids.
         backend: of attention.
     """
 
@@ -77,6 +79,7 @@ class Resolved:
     cache_dtype: torch.dtype
     quantization: Quantization | None
     max_model_len: int
+    max_encoder_len: int
     backend: AttentionBackend
 
 
@@ -111,7 +114,8 @@ def resolve(config: EngineConfig, device: torch.device) -> Resolved:
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
-    check_positions_fit(spec, max_model_len)
+    max_encoder_len = find_max_encoder_len(config, spec, max_model_len)
+    check_positions_fit(spec, max(max_model_len, max_encoder_len))
     find_abilities(hf_config, spec, pipeline)  # refuses a pipeline that does not fit
     return Resolved(
         config=config,
@@ -125,6 +129,7 @@ def resolve(config: EngineConfig, device: torch.device) -> Resolved:
         cache_dtype=cache_dtype,
         quantization=quantization,
         max_model_len=max_model_len,
+        max_encoder_len=max_encoder_len,
         backend=select(device, spec.trunk.attentions, cache_dtype if spec.decoder else None),
     )
 
@@ -140,6 +145,7 @@ def load(resolved: Resolved) -> ModelRunner:
         device=device,
         backend=resolved.backend,
         max_model_len=resolved.max_model_len,
+        max_encoder_len=resolved.max_encoder_len,
         show_progress=config.show_progress,
         quantization=resolved.quantization,
         quantization_cache=config.quantization_cache,

@@ -63,10 +63,11 @@ COUNTS: dict[str, tuple[int, int]] = {
          _FEATURES,
     ),
     "num_channels": (1, 1 << 10),
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size"), _IDS),
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size"), _IDS),
     **dict.fromkeys(
         ("max_position_embeddings", "max_source_positions", "max_target_positions", "n_positions", "n_ctx",
-         "max_seq_len", "original_max_position_embeddings",
+         "max_seq_len", "original_max_position_embeddings", "max_encoder_position_embeddings",
+         "max_decoder_position_embeddings",
          "global_attn_every_n_layers", "_sliding_window_pattern", "no_rope_layer_interval", "interleave_moe_layer_step",
          "attention_chunk_size"), _TOKENS,
     ),
@@ -103,7 +104,8 @@ _NAMES_OF_OTHERS = ("id2label", "label2id", "task_specific_params")  # objects w
 _NEEDED = frozenset(
     {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"}
     | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
-    | {"attention_heads", "dff"}
+    | {"attention_heads", "dff", "src_vocab_size", "tgt_vocab_size"}
+    | {"max_encoder_position_embeddings", "max_decoder_position_embeddings"}
     | {"hidden_size", "n_embd", "d_model", "dim", "vocab_size", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
     | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}
     | {"moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"}

@@ -800,10 +800,24 @@ class ModelSpec:
     def max_positions(self) -> int | None:
         """Most tokens a sequence can have because a position table ends there; None without a table."""
         sizes = [
-            stack.embedding.positions.size - stack.embedding.positions.offset
+            _positions(stack)
             for stack in (self.encoder, self.decoder)
             # How long a signal is does not depend on a decoder's tokens.
             if stack is not None and (isinstance(stack.embedding, Tokens) or stack is self.trunk)
-            if stack.embedding.positions is not None
         ]
-        return min(sizes, default=None)
+        return min((size for size in sizes if size is not None), default=None)
+
+    @property
+    def max_encoder_positions(self) -> int | None:
+        """Most tokens of an encoder's input beside a decoder, where its table of positions is longer than the
+        decoder's; None for other models."""
+        if self.encoder is None or self.decoder is None or self.signal is not None:
+            return None
+        own, other = _positions(self.encoder), _positions(self.decoder)
+        return own if own is not None and other is not None and own > other else None
+
+
+def _positions(stack: Stack | None) -> int | None:
+    """Tokens that a stack has positions for; None without a table."""
+    table = None if stack is None else stack.embedding.positions
+    return None if table is None else table.size - table.offset

@@ -35,6 +35,7 @@ class Transformer(nn.Module):
         model: the parts.
         backend: computes attention.
         max_model_len: positions that will be asked for are below this.
+        max_encoder_len: those of an encoder beside a decoder are below this; None: they are like the others.
         device, dtype: of the parameters; the CPU and float32 by default. Parameters are uninitialised.
 
     Attributes:
@@ -52,6 +53,7 @@ class Transformer(nn.Module):
         backend: AttentionBackend,
         max_model_len: int,
         *,
+        max_encoder_len: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
@@ -69,7 +71,7 @@ class Transformer(nn.Module):
         limits = [limit for limit in model.rotary_limits if limit < max_model_len]
         starts = accumulate(limits, initial=max_model_len)
         self.rotary_shifts = tuple(zip(limits, starts, strict=False))
-        self.encoder_length = max_model_len
+        self.encoder_length = max_encoder_len or max_model_len
         memory_size = 0 if model.encoder is None else model.encoder.output_size
         self.decoder = None
         if model.decoder is not None:
@@ -83,7 +85,8 @@ class Transformer(nn.Module):
             found = ((m for m in block.modules() if isinstance(m, CrossAttention)) for block in blocks)
             readers = [next(each, None) for each in found]  # one per layer, None where it attends to itself alone
             signal = None if isinstance(model.encoder.embedding, spec.Tokens) else model.encoder.embedding.signal
-            self.encoder_length = max_model_len if signal is None else signal.positions
+            if signal is not None:
+                self.encoder_length = signal.positions
             self.encoder = TransformerStack(
                 model.encoder, backend, self.encoder_length, place, limits=limits, readers=readers, tokens=shared
             )

@@ -40,6 +40,7 @@ def load_model(
     device: torch.device,
     backend: AttentionBackend,
     max_model_len: int,
+    max_encoder_len: int | None = None,
     show_progress: bool = True,
     quantization: Quantization | None = None,
     quantization_cache: str | None = "off",
@@ -49,6 +50,7 @@ def load_model(
     Args:
         config: of the checkpoint (`engine.model.checkpoint.read_config`).
         model_spec: its parts (`engine.model.families.build_spec`).
+        max_model_len, max_encoder_len: as for `Transformer`.
         quantization: matrices are packed so as soon as they are filled; None leaves all as they are.
         quantization_cache: folder that quantised matrices are kept in and taken from, or "off"; None: the usual one.
 
@@ -67,7 +69,9 @@ def load_model(
             model_spec = stored_spec
             table = families.weight_table(config, model_spec)
         try:
-            model = Transformer(model_spec, backend, max_model_len, device=device, dtype=dtype)
+            model = Transformer(
+                model_spec, backend, max_model_len, max_encoder_len=max_encoder_len, device=device, dtype=dtype
+            )
         except RuntimeError as error:
             # The CPU's allocator raises a plain RuntimeError.
             if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):

@@ -39,7 +39,7 @@ SEARCHES: tuple[tuple[int, float, bool | str], ...] = (
 )
 BEAM_CASES = 3
 START = 2
-LAST_MATRICES = ("out_proj.weight", "fc2.weight", ".o.weight", ".wo.weight")
+LAST_MATRICES = ("out_proj.weight", "self_attn.output.weight", "fc2.weight", ".o.weight", ".wo.weight")
 VARIED = 5  # different tokens in an answer that EOS does not end
 MAX_LEN = 224
 # Random layers fall into repeating one token; without repeated pairs answers pass through many states.
@@ -175,6 +175,8 @@ def build_reference(shape: Seq2SeqShape) -> Any:
             module.weight.requires_grad_(False)
     if shape.architecture.startswith("FSMT"):
         model.model.decoder.register_forward_pre_hook(see_no_later, with_kwargs=True)
+    if shape.architecture.startswith("LED"):
+        model.get_encoder().register_forward_pre_hook(_see_first, with_kwargs=True)
     if shape.own_head:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
         model.all_tied_weights_keys.pop("lm_head.weight")
@@ -205,6 +207,13 @@ def see_no_later(decoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any
     length = args[0].shape[1]
     mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
     return args, given | {"decoder_causal_mask": mask}
+
+
+def _see_first(encoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """LED's first token is global, which whoever calls the reference has to say."""
+    first = torch.zeros_like(given["input_ids"])
+    first[:, 0] = 1
+    return args, given | {"global_attention_mask": first}
 
 
 # ------------------------------------------------------------------ the search for clear cases

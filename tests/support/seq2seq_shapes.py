@@ -33,6 +33,12 @@ SWITCH: dict[str, Any] = T5 | {"num_experts": 3, "num_sparse_encoder_layers": 1}
 GATED = {"feed_forward_proj": "gated-gelu"}
 FSMT: dict[str, Any] = BART | {"decoder_attention_heads": 2}
 
+LED: dict[str, Any] = {name: value for name, value in BART.items() if name != "max_position_embeddings"} | {
+    "max_encoder_position_embeddings": 256,
+    "max_decoder_position_embeddings": MAX_LEN,
+    "attention_window": 16,
+}
+
 
 def without_positions(folder: Path) -> None:
     """Take fixed positions out of a checkpoint, as published ones have none."""
@@ -188,6 +194,17 @@ SHAPES = {
         eos=(7, 40),
         seed=1,
         seeds=(0, 0, 4, 1, 0),
+    ),
+    "led": Seq2SeqShape("LEDForConditionalGeneration", LED, seed=2, eos_gain=3.2, seeds=(0, 0, 0, 0, 0)),
+    "led-windows-of-layers-apart": Seq2SeqShape(
+        "LEDForConditionalGeneration",
+        LED
+        | {"encoder_layers": 3, "attention_window": [4, 128, 32], "tie_word_embeddings": False}
+        | {"activation_function": "relu", "decoder_attention_heads": 2},
+        eos=(7, 40),
+        seed=2,
+        eos_gain=3.2,
+        seeds=(3, 0, 1, 0, 0),
     ),
     "plbart": Seq2SeqShape("PLBartForConditionalGeneration", BART, seeds=(0, 7, 1, 0, 0)),
     "plbart-unscaled-apart": Seq2SeqShape(

@@ -56,7 +56,7 @@ def spec(
             embedding=Tokens(
                 vocab_size=vocab_size,
                 width=config.d_model,
-                scale=config.d_model**0.5 if config.scale_embedding else 1.0,
+                scale=config.d_model**0.5 if getattr(config, "scale_embedding", False) else 1.0,
                 positions=positions,
                 norm=NORM if embedding_norm else None,
             ),
