@@ -30,6 +30,7 @@ from engine.model.positions import Learned, RelativeBuckets, Sinusoidal, Spanned
 from engine.model.spec import (
     Attention,
     Block,
+    BlockSums,
     Dense,
     Experts,
     FirstToken,
@@ -238,6 +239,34 @@ UMT5_SMALL: dict[str, Any] = MT5_SMALL | {
     "architectures": ["UMT5ForConditionalGeneration"],
     "model_type": "umt5",
     "vocab_size": 256384,
+}
+LONG_T5_TGLOBAL_BASE: dict[str, Any] = {
+    "architectures": ["LongT5ForConditionalGeneration"],
+    "d_ff": 2048,
+    "d_kv": 64,
+    "d_model": 768,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.1,
+    "encoder_attention_type": "transient-global",
+    "eos_token_id": 1,
+    "feed_forward_proj": "gated-gelu",
+    "global_block_size": 16,
+    "initializer_factor": 1.0,
+    "is_encoder_decoder": True,
+    "layer_norm_epsilon": 1e-06,
+    "local_radius": 127,
+    "model_type": "longt5",
+    "n_positions": 4096,
+    "num_decoder_layers": 12,
+    "num_heads": 12,
+    "num_layers": 12,
+    "output_past": True,
+    "pad_token_id": 0,
+    "relative_attention_max_distance": 128,
+    "relative_attention_num_buckets": 32,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 32128,
 }
 SWITCH_BASE_8: dict[str, Any] = {
     "architectures": ["SwitchTransformersForConditionalGeneration"],
@@ -611,6 +640,25 @@ def test_umt5_small(read: Read) -> None:
     assert own.head == Lm(tied=True, input_scale=512**-0.5)
 
 
+def test_long_t5(read: Read) -> None:
+    """T5, but for what the encoder's tokens see."""
+    model = read(LONG_T5_TGLOBAL_BASE)
+    own = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+    plain = read(LONG_T5_TGLOBAL_BASE | own)
+    encoder = stacks(plain)[0]
+    assert (plain.head, model.context_length) == (Lm(tied=True), 4096)
+
+    def seeing(sums: BlockSums | None) -> ModelSpec:
+        block = encoder.blocks[0]
+        attention = replace(block.attention, window=Window(127, 127), block_sums=sums)
+        blocks = (replace(block, attention=attention),) * 12
+        bias = None if sums is None else RelativeBuckets(32, 128, bidirectional=True)
+        return replace(plain, encoder=replace(encoder, blocks=blocks, block_bias=bias))
+
+    assert model == seeing(BlockSums(16, RMS))
+    assert read(LONG_T5_TGLOBAL_BASE, encoder_attention_type="local") == seeing(None)
+
+
 def test_switch_base_8(read: Read) -> None:
     """Every second layer has experts; those of the encoder have room for 64 tokens of an input."""
     model = read(SWITCH_BASE_8)
@@ -667,6 +715,7 @@ def test_relatives_altered(read: Read) -> None:
         (LED_BASE, {"attention_window": [1024] * 5}, ("attention_window", "6 layers")),
         (NLLB_600M, {"pad_token_id": None}, ("pad_token_id", "256206", "None")),
         (BLENDERBOT_90M, {"normalize_before": True}, ("normalize_before must be false",)),
+        (LONG_T5_TGLOBAL_BASE, {"encoder_attention_type": "full"}, ("encoder_attention_type", "local", "'full'")),
         (SWITCH_BASE_8, {"router_dtype": "bfloat16"}, ("router_dtype", "float32", "bfloat16")),
         (SWITCH_BASE_8, {"expert_capacity": 0}, ("expert_capacity", "at least 1", "0")),
         (SWITCH_BASE_8, {"dense_act_fn": "gated-gelu"}, ("'gated-gelu'",)),

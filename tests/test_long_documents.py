@@ -84,13 +84,21 @@ def test_memory_of_long_inputs(name: str, task: str, tmp_path: Path) -> None:
     assert all(number == number for number in found["first"])
 
 
+LED = transformers.LEDConfig(
+    vocab_size=1000, d_model=768, encoder_layers=2, decoder_layers=1, encoder_attention_heads=12,
+    decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072, attention_window=512,
+)  # fmt: skip
+LONG_T5 = transformers.LongT5Config(
+    vocab_size=1000, d_model=768, num_layers=2, num_decoder_layers=1, num_heads=12, d_ff=2048, n_positions=LENGTH,
+    encoder_attention_type="transient-global", feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+)  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_of_long_inputs_of_an_encoder_beside_a_decoder(tmp_path: Path) -> None:
-    """Its decoder has positions for 1,024 tokens only."""
-    config = transformers.LEDConfig(
-        vocab_size=1000, d_model=768, encoder_layers=2, decoder_layers=1, encoder_attention_heads=12,
-        decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072, attention_window=512,
-    )  # fmt: skip
-    transformers.LEDForConditionalGeneration(config).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "config"), [("LEDForConditionalGeneration", LED), ("LongT5ForConditionalGeneration", LONG_T5)]
+)
+def test_memory_of_long_inputs_of_an_encoder_beside_a_decoder(name: str, config: Any, tmp_path: Path) -> None:
+    getattr(transformers, name)(config).save_pretrained(tmp_path)
     measure(tmp_path, "generate")

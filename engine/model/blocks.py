@@ -7,6 +7,7 @@ from torch import nn
 from engine.backends.attention.base import AttentionBackend
 from engine.errors import UnsupportedModelError
 from engine.model import spec
+from engine.model.block_sums import BlockSumAttention
 from engine.model.convolution import TokenConvolution
 from engine.model.disentangled import DisentangledAttention
 from engine.model.experts import ExpertsFeedForward, SharedExperts
@@ -135,6 +136,8 @@ def build_attention(block: spec.Block, hidden_size: int, backend: AttentionBacke
     if part.latent is not None:
         return LatentAttention(part, part.latent, hidden_size, backend, place)
     kind: type[SelfAttention] = SelfAttention if part.global_tokens is None else GlobalAttention
+    if part.block_sums is not None:
+        kind = BlockSumAttention
     if isinstance(part.position, Disentangled):
         kind = DisentangledAttention
     return kind(part, hidden_size, backend, place)

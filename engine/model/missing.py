@@ -38,6 +38,8 @@ def unsupported(model: spec.ModelSpec) -> list[str]:
                     missing.extend(_unsupported_latent(attention, paged=stack is model.decoder))
                 if isinstance(attention.position, Disentangled) and stack.distances is None:
                     missing.append("Disentangled attention without vectors of distances")
+                if attention.block_sums is not None and (stack.shared_bias is None or stack.block_bias is None):
+                    missing.append("sums of blocks without biases by distance that layers share")
                 if stack.shared_bias is not None and attention.position is not None:
                     missing.append(f"a shared bias beside {type(attention.position).__name__}")
     if model.encoder is not None and model.decoder is not None and model.rotary_limits:
@@ -74,6 +76,8 @@ def _unsupported_decoder(stack: spec.Stack, *, has_encoder: bool) -> list[str]:
             missing.append("experts of limited capacity in a decoder")  # tokens that come alone would find room
         if block.attention.global_tokens is not None:
             missing.append("global tokens in a decoder")
+        if block.attention.block_sums is not None:
+            missing.append("sums of blocks in a decoder")
         if block.beside is not None:
             missing.append("a convolution in a decoder")  # it would see later tokens
         if block.cross is not None:
@@ -94,6 +98,7 @@ def _unsupported_cross(cross: spec.Attention, own: spec.Attention) -> list[str]:
         "with a temperature": cross.temperature is not None,
         "with sinks": cross.sinks is not None,
         "with global tokens": cross.global_tokens is not None,
+        "with sums of blocks": cross.block_sums is not None,
     }
     return [f"cross-attention {name}" for name, present in found.items() if present]
 
@@ -142,12 +147,14 @@ def _unsupported_attention(part: spec.Attention) -> dict[str, bool]:
         f"convolutions of {kernel} tokens beside attention": kernel % 2 == 0,
         "convolutions beside attention with rotary positions": part.spans is not None
         and isinstance(part.position, Rotary),
-        "global tokens in attention of another kind": part.global_tokens is not None and not _can_be_global(part),
+        "global tokens in attention of another kind": part.global_tokens is not None and not _is_plain(part),
+        "sums of blocks in attention of another kind": part.block_sums is not None and not _is_plain(part),
+        "sums of blocks beside global tokens": part.block_sums is not None and part.global_tokens is not None,
     }
 
 
-def _can_be_global(part: spec.Attention) -> bool:
-    """Whether attention has nothing beside its global tokens that their module does not know."""
+def _is_plain(part: spec.Attention) -> bool:
+    """Whether attention has nothing beside its window that the modules of those in and out of it do not know."""
     beside = (part.position, part.qk_norm, part.clip, part.softcap, part.sinks, part.spans, part.latent)
     reaches = isinstance(part.window, Window) and part.window.left == part.window.right
     return beside == (None,) * len(beside) and reaches and not part.causal and part.heads == part.kv_heads

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from engine.backends.attention.base import AttentionBackend, AttentionMetadata, Paged, Sight
 from engine.backends.native.program import Rows
 from engine.model import spec
+from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import Embedding, TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
@@ -348,6 +349,23 @@ class AttendGlobally(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AttendToBlocks(HasRows):
+    """out = attention of the queries to the keys and values beside them that are near, and to those that are made of
+    sums of blocks of their rows' x.
+
+    Attributes:
+        heads: queries, keys and values side by side.
+    """
+
+    READS = ("x", "heads")
+    WRITES = ("out",)
+    module: BlockSumAttention
+    x: Rows
+    heads: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Activate(HasRows):
     """out = function(x), or function(a) * b of x = [a | b]."""
 
@@ -482,6 +500,7 @@ Operation = (
     | StoreEncoded
     | Attend
     | AttendGlobally
+    | AttendToBlocks
     | Activate
     | ActivateXielu
     | Open
@@ -753,6 +772,8 @@ class Builder:
         if isinstance(module, GlobalAttention):
             of_global = self.product(module.global_qkv, x, "heads of global tokens")
             self.add(AttendGlobally(module, heads, of_global, attended))
+        elif isinstance(module, BlockSumAttention):
+            self.add(AttendToBlocks(module, x, heads, attended))
         else:
             self.add(Attend(module, prepared.queries, kv, attended, own))
         if module.spans is not None:

@@ -117,6 +117,21 @@ class GlobalTokens:
     which: FirstToken | BeforeToken
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSums:
+    """Keys and values beside those of tokens, which every token of an input sees, whatever the window: each is made of
+    the sum of a block of tokens, normed (transient global attention, arXiv:2112.07916, 3.1.2). What is left at the end
+    of an input is of its last whole block; an input without one has no sums.
+
+    Attributes:
+        size: tokens of a block.
+        norm: of the sums.
+    """
+
+    size: int
+    norm: Norm
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
@@ -137,6 +152,7 @@ class Attention:
         latent: what queries, keys and values are made of; None: of the hidden state, each by a projection of its own.
             With latents there is one KV head, and head_dim is the width of what pages hold of a token.
         global_tokens: tokens that the window does not bind; it reaches equally far to both sides then.
+        block_sums: what tokens see besides those in the window, which reaches equally far to both sides then.
     """
 
     heads: int
@@ -156,6 +172,7 @@ class Attention:
     spans: Spans | None = None
     latent: Latent | None = None
     global_tokens: GlobalTokens | None = None
+    block_sums: BlockSums | None = None
 
     @property
     def turned(self) -> int:
@@ -562,6 +579,7 @@ class Stack:
         hidden_size: features of the residual stream.
         blocks: one per layer; they may differ.
         shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
+        block_bias: what they add to the scores of sums of blocks, by the distance from a token's own block.
         projection: features that the hidden states are mapped to at last, by a matrix without bias.
         distances: what blocks with disentangled attention share.
         repeated: how often blocks run; None: each is one layer.
@@ -572,6 +590,7 @@ class Stack:
     blocks: tuple[Block, ...]
     final_norm: Norm | None
     shared_bias: RelativeBuckets | None = None
+    block_bias: RelativeBuckets | None = None
     projection: int | None = None
     distances: DistanceVectors | None = None
     repeated: Repeated | None = None

@@ -72,10 +72,13 @@ class TransformerStack(nn.Module):
         self.shared_bias = None
         if stack.shared_bias is not None:
             self.shared_bias = BucketTable(stack.shared_bias, stack.attentions[0].heads, place)
+        self.block_bias = None
+        if stack.block_bias is not None:
+            self.block_bias = BucketTable(stack.block_bias, stack.attentions[0].heads, place)
         self.distances = None
         if stack.distances is not None:
             self.distances = DistanceTable(stack.distances, stack.hidden_size, length, place)
-        self.tables = Tables(rotary, slopes, self.shared_bias, self.distances)
+        self.tables = Tables(rotary, slopes, self.shared_bias, self.block_bias, self.distances)
         self.program: Program = compile_stack(
             self.embedding,
             [self.blocks[number] for number in stack.order],

@@ -26,12 +26,14 @@ class Tables:
         rotary: cosines and sines by rotary part.
         slopes: biases by the part that has a slope for each head.
         shared_bias: the bias that all self-attentions without a part of their own add.
+        block_bias: what they add to the scores of sums of blocks.
         distances: the vectors that disentangled attentions read.
     """
 
     rotary: Mapping[Rotary, RotaryTable]
     slopes: Mapping[AttentionPosition, BiasTable]
     shared_bias: BucketTable | None = None
+    block_bias: BucketTable | None = None
     distances: DistanceTable | None = None
 
     def rotation(self, part: Rotary, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

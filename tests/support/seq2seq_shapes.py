@@ -30,6 +30,8 @@ BART: dict[str, Any] = {
     "max_position_embeddings": MAX_LEN,
 }
 SWITCH: dict[str, Any] = T5 | {"num_experts": 3, "num_sparse_encoder_layers": 1}
+LONG_T5: dict[str, Any] = T5 | {"local_radius": 11}
+SUMS = {"encoder_attention_type": "transient-global", "global_block_size": 16}
 GATED = {"feed_forward_proj": "gated-gelu"}
 FSMT: dict[str, Any] = BART | {"decoder_attention_heads": 2}
 
@@ -73,6 +75,15 @@ SHAPES = {
         own_head=True,
         eos=(7, 40),
         seeds=(2, 0, 0, 0, 0),
+    ),
+    "longt5": Seq2SeqShape("LongT5ForConditionalGeneration", LONG_T5, seeds=(0, 1, 2, 0, 0)),
+    "longt5-sums": Seq2SeqShape("LongT5ForConditionalGeneration", LONG_T5 | SUMS, seeds=(0, 2, 0, 0, 0)),
+    "longt5-sums-gated-unscaled": Seq2SeqShape(
+        "LongT5ForConditionalGeneration",
+        LONG_T5 | SUMS | GATED | {"local_radius": 120, "global_block_size": 4, "tie_word_embeddings": False},
+        eos=(7, 40),
+        eos_gain=1.4,
+        seeds=(1, 1, 1, 0, 0),
     ),
     "switch-experts": Seq2SeqShape(
         "SwitchTransformersForConditionalGeneration", SWITCH | {"num_sparse_decoder_layers": 1}, seeds=(2, 0, 0, 0, 0)

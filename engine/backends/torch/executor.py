@@ -12,11 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.attention.base import Bias, Paged, Ragged, Window
+from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged, Window
 from engine.backends.native.program import Rows
-from engine.backends.torch import attention_global
+from engine.backends.torch import attention_blocks, attention_global
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
+from engine.model.block_sums import BlockSumAttention
 from engine.model.convolution import gather_neighbours, mix_taps, weigh_taps
 from engine.model.global_tokens import find_global
 from engine.model.latent import LatentAttention
@@ -30,6 +31,7 @@ from engine.model.program import (
     AllReduce,
     Attend,
     AttendGlobally,
+    AttendToBlocks,
     Concatenate,
     Embed,
     ExpandLatent,
@@ -105,6 +107,13 @@ class Pass:
         if owner not in biases:
             biases[owner] = tables.bias(operation.module)
         return biases[owner]
+
+    def block_biases(self, module: BlockSumAttention) -> tuple[DistanceBias, DistanceBias]:
+        """What is added to the scores of tokens, and to those of sums of blocks."""
+        bias, of_blocks = self._tables.bias(module), self._tables.block_bias
+        assert isinstance(bias, DistanceBias)
+        assert of_blocks is not None
+        return bias, of_blocks()
 
     def pages(self, layer: int | None) -> Paged:
         """A layer's pages."""
@@ -293,6 +302,27 @@ def _attend_globally(operation: AttendGlobally, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), width)
 
 
+def _attend_to_blocks(operation: AttendToBlocks, state: Pass) -> None:
+    module, inputs = operation.module, state.inputs
+    part, width = module.part, module.part.heads * module.part.head_dim
+    assert isinstance(part.window, Window)
+    queries, keys, values = (
+        _heads(state.values[operation.heads.part(i * width, width)], part.head_dim) for i in range(3)
+    )
+    bias, block_bias = state.block_biases(module)
+    attended = attention_blocks.attend(
+        (queries, keys, values),
+        module.of_blocks(state.values[operation.x], inputs.metadata, inputs.min_rows),
+        inputs.metadata,
+        module.size,
+        part.window,
+        part.scale,
+        bias,
+        block_bias,
+    )
+    state.values[operation.out] = attended.reshape(len(attended), width)
+
+
 def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x if x.dim() == 3 else x.view(len(x), -1, head_dim)
 
@@ -368,6 +398,7 @@ HANDLERS: dict[type, Handler] = {
     StoreEncoded: _store_encoded,
     Attend: _attend,
     AttendGlobally: _attend_globally,
+    AttendToBlocks: _attend_to_blocks,
     Activate: _activate,
     ActivateXielu: _activate_xielu,
     Open: _open,

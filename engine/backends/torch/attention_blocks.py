@@ -1,0 +1,94 @@
+"""Attention in a window and to blocks of tokens, by torch: memory grows with the length of a row, not its square.
+
+Each row is cut into parts by its own length, so that its result does not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionMetadata, DistanceBias, Window
+
+# Queries at a time, where the window is narrower than that.
+_PART = 64
+
+
+def attend(
+    heads: tuple[Tensor, Tensor, Tensor],
+    of_blocks: tuple[Tensor, Tensor],
+    metadata: AttentionMetadata,
+    size: int,
+    window: Window,
+    scale: float,
+    bias: DistanceBias,
+    block_bias: DistanceBias,
+) -> Tensor:
+    """What each token sees of its row, in its window and of the blocks: [Tp, heads, head_dim].
+
+    Scores, softmax and sums are in float32. What lies past the rows gives zeros.
+
+    Args:
+        heads: queries, keys and values, [Tp, heads, head_dim] each.
+        of_blocks: keys and values, [blocks, heads, head_dim] each, of one row after the other.
+        size: tokens of a block; those past a row's last whole block are of that one.
+        bias: by the distance from a query to a key.
+        block_bias: by that from a query's block to a key's.
+    """
+    out = heads[0].new_zeros(heads[0].shape)
+    start = first = 0
+    for length in metadata.query_lens:
+        count = length // size
+        row, own = slice(start, start + length), slice(first, first + count)
+        queries, keys, values = (_by_head(x[row]) for x in heads)
+        found = _attend_row(
+            queries, (keys, values), tuple(_by_head(x[own]) for x in of_blocks), size, window, scale, bias, block_bias
+        )
+        out[row] = found.transpose(0, 1)
+        start, first = start + length, first + count
+    return out
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """float32 [heads, T, head_dim] of x [T, heads, head_dim]."""
+    return x.float().transpose(0, 1).contiguous()
+
+
+def _attend_row(
+    queries: Tensor,
+    near: tuple[Tensor, ...],
+    of_blocks: tuple[Tensor, ...],
+    size: int,
+    window: Window,
+    scale: float,
+    bias: DistanceBias,
+    block_bias: DistanceBias,
+) -> Tensor:
+    """The same of one row, all as [heads, T, head_dim]."""
+    length, count = queries.shape[1], of_blocks[0].shape[1]
+    width = max(_PART, window.left)
+    places = torch.arange(length, device=queries.device)
+    blocks = torch.arange(count, device=queries.device)
+    found = torch.empty_like(queries)
+    for begin in range(0, length, width):
+        end = min(begin + width, length)
+        low, high = max(begin - window.left, 0), min(end + window.right, length)
+        distances = places[low:high] - places[begin:end, None]
+        hidden = (distances < -window.left) | (distances > window.right)
+        scores = _of(bias, distances).masked_fill_(hidden, -torch.inf)
+        if count:
+            own = (places[begin:end] // size).clamp_(max=count - 1)
+            scores = torch.cat((_of(block_bias, blocks - own[:, None]), scores), 2)
+        keys, values = (
+            torch.cat((block, token[:, low:high]), 1)[None] for block, token in zip(of_blocks, near, strict=True)
+        )
+        part = queries[None, :, begin:end]
+        found[:, begin:end] = F.scaled_dot_product_attention(part, keys, values, attn_mask=scores[None], scale=scale)[0]
+    return found
+
+
+def _of(bias: DistanceBias, distances: Tensor) -> Tensor:
+    """[heads, queries, keys] of distances [queries, keys]."""
+    columns = (distances + bias.zero).clamp_(0, bias.table.shape[1] - 1)
+    return bias.table.index_select(1, columns.view(-1)).view(-1, *distances.shape)

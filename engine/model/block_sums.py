@@ -1,0 +1,45 @@
+"""Attention in a window, and to sums of blocks of tokens (LongT5, arXiv:2112.07916, 3.1.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionBackend, AttentionMetadata
+from engine.model import spec
+from engine.model.layers import SelfAttention
+from engine.model.norms import build_norm
+from engine.model.place import Place
+
+
+class BlockSumAttention(SelfAttention):
+    """The weights of self-attention, which make keys and values of sums of blocks, too, and the norm of the sums."""
+
+    def __init__(self, part: spec.Attention, hidden_size: int, backend: AttentionBackend, place: Place):
+        super().__init__(part, hidden_size, backend, place)
+        assert part.block_sums is not None
+        self.size = part.block_sums.size
+        self.block_norm = build_norm(part.block_sums.norm, hidden_size, place)
+
+    def of_blocks(self, x: Tensor, metadata: AttentionMetadata, min_rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [blocks, heads, head_dim] of the sums of rows x [Tp, features], of one input after the other.
+
+        Args:
+            min_rows: fewest rows of a matrix product.
+        """
+        inputs = torch.split(x[: sum(metadata.query_lens)], metadata.query_lens)
+        sums = torch.cat([sum_blocks(one, self.size) for one in inputs])
+        filled = F.pad(sums, (0, 0, 0, max(min_rows - len(sums), 0)))
+        assert self.block_norm is not None
+        heads = self.qkv(self.block_norm(filled))[: len(sums)].view(len(sums), 3, self.part.heads, self.part.head_dim)
+        return heads[:, 1], heads[:, 2]
+
+
+def sum_blocks(x: Tensor, size: int) -> Tensor:
+    """[blocks, features] of one input x [T, features], added up in float32."""
+    count = len(x) // size
+    whole = x[: count * size].float().view(count, size, x.shape[1]).sum(1)
+    if count:
+        whole[-1] += x[count * size :].float().sum(0)
+    return whole.to(x.dtype)
