@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from engine.text.detokenizer import Detokenizer
+from engine.text.detokenizer import Detokenizer, WordDetokenizer
 from engine.text.processor import Tokenizer, load_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -394,3 +394,29 @@ def test_token_text() -> None:
     byte_level = trained("byte-level")
     ids = byte_level.encode(TEXTS[0])
     assert "".join(map(byte_level.token_text, ids)) == TEXTS[0]
+
+
+def quoting(ids: list[int]) -> str:
+    """Words, of which 0 is a quotation mark that opens and closes by turns, and 1 a full stop."""
+    text, opened = "", False
+    for token in ids:
+        if token == 0:
+            text, opened = (f'{text}"' if opened else f'{text} "'), not opened
+        elif token == 1:
+            text += "."
+        else:
+            text += ("" if opened and text.endswith('"') else " ") + "abcdefgh"[token]
+    return text.strip()
+
+
+@given(ids=st.lists(st.integers(0, 7), max_size=20), begin=st.lists(st.integers(2, 7), max_size=3), data=st.data())
+def test_texts_that_are_written_from_words(ids: list[int], begin: list[int], data: st.DataObject) -> None:
+    """Whatever the deltas, the text is that of all words."""
+    detokenizer = WordDetokenizer(quoting, begin)
+    pieces, rest = [], ids
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        pieces.append(detokenizer.append(rest[:size]))
+        rest = rest[size:]
+    assert quoting(begin) + "".join(pieces) + detokenizer.finish() == quoting(begin + ids)
+    assert detokenizer.append([]) == detokenizer.finish() == ""

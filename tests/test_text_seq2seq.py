@@ -84,6 +84,11 @@ def test_texts_are_the_references(kind: str, tmp_path: Path) -> None:
         assert one.tokenizer.decode(begin) == "winter with you"
         assert begin != one.encode("winter with you")[:-1]
         assert llm.tokenizer.languages.pair == ("en", "de")
+        quoted = 'the "old" stone (a well-known one): "late", and "the sea" sings.'
+        ids, streamed = llm.tokenizer.encode_answer(quoted), llm.tokenizer.detokenizer([start])
+        pieces = [streamed.append([token]) for token in ids]
+        assert "".join(pieces) + streamed.finish() == one.text(ids) == quoted
+        assert sum(map(bool, pieces)) > 5
     else:
         assert begin == one.tokenizer(text_target="winter with you", add_special_tokens=False).input_ids
     other = llm.generate(TokenInput(encoder), SamplingParams(temperature=0, max_tokens=5, decoder_start_token_id=20))

@@ -160,3 +160,38 @@ class Detokenizer:
         if len(self._pending) < 4 * MAX_PENDING:
             return self._give_certain(whole)
         return self._settle(text)
+
+
+class WordDetokenizer:
+    """The same for tokenizers that write a text anew from all of its words, as Moses does: a quotation mark opens or
+    closes by how many stand before it. So all ids are decoded again for each delta, and a word is given when the next
+    one has begun, since punctuation may join it until then.
+
+    Args:
+        decode: all ids to text, hiding none.
+        prompt: the tokens before the answer, without special ones; may be empty.
+    """
+
+    __slots__ = ("_decode", "_given", "_ids")
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = list(prompt)
+        self._given = decode(self._ids) if prompt else ""
+
+    def append(self, ids: Sequence[int]) -> str:
+        """Add ids; returns the text that became certain (possibly empty)."""
+        self._ids += ids
+        text = self._decode(self._ids) if ids else ""
+        certain = text[: max(text.rfind(" "), 0)]
+        if not certain.startswith(self._given):
+            return ""
+        piece = certain[len(self._given) :]
+        self._given = certain
+        return piece
+
+    def finish(self) -> str:
+        """The text still pending, when no more ids will come."""
+        piece = self._decode(self._ids)[len(self._given) :]
+        self._given += piece
+        return piece

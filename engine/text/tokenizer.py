@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from engine.errors import InvalidRequestError
 from engine.interface.outputs import Logprob, TokenLogprobs
-from engine.text.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer
+from engine.text.detokenizer import CHARACTER, MAX_CONTEXT, REPLACEMENT, Detokenizer, WordDetokenizer
 from engine.text.encoding import Encoding, Side, encode_fast, encode_slow
 from engine.text.languages import Languages
 
@@ -38,11 +38,16 @@ def _pair(hf: Any) -> tuple[str, str] | None:
     return None if several else (source, target)
 
 
+def _writes_words(hf: Any) -> bool:
+    """Whether it is FSMT's: Moses writes the texts of its target side, and it has no mode for encoding such."""
+    return hasattr(hf, "tgt_vocab_size")
+
+
 def _switch_to_target(hf: Any) -> None:
     """Let a slow tokenizer encode texts of the target language from now on."""
     if hasattr(hf, "_switch_to_target_mode"):
         hf._switch_to_target_mode()
-    elif hasattr(hf, "tgt_vocab_size"):  # FSMT's, which has no such mode
+    elif _writes_words(hf):
         hf.encoder, hf.src_lang = {text: token for token, text in hf.decoder.items()}, hf.tgt_lang
 
 
@@ -302,8 +307,10 @@ class Tokenizer:
         """How texts write the special tokens, by their ids."""
         return {token: self.written(token) for token in sorted(self._special)}
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | WordDetokenizer:
         """A detokenizer for one answer to that prompt; it is to be given visible ids only."""
+        if _writes_words(self._hf):
+            return WordDetokenizer(self._decode, self.visible(prompt_token_ids, skip_special_tokens=True))
         tail: list[int] = []
         for token in reversed(prompt_token_ids):
             if token not in self._special and self._is_known(token):

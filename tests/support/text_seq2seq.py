@@ -167,7 +167,7 @@ def m2m100_tokenizer(folder: Path, name: str = "M2M100Tokenizer") -> None:
 
 
 def fsmt_tokenizer(folder: Path) -> None:
-    """A vocabulary for each side, merges for both: words as a whole, letters beside them."""
+    """A vocabulary for each side, merges for both: words as a whole, their beginnings and letters beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     merges: dict[str, None] = {}
     for word in WORDS:
@@ -176,9 +176,10 @@ def fsmt_tokenizer(folder: Path) -> None:
             merges.setdefault(f"{parts[0]} {parts[1]}")
             parts[:2] = ["".join(parts[:2])]
     (folder / "merges.txt").write_text("\n".join(merges) + "\n", encoding="utf-8")
-    marks = [f"{letter}{end}" for letter in LETTERS for end in ("", "</w>")]
+    marks = [f"{letter}{end}" for letter in f"{LETTERS}&()@" for end in ("", "</w>")]
     for side, words in (("src", WORDS[:50]), ("tgt", WORDS[30:])):
-        pieces = ["<s>", "<pad>", "</s>", "<unk>", *(f"{word}</w>" for word in words), *marks]
+        parts = [merge.replace(" ", "") for merge in merges]
+        pieces = ["<s>", "<pad>", "</s>", "<unk>", *(f"{word}</w>" for word in words), *marks, *parts]
         vocab = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
         (folder / f"vocab-{side}.json").write_text(json.dumps(vocab), encoding="utf-8")
     config = {"langs": ["en", "de"], "model_max_length": 1024, "tokenizer_class": "FSMTTokenizer"}
@@ -230,7 +231,7 @@ def _fsmt(_: int, tokenizer: Any) -> Any:
     config = transformers.FSMTConfig(
         src_vocab_size=tokenizer.src_vocab_size, tgt_vocab_size=tokenizer.tgt_vocab_size, d_model=32, encoder_layers=2,
         decoder_layers=2, encoder_ffn_dim=40, decoder_ffn_dim=36, encoder_attention_heads=4, decoder_attention_heads=4,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=MAX_LENGTH, num_beams=1,
     )  # fmt: skip
     model = transformers.FSMTForConditionalGeneration(config)
     model.model.decoder.register_forward_pre_hook(see_no_later, with_kwargs=True)
