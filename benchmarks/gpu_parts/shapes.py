@@ -96,6 +96,7 @@ class Sizes:
         chunk: most tokens of a step.
         prompts: lengths of the prompts that are timed alone.
         rounds: of each prompt.
+        mixed_rows, mixed_chunk: rows that decode beside so many tokens of a prompt.
         beam_rows: rows of the step that searches, and of the greedy one that it is compared with.
         gap_batches, gap_steps: of the steps that are profiled.
         peer_rows, peer_prompt, peer_answer, peer_rounds: the work that the peer shares.
@@ -111,6 +112,8 @@ class Sizes:
     chunk: int = 8192
     prompts: tuple[int, ...] = (2048, 4096, 8192, 16384)
     rounds: int = 3
+    mixed_rows: tuple[int, ...] = (32,)
+    mixed_chunk: int = 512
     beam_rows: tuple[int, ...] = (32, 256)
     gap_batches: tuple[int, ...] = (1, 32, 256)
     gap_steps: int = 24
@@ -149,6 +152,7 @@ class Sizes:
         return replace(
             self,
             batches=fitting(self.batches),
+            mixed_rows=fitting(self.mixed_rows),
             beam_rows=fitting(self.beam_rows),
             gap_batches=fitting(self.gap_batches),
         )
@@ -167,6 +171,8 @@ TINY = Sizes(
     chunk=64,
     prompts=(48, 96),
     rounds=2,
+    mixed_rows=(3,),
+    mixed_chunk=16,
     beam_rows=(8,),
     gap_batches=(2,),
     gap_steps=8,
@@ -248,7 +254,7 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
     Args:
         settings: of `EngineConfig`, instead of the benchmark's own.
     """
-    rows = max(*sizes.batches, *sizes.beam_rows)
+    rows = max(*sizes.batches, *sizes.beam_rows, *(rows + 1 for rows in sizes.mixed_rows))
     tokens = sizes.tokens(rows)
     chosen: dict[str, Any] = {
         "dtype": config["dtype"],
