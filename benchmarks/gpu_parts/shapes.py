@@ -160,7 +160,8 @@ class Sizes:
     @property
     def max_model_len(self) -> int:
         """The longest prompt with its answer."""
-        return max(*self.prompts, self.context + self.steps + self.warm, self.peer_prompt + self.peer_answer) + 64
+        rows = self.context + 3 * (self.steps + self.warm)
+        return max(*self.prompts, self.mixed_chunk, rows, self.peer_prompt + self.peer_answer) + 64
 
 
 TINY = Sizes(
@@ -254,7 +255,8 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
     Args:
         settings: of `EngineConfig`, instead of the benchmark's own.
     """
-    rows = max(*sizes.batches, *sizes.beam_rows, *(rows + 1 for rows in sizes.mixed_rows))
+    # One step ahead, the prompt of the step before is still there.
+    rows = max(*sizes.batches, *sizes.beam_rows, *(rows + 2 for rows in sizes.mixed_rows))
     tokens = sizes.tokens(rows)
     chosen: dict[str, Any] = {
         "dtype": config["dtype"],
