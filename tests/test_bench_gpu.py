@@ -390,13 +390,16 @@ def test_what_is_not_as_it_is_meant_is_named() -> None:
         model = SimpleNamespace(device=torch.device("cuda"), modules=lambda: [module])
         names = ("dtype", "kv_cache_dtype", "block_size", "num_blocks", "async_scheduling", "enforce_eager")
         some: Any = SimpleNamespace(**dict.fromkeys(names))
-        engine: Any = SimpleNamespace(runner=SimpleNamespace(model=model, graphs=graphs), info=some, config=some)
+        runner = SimpleNamespace(model=model, graphs=graphs, prompt_graphs=graphs)
+        engine: Any = SimpleNamespace(runner=runner, info=some, config=some)
         return shapes.fallen_back(engine)
 
     with mock.patch.object(matvec, "can_overlap", return_value=True):
         assert found("triton", {"layers": {OVERLAPPING.name: 1.0}}) == []
         assert "attention is torch, not triton" in found("torch", {"layers": {OVERLAPPING.name: 1.0}})
-        assert found("triton", None) == ["decoding steps were not recorded as CUDA graphs"]
+        assert found("triton", None) == [
+            f"{steps} were not recorded as CUDA graphs" for steps in ("steps with prompts", "decoding steps")
+        ]
         assert found("triton", {"logits": {"other": 1.0}}) == [
             f"logits of one row cannot be computed by {OVERLAPPING.name}"
         ]

@@ -108,6 +108,7 @@ def serve(config: Mapping[str, Any], sizes: shapes.Sizes, *, kv_cache_dtype: str
             raise RuntimeError(f"attention of this model is {problem}: it has no kernels to compile")
         runner = engine.runner
         runner.warm()
+        runner.use_prompt_graphs(max(sizes.batches), sizes.chunk, _called)
         with warmup.typical_row(runner) as typical:
             runner.use_graphs(max(sizes.batches), _called, _timed, typical)
         for params in (

@@ -1,4 +1,4 @@
-"""Steps that hold a prompt: the decoding rows of others wait for it, and the host launches each kernel."""
+"""Steps that hold a prompt, for which the rows of others that decode wait."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def mixed(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[s
     for rows in sizes.mixed_rows:
         with decoding_rows(engine, rows, sizes, steps=2 * (sizes.steps + sizes.warm)) as ready:
             plain = pace(ready.run(sizes.steps))
-            before, launches = ready.context, []
+            before, launches, replayed = ready.context, [], _replayed(engine)
             with _timed_launches(engine.runner, launches):
                 times = _beside_prompts(engine, ready, sizes)
-            context = (before + ready.context) / 2
+            context, replayed = (before + ready.context) / 2, _replayed(engine) - replayed
         seconds, floor = pace(times), mixed_floor_seconds(work, rates, rows, context, sizes.mixed_chunk)
         results.append(
             {
@@ -33,6 +33,7 @@ def mixed(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[s
                 "context": round(context),
                 "chunk": sizes.mixed_chunk,
                 "steps": len(times),
+                "steps_as_graphs": replayed,  # those before the timed ones, too
                 "step_ms": 1e3 * seconds,
                 "decode_ms": 1e3 * plain,
                 "launch_ms": 1e3 * statistics.median(launches),
@@ -48,6 +49,12 @@ def mixed(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[s
             flush=True,
         )
     return results
+
+
+def _replayed(engine: Engine) -> int:
+    """Steps so far that hold prompts and ran as CUDA graphs."""
+    graphs = engine.runner.prompt_graphs
+    return 0 if graphs is None else graphs.num_replayed
 
 
 def _beside_prompts(engine: Engine, ready: Rows, sizes: Sizes) -> list[float]:

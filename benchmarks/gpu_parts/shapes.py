@@ -302,6 +302,7 @@ def facts(engine: Engine) -> dict[str, Any]:
     return {
         "attention": backend.name,
         "graphs": engine.runner.graphs is not None,
+        "prompt_graphs": engine.runner.prompt_graphs is not None,
         "one_row": ways_of_one_row(engine),
         **{name: getattr(engine.info, name) for name in ("dtype", "kv_cache_dtype", "block_size", "num_blocks")},
         **{name: getattr(engine.config, name) for name in ("async_scheduling", "enforce_eager")},
@@ -318,6 +319,8 @@ def fallen_back(engine: Engine) -> list[str]:
     problems = []
     if found["attention"] != "triton":
         problems.append(f"attention is {found['attention']}, not triton")
+    if not found["prompt_graphs"]:
+        problems.append("steps with prompts were not recorded as CUDA graphs")
     if not found["graphs"]:
         problems.append("decoding steps were not recorded as CUDA graphs")
     elif matvec.can_overlap(device):
