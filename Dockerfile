@@ -65,11 +65,12 @@ RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --p
  && sed -i '1s|^#!.*|#!/app/venv/bin/python3|' /app/octavo/bin/octavo \
  && CXX="/build/bin/python3 -m ziglang c++" python3 /app/octavo/lib/python3*/site-packages/octavo/engine/backends/native/build.py
 
-# ---- kernels for GPUs, compiled without one into the folder that the image uses
+# ---- kernels for GPUs, compiled without one into the folder that the image uses. Triton knows them by their source, not
+# by the packages that they are in.
 FROM builder AS kernels
 ARG KERNELS=
 COPY --from=libraries-cuda /app/venv /app/venv
-COPY --from=octavo /app/octavo /app/venv
+COPY engine engine
 COPY benchmarks/gpu_cache.py benchmarks/
 COPY benchmarks/gpu_parts benchmarks/gpu_parts
 # KERNELS is several words.
