@@ -5,6 +5,9 @@
 #   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/models:/models:ro" octavo serve /models/NAME
 #
 # BASE_IMAGE is any Debian-like image with Python 3.11 or newer and its venv module; tools/pin_images.py renews the digest.
+# KERNELS is what benchmarks/gpu_cache.py is told to compile into the image for GPUs; without it, kernels are compiled
+# when they are first used:
+#   docker build --target cuda --build-arg KERNELS="--models Qwen3-0.6B --capabilities 80 90" -t octavo:cuda .
 # TORCH_INDEX is the package index that torch alone comes from; an empty one means pip's configured index. All else is
 # installed by the hashes of requirements/, which tools/lock.py writes.
 
@@ -62,6 +65,19 @@ RUN PIP_PYTHON=/build/bin/python3 pip install --no-deps --no-build-isolation --p
  && sed -i '1s|^#!.*|#!/app/venv/bin/python3|' /app/octavo/bin/octavo \
  && CXX="/build/bin/python3 -m ziglang c++" python3 /app/octavo/lib/python3*/site-packages/octavo/engine/backends/native/build.py
 
+# ---- kernels for GPUs, compiled without one into the folder that the image uses. Triton knows them by their source, not
+# by the packages that they are in.
+FROM builder AS kernels
+ARG KERNELS=
+COPY --from=libraries-cuda /app/venv /app/venv
+COPY engine engine
+COPY benchmarks/gpu_cache.py benchmarks/
+COPY benchmarks/gpu_parts benchmarks/gpu_parts
+# KERNELS is several words.
+# hadolint ignore=SC2086
+RUN mkdir /triton \
+ && if [ -n "$KERNELS" ]; then /app/venv/bin/python3 benchmarks/gpu_cache.py --cache /triton $KERNELS; fi
+
 # ---- what runs: Python, no build tools, no root. The user is named by number, so that an orchestrator can see that it
 # is not root. /models belongs to it: a volume mounted there for the first time takes that over, and downloads are kept
 # in it.
@@ -100,12 +116,12 @@ CMD ["serve"]
 # ---- the targets
 FROM runtime AS cuda
 # Triton compiles kernels while it serves, and once a module in C that starts them: for that alone there are a compiler
-# and Python's headers here. Both are kept in /triton, which may be a volume.
+# and Python's headers here. Both are kept in /triton, which may be a volume: a new one takes over what is in the image.
 USER 0:0
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
- && mkdir /triton && chown 10001:10001 /triton
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=builder /headers /
+COPY --from=kernels --chown=10001:10001 /triton /triton
 USER 10001:10001
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \

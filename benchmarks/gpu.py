@@ -7,6 +7,7 @@ One command, no download: weights are random, in the shapes of Qwen3-0.6B and Ll
               reading weights and pages takes at the bandwidth (and multiplying at the rate) measured on this machine
     gap       how long the device is idle between two steps, from a profile
     sampler   256 rows of 128k logits: greedy, top-k, top-p, min-p
+    mixed     steps of 32 rows beside 512 tokens of a prompt: time, that of the host, and the floor of that work
     prefill   prompts of 2k to 16k tokens: operations in matrices a second, against the measured peak
     beams     steps of 4 beams beside greedy ones with as many rows
     peer      transformers' continuous batching on the same work
@@ -40,10 +41,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-PARTS = ("kernels", "decode", "gap", "sampler", "prefill", "beams", "peer")
+PARTS = ("kernels", "decode", "gap", "sampler", "mixed", "prefill", "beams", "peer")
 MODELS = ("Qwen3-0.6B", "Llama-3.1-8B")
 CHECKS = ("layers", "row", "attention", "experts", "sampler", "engine")
-_OF_AN_ENGINE = ("decode", "gap", "prefill", "beams", "peer")
+_OF_AN_ENGINE = ("decode", "gap", "mixed", "prefill", "beams", "peer")
 # Seconds after which a part is told again that it is late.
 _AGAIN = 5.0
 
@@ -119,7 +120,7 @@ class Run:
     def _with_engine(self, model: str, config: dict[str, Any]) -> dict[str, float]:
         """Octavo's parts; its figures of the work that the peer will have."""
         import torch
-        from gpu_parts import decode, peer, shapes
+        from gpu_parts import decode, mixed, peer, shapes
 
         work, sizes, rates = shapes.Work.of(config), self.sizes, self.rates
         ours: dict[str, float] = {}
@@ -132,6 +133,7 @@ class Run:
             acts: dict[str, Callable[[], Any]] = {
                 "decode": lambda: decode.decode(engine, work, rates, sizes),
                 "gap": lambda: decode.gap(engine, sizes),
+                "mixed": lambda: mixed.mixed(engine, work, rates, sizes),
                 "prefill": lambda: decode.prefill(engine, work, rates, sizes),
                 "beams": lambda: decode.beams(engine, sizes),
             }

@@ -23,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+PAGES = ("auto", "int8", "fp8")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fill a cache; the exit status."""
@@ -33,11 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=tuple(shapes.MODELS), default=list(shapes.MODELS))
     parser.add_argument("--config", type=Path, help="a config.json of the LLaMA family, instead of --models")
     parser.add_argument("--capabilities", nargs="+", type=int, default=[80, 86, 89, 90, 100, 120])
+    parser.add_argument(
+        "--kv-cache-dtypes", nargs="+", choices=PAGES, default=["auto"], help="formats of the pages (default: auto)"
+    )
     parser.add_argument("--home", type=Path, help="where the folder will be when it is used (default: where it is)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
-        return _compile(options.config, options.models[0], options.capabilities[0])
+        return _compile(options.config, options.models[0], options.capabilities[0], options.kv_cache_dtypes)
     options.cache.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(options.cache.resolve())}
     environment.pop("TRITON_INTERPRET", None)
@@ -47,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         which = ["--config", str(options.config)] if options.config else ["--models", model]
         for capability in options.capabilities:
             command = [sys.executable, __file__, "--child", "--cache", str(options.cache), *which]
+            command += ["--kv-cache-dtypes", *options.kv_cache_dtypes]
             done = subprocess.run([*command, "--capabilities", str(capability)], env=environment, check=False)
             failed |= done.returncode != 0
     settle(options.cache, options.home or options.cache.resolve())
@@ -62,13 +68,14 @@ def settle(cache: Path, home: Path) -> None:
         group.write_text(json.dumps({"child_paths": {name: str(home / group.parent.name / name) for name in files}}))
 
 
-def _compile(config: Path | None, model: str, capability: int) -> int:
+def _compile(config: Path | None, model: str, capability: int, pages: Sequence[str]) -> int:
     from gpu_parts import ahead, shapes
 
     began = time.perf_counter()
     chosen = json.loads(config.read_text()) if config else shapes.config_of(model, tiny=False)
     with ahead.compiling(capability) as hits:
-        ahead.serve(chosen, replace(shapes.TINY, chunk=512, batches=(1, 16), context=96))
+        for dtype in pages:
+            ahead.serve(chosen, replace(shapes.TINY, chunk=512, batches=(1, 16), context=96), kv_cache_dtype=dtype)
     seconds = time.perf_counter() - began
     name = config or model
     print(

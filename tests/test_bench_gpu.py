@@ -63,6 +63,16 @@ def test_the_floor_of_many_rows_is_arithmetic() -> None:
     assert (flops, per_byte) == (2 * work.products, 1.0)
 
 
+def test_the_floor_beside_a_prompt_is_that_of_all_tokens() -> None:
+    """Logits are of the rows and of the prompt's last token alone."""
+    work = shapes.Work(weight_bytes=10**9, products=10, layer_products=7, kv_bytes=6, pair_flops=3)
+    flops = 2 * (7 * (5 + 4) + 3 * (5 + 1)) + 3 * (1 + 2 + 3 + 4)
+    reading = Rates(bandwidth=1e9, products=1e12)
+    assert floors.mixed_floor_seconds(work, reading, 5, 100, 4) == pytest.approx(1 + 5 * 100 * 6 / 1e9)
+    computing = Rates(bandwidth=1e12, products=1.0)
+    assert floors.mixed_floor_seconds(work, computing, 5, 0, 4) == pytest.approx(flops)
+
+
 def test_operations_of_a_prompt() -> None:
     work = shapes.Work(weight_bytes=0, products=10, layer_products=7, kv_bytes=0, pair_flops=3)
     assert work.prefill_flops(4) == (2 * 7 * 4, 3 * (1 + 2 + 3 + 4))
@@ -167,13 +177,14 @@ def test_goals_are_judged_by_their_direction_and_missing_ones_are_open() -> None
     parts: dict[str, Any] = {
         "decode": {LLAMA: [decoded(1, 80.0, 4.0), decoded(32, 74.9, 6.0)], QWEN: [decoded(1, 40.0, 0.9)]},
         "gap": {LLAMA: [{"gap_us": 4.0}], QWEN: [{"gap_us": 31.0}, {"gap_us": 3.0}]},
+        "mixed": {LLAMA: [{"times_floor": 1.2}], QWEN: [{"times_floor": 1.4}]},
         "sampler": {"mixtures": [{"device_ms": 0.1}, {"device_ms": 0.6}]},
         "peer": {QWEN: {"ratio": 6.0}, LLAMA: {"skipped": "no such thing"}},
     }
     rows = floors.judge(floors.goals(shapes.Sizes()), parts)
-    assert [row["met"] for row in rows] == [True, False, None, True, None, False, True, None, None, True]
+    assert [row["met"] for row in rows] == [True, False, None, True, None, False, True, None, False, None, True]
     assert [row["measured"] for row in rows][:6] == [80.0, 74.9, None, 0.9, None, 31.0]
-    assert [row["goal"] for row in rows] == [75, 75, 75, 1.0, 70, 30, 0.6, 55, 85, 5]
+    assert [row["goal"] for row in rows] == [75, 75, 75, 1.0, 70, 30, 0.6, 55, 1.3, 85, 5]
     text = report.table(rows)
     assert "Llama-3.1-8B, batch 32: of the floor" in text
     assert "NO" in text
@@ -274,7 +285,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     assert result["machine"]["torch"] == torch.__version__
     assert result["machine"]["commit"] == report.machine(torch.device("cpu"))["commit"]
     parts = result["parts"]
-    assert set(parts) == {"kernels", "decode", "gap", "sampler", "prefill", "beams", "peer"}
+    assert set(parts) == {"kernels", "decode", "gap", "sampler", "mixed", "prefill", "beams", "peer"}
     for model in (QWEN, LLAMA):
         assert [row["rows"] for row in parts["decode"][model]] == list(shapes.TINY.batches)
         assert all(row["step_ms"] > 0 and row["percent_of_floor"] > 0 for row in parts["decode"][model])
@@ -283,6 +294,8 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
         assert all(row["steps"] > 3 for row in parts["gap"][model])
         assert [row["tokens"] for row in parts["prefill"][model]] == list(shapes.TINY.prompts)
         assert all(row["busiest"] for part in ("gap", "prefill") for row in parts[part][model])
+        assert [(row["rows"], row["chunk"]) for row in parts["mixed"][model]] == [(3, 16)]
+        assert all(row["times_floor"] > 0 and row["launch_ms"] > 0 for row in parts["mixed"][model])
         assert all(row["percent_of_greedy"] > 0 for row in parts["beams"][model])
         peer = parts["peer"][model]
         # It may want a GPU that is there; and on a CPU transformers 5.17 finds no memory without psutil.
@@ -377,13 +390,16 @@ def test_what_is_not_as_it_is_meant_is_named() -> None:
         model = SimpleNamespace(device=torch.device("cuda"), modules=lambda: [module])
         names = ("dtype", "kv_cache_dtype", "block_size", "num_blocks", "async_scheduling", "enforce_eager")
         some: Any = SimpleNamespace(**dict.fromkeys(names))
-        engine: Any = SimpleNamespace(runner=SimpleNamespace(model=model, graphs=graphs), info=some, config=some)
+        runner = SimpleNamespace(model=model, graphs=graphs, prompt_graphs=graphs)
+        engine: Any = SimpleNamespace(runner=runner, info=some, config=some)
         return shapes.fallen_back(engine)
 
     with mock.patch.object(matvec, "can_overlap", return_value=True):
         assert found("triton", {"layers": {OVERLAPPING.name: 1.0}}) == []
         assert "attention is torch, not triton" in found("torch", {"layers": {OVERLAPPING.name: 1.0}})
-        assert found("triton", None) == ["decoding steps were not recorded as CUDA graphs"]
+        assert found("triton", None) == [
+            f"{steps} were not recorded as CUDA graphs" for steps in ("steps with prompts", "decoding steps")
+        ]
         assert found("triton", {"logits": {"other": 1.0}}) == [
             f"logits of one row cannot be computed by {OVERLAPPING.name}"
         ]

@@ -104,6 +104,18 @@ def test_starts_the_service_for_the_outside_and_stops_it_by_sigterm() -> None:
     assert environment["OCTAVO_HOST"] == "0.0.0.0"
 
 
+def test_kernels_are_compiled_into_the_folder_that_is_used() -> None:
+    """By no default, as the image; the cache is the user's, who adds to it."""
+    assert ["KERNELS="] in of_kind("ARG")
+    stage = DOCKERFILE[DOCKERFILE.index("AS kernels") : DOCKERFILE.index("AS runtime")]
+    (program,) = re.findall(r"python3 (\S+) --cache /triton \$KERNELS", stage)
+    assert (ROOT / program).is_file()
+    assert not is_ignored(program)
+    environment = dict(word.partition("=")[::2] for words in of_kind("ENV") for word in words)
+    assert environment["TRITON_CACHE_DIR"] == "/triton"
+    assert ["--from=kernels", f"--chown={of_kind('USER')[0][0]}", "/triton", "/triton"] in of_kind("COPY")
+
+
 def health_command() -> list[str]:
     (check,) = re.findall(r"^HEALTHCHECK[^\[]*CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
     return json.loads(check)

@@ -164,15 +164,20 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so(checkpoint: Callable[[
     model = engine.runner.model
     on_gpu = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda"), decoder=model.decoder, spec=model.spec))
     typical = nullcontext()
-    record(on_gpu, NativeAttention(), 4)
-    assert "decoding steps run eagerly: native attention cannot be recorded" in caplog.text
+    record(on_gpu, NativeAttention(), 4, 0)
+    assert "steps run eagerly: native attention cannot be recorded" in caplog.text
     on_gpu.use_graphs = lambda rows, recorder, *how: engine.runner.use_graphs(rows, Broken(), *how)
+    on_gpu.use_prompt_graphs = lambda rows, tokens, recorder: engine.runner.use_prompt_graphs(rows, tokens, Broken())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warmup, "CudaRecorder", lambda device: SimpleNamespace(seconds=None))
         patch.setattr(warmup, "typical_row", lambda runner: typical)
-        record(on_gpu, Recordable(), 4)
-    assert "not permitted when stream is capturing" in caplog.text
+        record(on_gpu, Recordable(), 4, 64)
+    for steps in ("steps with prompts, of up to 64 tokens", "decoding steps of up to 4 rows"):
+        assert (
+            f"{steps} run eagerly, which is slower: they cannot be recorded as CUDA graphs (operation not"
+            in caplog.text
+        )
     assert "Traceback" in caplog.text
     assert "--enforce-eager" in caplog.text
-    assert engine.runner.graphs is None
+    assert engine.runner.graphs is engine.runner.prompt_graphs is None
     engine.close()

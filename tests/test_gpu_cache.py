@@ -32,7 +32,7 @@ def test_a_cache_has_what_another_process_launches(tmp_path: Path) -> None:
     driver of the same target is asked, compiles none of them, in the folder's new place."""
     config, cache, moved = tmp_path / "config.json", tmp_path / "cache", tmp_path / "moved"
     config.write_text(json.dumps(shapes.config_of("Llama-3.1-8B", tiny=True) | {"dtype": "bfloat16"}))
-    arguments = ["--config", str(config), "--capabilities", "90"]
+    arguments = ["--config", str(config), "--capabilities", "90", "--kv-cache-dtypes", "auto", "int8"]
     done = filled(cache, *arguments, "--home", str(moved))
     assert done.returncode == 0, done.stderr[-4000:]
     metadata = [json.loads(file.read_text()) for file in cache.glob("*/*.json") if not file.name.startswith("__grp__")]
@@ -41,6 +41,8 @@ def test_a_cache_has_what_another_process_launches(tmp_path: Path) -> None:
     )
     names = {one["name"] for one in metadata}
     assert {"decode", "prefill", "plan_decode", "plan_prefill", "norm_kernel", "held_kernel", "copy_kernel"} <= names
+    read = ["i8" in file.read_text() for file in cache.glob("*/decode.ttir")]
+    assert set(read) == {False, True}, "pages of 16 bits, and of 8"
     assert {one["launch_pdl"] for one in metadata if one["name"] == "held_kernel"} == {False, True}
     assert f"sm_90: {len(metadata)} compiled, " in done.stdout
 

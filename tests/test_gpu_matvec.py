@@ -39,13 +39,14 @@ def wanted(
     function: str | None,
     gated: bool,
     addends: list[Tensor],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The same, in float64 between the roundings."""
+    """The same, in float64 between the roundings to x's format in the norm and to `dtype` after the product."""
     y = by_torch(x, norm).double() @ weight.double().T
-    y = (y if bias is None else y + bias.double()).to(x.dtype)
+    y = (y if bias is None else y + bias.double()).to(dtype)
     first, second = y.chunk(2, -1) if gated else (y, None)
     if function is not None:
-        first = ACTIVATIONS[function](first.double()).to(x.dtype)  # type: ignore[index]
+        first = ACTIVATIONS[function](first.double()).to(dtype)  # type: ignore[index]
     y = first if second is None else first * second
     total = None
     for part in (*addends, y):
@@ -88,8 +89,8 @@ def test_products(
         weight = numbers(seed + 1, width * (1 + gated), size, dtype=dtype, scale=size**-0.5).to(device)
         bias = numbers(seed + 2, len(weight), dtype=dtype).to(device) if data.draw(st.booleans()) else None
         given = [numbers(seed + 3 + n, 1, width, dtype=dtype).to(device) for n in range(addends)]
-        exact = wanted(x, weight, bias, norm, function, gated, given)
         kept, wide = x.clone(), data.draw(st.booleans()) and not addends
+        exact = wanted(x, weight, bias, norm, function, gated, given, torch.float32 if wide else dtype)
         stream, also = (*given, None, None)[:2]
         found = matvec.product(
             x, weight, bias, norm=norm, function=function, gated=gated, stream=stream, also=also,
@@ -97,8 +98,9 @@ def test_products(
         )  # fmt: skip
         assert (found is stream) == (stream is not None)
         assert found.dtype == (torch.float32 if wide else dtype)
-        assert torch.equal(found, found.to(dtype).to(found.dtype)), "it is rounded even where it is given as float32"
         assert torch.equal(x, kept)
+        if wide and norm is not None:
+            exact = exact.to(dtype)  # what the norm rounds may round otherwise
         assert_near(found, exact, 3.0 * max(1.0, float(exact.abs().max())))
 
 

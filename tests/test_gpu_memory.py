@@ -24,7 +24,8 @@ from engine.execution.kv_cache import page_bytes
 from engine.execution.loading import check_weights_fit
 from engine.execution.memory import CudaMemory, DeviceMemory, device_memory, gib
 from engine.execution.pending import PendingStep
-from engine.execution.profiling import GRAPH, Needs, measure_needs
+from engine.execution.profiling import GRAPH, PARTS, Needs, measure_needs
+from engine.execution.prompt_graphs import token_sizes
 from engine.execution.runner import ModelRunner
 from engine.scheduling.plan import StepPlan
 
@@ -110,7 +111,7 @@ def test_pages_get_what_is_left(checkpoint: Callable[[str], Any]) -> None:
 
 
 def test_recorded_steps_have_a_reserve(checkpoint: Callable[[str], Any]) -> None:
-    """A decoding step's memory once for all, and the nodes of each."""
+    """The memory of the largest that is recorded once for all, and the nodes of each: here all tokens of a step are."""
     one = make_engine(checkpoint(CHECKPOINT).path)
     memory = MadeUpMemory(100 * MIB, weights=9 * MIB, libraries=MIB)
     with gpu(memory):
@@ -118,8 +119,8 @@ def test_recorded_steps_have_a_reserve(checkpoint: Callable[[str], Any]) -> None
     step = 64 * TOKEN + 8 * ROW
     weights = one.runner.model.weight_bytes()
     assert eager == Needs(total=100 * MIB, used=10 * MIB, weights=weights, step=step, graphs=0)
-    graphs = 2 * len(graph_sizes(8))
-    assert recorded == replace(eager, graphs=graphs * GRAPH + 8 * (TOKEN + ROW))
+    graphs = 2 * len(graph_sizes(8)) + len(token_sizes(64))
+    assert recorded == replace(eager, graphs=graphs * GRAPH + PARTS + step)
     one.close()
 
 

@@ -22,6 +22,7 @@ from support.driving import Job, make_engine, run, run_alone
 from support.jobs import CHECKPOINT, beams, greedy, prompt, sampled
 from support.late_device import LateDevice, late_device
 
+from engine.execution import prompt_graphs
 from engine.execution.buffers import PinnedRing
 from engine.execution.one_row import FUSED
 from engine.execution.recording import CudaRecorder
@@ -177,7 +178,10 @@ def test_steps(checkpoint: Callable[[str], Any]) -> None:
     plain.close()
     with late_device() as device:
         # Whatever is recorded last is said to be the fastest.
-        with mock.patch.object(CudaRecorder, "seconds", side_effect=count(9, -1)):
+        with (
+            mock.patch.object(CudaRecorder, "seconds", side_effect=count(9, -1)),
+            mock.patch.object(prompt_graphs, "_APART", ((12, 12),)),
+        ):
             engine = make_engine(path, **SETTINGS, device=str(CUDA))
         try:
             assert engine.runner.graphs is not None
@@ -186,7 +190,9 @@ def test_steps(checkpoint: Callable[[str], Any]) -> None:
             assert run(engine, jobs) == expected
             assert device.waited == []
             graphs = engine.runner.graphs
-            assert graphs.num_replayed > graphs.sampling.num_replayed > graphs.sampling.num_sent
+            prompts = engine.runner.prompt_graphs.num_replayed
+            assert prompts >= 3
+            assert graphs.num_replayed + prompts > graphs.sampling.num_replayed > graphs.sampling.num_sent
             assert engine.stats().num_steps_ahead > 2
             assert torch.cuda.current_device() == 0
         finally:

@@ -100,14 +100,15 @@ def compiling(capability: int) -> Iterator[list[bool]]:
         yield hits
 
 
-def serve(config: Mapping[str, Any], sizes: shapes.Sizes) -> None:
+def serve(config: Mapping[str, Any], sizes: shapes.Sizes, *, kv_cache_dtype: str = "auto") -> None:
     """Start an engine as a GPU's would be, with its recordings, and serve requests of several kinds."""
-    with shapes.random_engine(config, "cpu", sizes) as engine:
+    with shapes.random_engine(config, "cpu", sizes, kv_cache_dtype=kv_cache_dtype) as engine:
         problem = shapes.facts(engine)["attention"]
         if problem != "triton":
             raise RuntimeError(f"attention of this model is {problem}: it has no kernels to compile")
         runner = engine.runner
         runner.warm()
+        runner.use_prompt_graphs(max(sizes.batches), sizes.chunk, _called)
         with warmup.typical_row(runner) as typical:
             runner.use_graphs(max(sizes.batches), _called, _timed, typical)
         for params in (

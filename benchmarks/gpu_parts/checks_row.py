@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from engine.backends.triton import matvec
 from engine.backends.triton.norms import Norm
+from engine.model.kernels import LIBRARY, wide_product
 from gpu_parts.check import Check, Outcome, Setting
 
 
@@ -63,8 +64,12 @@ def _added(setting: Setting) -> Iterator[Outcome]:
 def _logits(setting: Setting) -> Iterator[Outcome]:
     for width, size in ((151936, 1024), (128256, 4096)) if setting.full else ((300, 64),):
         x, weight = setting.normal(1, size), setting.normal(width, size, deviation=size**-0.5, seed=1)
-        got = matvec.product(x, weight, dtype=torch.float32)
-        yield got, (x.float() @ weight.float().T).double()
+        want = (x.float() @ weight.float().T).double()
+        yield matvec.product(x, weight, dtype=torch.float32), want
+        if setting.device.type == "cuda":
+            several = wide_product(x.expand(3, -1).contiguous(), weight, None, LIBRARY)
+            assert several is not None
+            yield several, want.expand(3, -1)
 
 
 CHECKS = (
@@ -72,5 +77,5 @@ CHECKS = (
     Check("one row: LayerNorm, product, bias", _normed(True, False)),
     Check("one row: RMSNorm, product, gate", _normed(False, True), bound=4.0),
     Check("one row: product and addition", _added),
-    Check("one row: logits", _logits),
+    Check("logits of one row, and of several", _logits),
 )

@@ -108,7 +108,7 @@ def decode(engine: Engine, work: Work, rates: Rates, sizes: Sizes) -> list[dict[
 
 
 def _decoding(engine: Engine, rows: int, work: Work, rates: Rates, sizes: Sizes) -> dict[str, Any]:
-    with _ready(engine, rows, sizes) as ready:
+    with decoding_rows(engine, rows, sizes) as ready:
         ready.run(sizes.warm)
         before, replayed, ahead = ready.context, _replayed(engine), engine.stats().num_steps_ahead
         times = ready.run(sizes.steps)
@@ -149,7 +149,7 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
-def _ready(engine: Engine, rows: int, sizes: Sizes, *, steps: int | None = None, beams: int = 1) -> Rows:
+def decoding_rows(engine: Engine, rows: int, sizes: Sizes, *, steps: int | None = None, beams: int = 1) -> Rows:
     """Rows that have the context in the middle of the steps that will be timed."""
     steps = sizes.steps if steps is None else steps
     # The first rows decode while the last ones' prompts are computed.
@@ -164,7 +164,7 @@ def gap(engine: Engine, sizes: Sizes) -> list[dict[str, Any]]:
     device = engine.runner.model.device
     for rows in sizes.gap_batches:
         events: list[dict[str, Any]] = []
-        with _ready(engine, rows, sizes, steps=3 * sizes.gap_steps) as ready:
+        with decoding_rows(engine, rows, sizes, steps=3 * sizes.gap_steps) as ready:
             ready.run(sizes.warm)
             plain = pace(ready.run(sizes.gap_steps))
             with gaps.marked(engine.runner), gaps.profiled(device, events):
@@ -254,7 +254,7 @@ def beams(engine: Engine, sizes: Sizes, width: int = 4) -> list[dict[str, Any]]:
     for rows in sizes.beam_rows:
         medians = []
         for wide in (1, width):
-            with _ready(engine, rows, sizes, beams=wide) as ready:
+            with decoding_rows(engine, rows, sizes, beams=wide) as ready:
                 ready.run(sizes.warm)
                 medians.append(pace(ready.run(sizes.steps)))
         greedy, searching = medians

@@ -96,6 +96,7 @@ class Sizes:
         chunk: most tokens of a step.
         prompts: lengths of the prompts that are timed alone.
         rounds: of each prompt.
+        mixed_rows, mixed_chunk: rows that decode beside so many tokens of a prompt.
         beam_rows: rows of the step that searches, and of the greedy one that it is compared with.
         gap_batches, gap_steps: of the steps that are profiled.
         peer_rows, peer_prompt, peer_answer, peer_rounds: the work that the peer shares.
@@ -111,6 +112,8 @@ class Sizes:
     chunk: int = 8192
     prompts: tuple[int, ...] = (2048, 4096, 8192, 16384)
     rounds: int = 3
+    mixed_rows: tuple[int, ...] = (32,)
+    mixed_chunk: int = 512
     beam_rows: tuple[int, ...] = (32, 256)
     gap_batches: tuple[int, ...] = (1, 32, 256)
     gap_steps: int = 24
@@ -149,6 +152,7 @@ class Sizes:
         return replace(
             self,
             batches=fitting(self.batches),
+            mixed_rows=fitting(self.mixed_rows),
             beam_rows=fitting(self.beam_rows),
             gap_batches=fitting(self.gap_batches),
         )
@@ -156,7 +160,8 @@ class Sizes:
     @property
     def max_model_len(self) -> int:
         """The longest prompt with its answer."""
-        return max(*self.prompts, self.context + self.steps + self.warm, self.peer_prompt + self.peer_answer) + 64
+        rows = self.context + 3 * (self.steps + self.warm)
+        return max(*self.prompts, self.mixed_chunk, rows, self.peer_prompt + self.peer_answer) + 64
 
 
 TINY = Sizes(
@@ -167,6 +172,8 @@ TINY = Sizes(
     chunk=64,
     prompts=(48, 96),
     rounds=2,
+    mixed_rows=(3,),
+    mixed_chunk=16,
     beam_rows=(8,),
     gap_batches=(2,),
     gap_steps=8,
@@ -248,7 +255,8 @@ def random_engine(config: Mapping[str, Any], device: str, sizes: Sizes, **settin
     Args:
         settings: of `EngineConfig`, instead of the benchmark's own.
     """
-    rows = max(*sizes.batches, *sizes.beam_rows)
+    # One step ahead, the prompt of the step before is still there.
+    rows = max(*sizes.batches, *sizes.beam_rows, *(rows + 2 for rows in sizes.mixed_rows))
     tokens = sizes.tokens(rows)
     chosen: dict[str, Any] = {
         "dtype": config["dtype"],
@@ -294,6 +302,7 @@ def facts(engine: Engine) -> dict[str, Any]:
     return {
         "attention": backend.name,
         "graphs": engine.runner.graphs is not None,
+        "prompt_graphs": engine.runner.prompt_graphs is not None,
         "one_row": ways_of_one_row(engine),
         **{name: getattr(engine.info, name) for name in ("dtype", "kv_cache_dtype", "block_size", "num_blocks")},
         **{name: getattr(engine.config, name) for name in ("async_scheduling", "enforce_eager")},
@@ -310,6 +319,8 @@ def fallen_back(engine: Engine) -> list[str]:
     problems = []
     if found["attention"] != "triton":
         problems.append(f"attention is {found['attention']}, not triton")
+    if not found["prompt_graphs"]:
+        problems.append("steps with prompts were not recorded as CUDA graphs")
     if not found["graphs"]:
         problems.append("decoding steps were not recorded as CUDA graphs")
     elif matvec.can_overlap(device):

@@ -3,7 +3,7 @@
 A layer's kernels are over sooner than Python has started them, when few rows decode. A graph starts all of a step's
 kernels at once, but with the same arguments each time: so what a step reads lies at fixed addresses (`DecodeState`),
 rows are filled up to the next recorded number with padding, and attention shares out the keys that it finds.
-Steps that hold prompts run eagerly.
+Steps that hold prompts have graphs of their own (`engine.execution.prompt_graphs`).
 """
 
 from __future__ import annotations
@@ -125,11 +125,15 @@ class DecodeGraphs:
         self.num_replayed += 1
         return self.hidden[: plan.num_rows]
 
-    def sample(self, batch: SamplingBatch) -> LateResult | None:
-        """Candidates of the plan that was run last; None where their sampling is not recorded."""
-        if self.sampling is None or not self.sampling.serves(batch):
+    def sample(self, hidden: Tensor, batch: SamplingBatch) -> LateResult | None:
+        """Candidates of hidden states [S, features], which a step before has left in `hidden` or elsewhere; None where
+        their sampling is not recorded."""
+        count = len(batch.rows)
+        if self.sampling is None or not 0 < count <= self._max_rows or not self.sampling.serves(batch):
             return None
-        return self.sampling.run(batch, self._size_of(len(batch.rows)))
+        if hidden.data_ptr() != self.hidden.data_ptr():
+            self.hidden[:count].copy_(hidden)
+        return self.sampling.run(batch, self._size_of(count))
 
     def reset(self) -> None:
         """A step failed on the way: what the device holds by now is not known, and is sent anew."""

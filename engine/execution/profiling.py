@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.execution.cuda_graphs import graph_sizes
 from engine.execution.kv_cache import KVCache, count_blocks, page_bytes
 from engine.execution.memory import DeviceMemory, device_memory, gib, is_out_of_memory
+from engine.execution.prompt_graphs import LARGEST, can_record_prompts, token_sizes
 from engine.execution.runner import ModelRunner
 from engine.execution.warmup import score_plan
 from engine.interface.outputs import EngineInfo
@@ -35,6 +36,9 @@ logger = logging.getLogger("octavo.execution")
 
 # Bytes that a recorded decoding step takes outside of torch's memory: about 2 KiB for each of a thousand nodes.
 GRAPH = 2 * 2**20
+# Attention's partial results in a recorded step with prompts, of rows of several queries, which the largest step need
+# not have: 77 MB for 8 heads of 128 features that 2 share each, on 148 multiprocessors.
+PARTS = 96 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,7 @@ class Needs:
         used: weights, libraries, and what other processes have.
         weights: those alone.
         step: the largest step, while it runs.
-        graphs: reserved for recorded decoding steps.
+        graphs: reserved for recorded steps.
     """
 
     total: int
@@ -105,7 +109,9 @@ def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, ma
     weights = runner.model.weight_bytes()
     try:
         step = _peak(runner, memory, largest_steps(runner, max_tokens, max_rows))
-        decoding = _peak(runner, memory, islice(largest_steps(runner, max_rows, max_rows), 1)) if graphs else 0
+        tokens = min(max_tokens, LARGEST) if can_record_prompts(runner.model) else 0
+        recorded = max(tokens, max_rows)
+        graph = _peak(runner, memory, islice(largest_steps(runner, recorded, max_rows), 1)) if graphs else 0
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -124,7 +130,7 @@ def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, ma
         used=memory.total() - memory.free(),
         weights=weights,
         step=step,
-        graphs=decoding + count_graphs(runner, max_rows) * GRAPH if graphs else 0,
+        graphs=graph + count_graphs(max_rows, tokens) * GRAPH + (PARTS if tokens else 0) if graphs else 0,
     )
 
 
@@ -137,10 +143,10 @@ def _peak(runner: ModelRunner, memory: DeviceMemory, plans: Iterable[StepPlan]) 
     return memory.peak() - before
 
 
-def count_graphs(runner: ModelRunner, max_rows: int) -> int:
-    """Graphs that are recorded of decoding steps, their sampling included. They share one pool of memory, which is as
-    large as the largest of them needs."""
-    return 2 * len(graph_sizes(max_rows))
+def count_graphs(max_rows: int, max_tokens: int) -> int:
+    """Graphs that are recorded of decoding steps, with their sampling, and of steps of up to max_tokens tokens. They
+    share one pool of memory, which is as large as the largest of them needs."""
+    return 2 * len(graph_sizes(max_rows)) + (len(token_sizes(max_tokens)) if max_tokens else 0)
 
 
 def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterator[StepPlan]:
@@ -187,7 +193,7 @@ def _check_room(config: EngineConfig, needs: Needs, page: int, max_model_len: in
     if left >= 2 * page:  # block 0 is one, too
         return
     request = page * pages_needed(max_model_len, config.block_size)
-    graphs = f", recorded decoding steps {gib(needs.graphs)}" if needs.graphs else ""
+    graphs = f", recorded steps {gib(needs.graphs)}" if needs.graphs else ""
     raise ConfigError(
         f"The model does not fit into the GPU's memory: of {gib(needs.total)}, --gpu-memory-utilization {share} allows "
         f"{gib(needs.total * share)}. Weights take {gib(needs.weights)}, libraries and other processes "

@@ -17,6 +17,7 @@ from engine.execution.cuda_graphs import DecodeGraphs
 from engine.execution.kv_cache import KVCache
 from engine.execution.pending import LateResult, PendingStep
 from engine.execution.pooler import NO_PARTS, Pooler, PoolingParts
+from engine.execution.prompt_graphs import PromptGraphs, can_record_prompts
 from engine.execution.recording import Recorder
 from engine.execution.sampler import sample, score_prompt
 from engine.execution.weighing import weighed
@@ -90,6 +91,7 @@ class ModelRunner:
         self._sampled = Buffer(-(-size // 8) * 8, torch.int32, device)
         self._unfilled: Int32 | None = None  # the same, where the host knows them and no step has asked for them yet
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self._sampler: DeviceSampler | None = None
         if gpu.serves(device):
             from engine.execution.sampler_device import DeviceSampler
@@ -133,14 +135,19 @@ class ModelRunner:
             self._encode(plan.encoder)
         if self._twin_pooler is not None and plan.signals:
             return PendingStep(candidates=StepResult.empty(), sampling=None, pooled=self._pool_both(plan))
-        recorded = self.graphs if self.graphs is not None and self.graphs.serves(plan) else None
+        recorded: DecodeGraphs | PromptGraphs | None = None
+        if self.graphs is not None and self.graphs.serves(plan):
+            recorded = self.graphs
+        if recorded is None and self.prompt_graphs is not None and self.prompt_graphs.serves(plan):
+            recorded = self.prompt_graphs
         hidden = self._hidden(plan) if recorded is None else recorded.run(plan)
         candidates: StepResult | LateResult | None = None
         sampling = None
         if plan.sampling is not None:
-            candidates = None if recorded is None else recorded.sample(plan.sampling)
+            wanted = _rows(hidden, plan.sampling.rows, plan.num_tokens)
+            candidates = None if self.graphs is None else self.graphs.sample(wanted, plan.sampling)
             if candidates is None:
-                logits = self._logits(_rows(hidden, plan.sampling.rows, plan.num_tokens))
+                logits = self._logits(wanted)
                 # A GPU computes all that meanwhile; a CPU is done, and fills masks by all of its threads.
                 sampling = weighed(logits, plan.sampling.filled())
                 candidates = self._sample(logits, sampling)
@@ -192,6 +199,23 @@ class ModelRunner:
             graphs.sampling = SamplingGraphs(self._logits, graphs.hidden, sampled, vocabulary)
         graphs.capture(typical)
         self.graphs = graphs
+
+    def use_prompt_graphs(self, max_rows: int, max_tokens: int, record: Recorder) -> None:
+        """Record steps of up to max_rows rows that hold prompts, of up to max_tokens tokens as far as they can be, and
+        run them so from now on."""
+        if not can_record_prompts(self.model):
+            return
+        graphs = PromptGraphs(
+            self.model,
+            self.cache,
+            self._sampled.data,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            record=record,
+            min_rows=self.min_rows,
+        )
+        graphs.capture()
+        self.prompt_graphs = graphs
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> StepResult | LateResult:
         """Candidates; what they begin with is kept on the device, for the next step."""

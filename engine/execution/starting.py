@@ -188,7 +188,7 @@ def prepare(resolved: Resolved, runner: ModelRunner) -> LocalExecutor:
         recorded = backend.recordable and can_record(model) and not config.enforce_eager
         num_blocks = allocate_pages(runner, config, resolved.cache_dtype, max_rows=config.most_seqs, graphs=recorded)
     costs, measured = measure(runner, max_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len)
-    record(runner, backend, 0 if config.enforce_eager else config.most_seqs)
+    record(runner, backend, 0 if config.enforce_eager else config.most_seqs, config.max_num_batched_tokens)
     info = EngineInfo(
         model=config.model,
         model_path=str(resolved.path),

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -53,28 +54,44 @@ def can_record(model: Transformer) -> bool:
     return model.decoder is not None and isinstance(model.spec.head, Lm)
 
 
-def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int) -> None:
-    """Let steps of up to max_rows decoding rows run as CUDA graphs from now on, where that can be."""
+def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_tokens: int) -> None:
+    """Let steps of up to max_rows rows and, with prompts, of up to max_tokens tokens run as CUDA graphs from now on,
+    where that can be."""
     device = runner.model.device
     if device.type != "cuda" or not can_record(runner.model) or not max_rows:
         return
     if not backend.recordable:
-        logger.info("decoding steps run eagerly: %s attention cannot be recorded", backend.name)
+        logger.info("steps run eagerly: %s attention cannot be recorded", backend.name)
         return
-    began = time.perf_counter()
-    try:
-        recorder = CudaRecorder(device)
+    recorder = CudaRecorder(device)
+
+    def decoding() -> None:
         with typical_row(runner) as typical:
             runner.use_graphs(max_rows, recorder, recorder.seconds, typical)
+
+    # What takes the most memory first.
+    _try(
+        f"steps with prompts, of up to {max_tokens} tokens",
+        partial(runner.use_prompt_graphs, max_rows, max_tokens, recorder),
+    )
+    _try(f"decoding steps of up to {max_rows} rows", decoding)
+
+
+def _try(steps: str, act: Callable[[], None]) -> None:
+    """Record steps, or say why they run eagerly."""
+    began = time.perf_counter()
+    try:
+        act()
     except Exception as error:  # torch's and Triton's of all kinds: serving slowly is better than not at all
         logger.warning(
-            "decoding steps run eagerly, which is slower: they cannot be recorded as CUDA graphs (%s). Set "
-            "--enforce-eager to start without the attempt.",
+            "%s run eagerly, which is slower: they cannot be recorded as CUDA graphs (%s). Set --enforce-eager to "
+            "start without the attempt.",
+            steps,
             error,
             exc_info=True,
         )
         return
-    logger.info("recorded decoding steps of up to %d rows in %.1f s", max_rows, time.perf_counter() - began)
+    logger.info("recorded %s in %.1f s", steps, time.perf_counter() - began)
 
 
 @contextmanager

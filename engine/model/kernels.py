@@ -21,6 +21,7 @@ from engine.model.positions import Rotary
 
 _FORMATS = (torch.float32, torch.bfloat16)
 GPU_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+_NARROW = (torch.bfloat16, torch.float16)
 
 # By format, the activations that are faster here alone, and times the second half of a row.
 PLAIN: dict[torch.dtype, frozenset[spec.Activation]] = {
@@ -111,16 +112,18 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return norms.layer_norm(x, weight, bias, eps)
 
 
-def logits_of_row(x: Tensor, weight: Tensor, bias: Tensor | None, form: RowForm) -> Tensor | None:
-    """x @ weight.T + bias of one row [1, features], rounded to x's format, as float32; None where torch is to compute
-    it."""
-    if not form.fused or not take_on_gpu(x) or x.shape[0] != 1:
-        return None
-    from engine.backends.triton import matvec
+def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None, form: RowForm) -> Tensor | None:
+    """x @ weight.T + bias of rows [N, features] in float32, not rounded to x's format before; None where torch has no
+    such product."""
+    if form.fused and take_on_gpu(x) and x.shape[0] == 1:
+        from engine.backends.triton import matvec
 
-    if not matvec.serves(weight):
+        if matvec.serves(weight):
+            return matvec.product(x, weight, bias, dtype=torch.float32, overlap=form.overlapping)
+    if not x.is_cuda or x.dtype not in _NARROW or weight.dtype != x.dtype:
         return None
-    return matvec.product(x, weight, bias, dtype=torch.float32, overlap=form.overlapping)
+    product = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return product if bias is None else product.add_(bias)
 
 
 def rotate_and_store(

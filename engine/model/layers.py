@@ -89,12 +89,12 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
     def in_float32(self, x: Tensor, form: RowForm = LIBRARY) -> Tensor:
-        """The same as float32, which our own kernels have not rounded to x's format before."""
+        """The same as float32, which kernels on a CPU and products on a GPU have not rounded to x's format before."""
         packed = None if self.packed is None else self.packed.native
         if self.packed is None:
-            row = kernels.logits_of_row(x, self.weight, self.bias, form)
-            if row is not None:
-                return row
+            product = kernels.wide_product(x, self.weight, self.bias, form)
+            if product is not None:
+                return product
         if packed is None or x.dtype not in FORMATS:
             return self(x).float()  # type: ignore[no-any-return]
         return gemm.matmul(packed, x, dtype=torch.float32)

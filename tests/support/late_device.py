@@ -37,6 +37,8 @@ _WAITING = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzer
 _BY_INDEX = (_aten.index.Tensor, _aten.index_put_.default)
 _BY_CONTENT = (_aten.masked_select.default, _aten._unique2.default, _aten.repeat_interleave.Tensor)
 _GARBAGE = -77
+# What a CPU has no operation for.
+_ON_CPU = {_aten.mm.dtype: lambda x, y, dtype: x.to(dtype) @ y.to(dtype)}
 
 
 class LateTensor(torch.Tensor):
@@ -248,7 +250,7 @@ class LateDevice(TorchDispatchMode):
 
         def work() -> None:
             now = tree_map_only(Cell, Cell.get, given)
-            for cell, value in zip(cells, tree_leaves(func(*now[0], **now[1])), strict=True):
+            for cell, value in zip(cells, tree_leaves(_ON_CPU.get(func, func)(*now[0], **now[1])), strict=True):
                 cell.value = value
                 if "empty" in str(func):
                     _spoil(value)

@@ -159,6 +159,8 @@ class AttentionMetadata:
         cache: a backend's own per-step work (tiles, masks), keyed by the backend.
         max_context: no row has more keys; None: the longest of `context_lens`. Where a step is recorded once and
             started again with other lengths (`engine.execution.cuda_graphs`), only the device knows those.
+        max_queries: all rows together have no more queries, and how they share them only the device knows
+            (`engine.execution.prompt_graphs`); None: `query_lens` says it.
     """
 
     query_lens: list[int]
@@ -167,6 +169,7 @@ class AttentionMetadata:
     context: Tensor
     cache: dict[object, object]
     max_context: int | None = None
+    max_queries: int | None = None
 
     @property
     def longest(self) -> int:

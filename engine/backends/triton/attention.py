@@ -240,11 +240,15 @@ def _prepare(
     check_lengths(metadata, kv, shape.causal)
     most = shape.few.block_m // (shape.heads // shape.kv_heads)
     lens = metadata.query_lens
-    few = [n for n in lens if 0 < n <= most]
     tile = shape.many.block_m // (shape.heads // shape.kv_heads)
-    tiles = sum(-(-n // tile) for n in lens if n > most)
+    if metadata.max_queries is None:
+        few = max((n for n in lens if n <= most), default=0)
+        tiles = sum(-(-n // tile) for n in lens if n > most)
+    else:
+        few = min(most, metadata.max_queries)
+        tiles = shapes.most_tiles(metadata.max_queries, len(lens), most, tile)
     prepared = metadata.cache[key] = _Prepared(
-        _plan_decode(metadata, shape, head_dim, max(few), most, device) if few else None,
+        _plan_decode(metadata, shape, head_dim, few, most, device) if few else None,
         _plan_prefill(metadata, most, tile, tiles) if tiles else None,
         sum(lens),
         (where,),
@@ -291,7 +295,7 @@ def _plan_decode(
 def _plan_prefill(metadata: AttentionMetadata, most: int, tile: int, tiles: int) -> _Prefilling:
     from engine.backends.triton.attention_plan import plan_prefill
 
-    items = torch.empty(tiles, 2, dtype=torch.int32, device=metadata.query_start.device)
+    items = torch.empty(1 + tiles, 2, dtype=torch.int32, device=metadata.query_start.device)
     rows = len(metadata.query_lens)
     plan_prefill[(rows,)](metadata.query_start, items, rows, MOST=most, BLOCK_Q=tile, num_warps=4)
     return _Prefilling(items, tiles)

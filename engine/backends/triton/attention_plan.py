@@ -113,7 +113,7 @@ def _tiles_of(query_start, row, rows, MOST: tl.constexpr, BLOCK_Q: tl.constexpr)
 
 @triton.jit(do_not_specialize=["rows"])
 def plan_prefill(query_start, items, rows, MOST: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The tiles of one row of more than MOST queries, as (row, tile); a program for each row.
+    """The tiles of one row of more than MOST queries, as (row, tile), after their number; a program for each row.
 
     A row's last tile comes first: where attention is causal it takes longest, and what takes long should start early.
     """
@@ -124,6 +124,8 @@ def plan_prefill(query_start, items, rows, MOST: tl.constexpr, BLOCK_Q: tl.const
     tiles = _tiles_of(query_start, row, rows, MOST, BLOCK_Q)
     for start in range(0, tiles, _ROWS):
         tile = start + tl.arange(0, _ROWS)
-        item = items + (before + tile) * 2
+        item = items + (1 + before + tile) * 2
         tl.store(item, row + tl.zeros_like(tile), mask=tile < tiles)
         tl.store(item + 1, tiles - 1 - tile, mask=tile < tiles)
+    if row == rows - 1:
+        tl.store(items, before + tiles)

@@ -25,20 +25,21 @@ def prefill(
     SINKS: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries and a key head; programs (tiles, KV_HEADS). The arguments are those of `decode`; items: int32
-    [tiles, 2] (see `plan_prefill`).
+    """One tile of queries and a key head; programs (at least as many as tiles, KV_HEADS). The arguments are those of
+    `decode`; items: int32 [1 + tiles, 2] (see `plan_prefill`).
 
     Keys are cut at multiples of BLOCK_N of their position, so a query meets the same keys in the same order however its
     prompt was cut, and gets the same bits.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    item = items + tl.program_id(0) * 2
+    item = items + (1 + tl.program_id(0)) * 2
     head = tl.program_id(1)
-    row, tile = tl.load(item), tl.load(item + 1)
+    there = tl.program_id(0) < tl.load(items)  # what is not has neither queries nor keys
+    row, tile = tl.load(item, mask=there, other=0), tl.load(item + 1, mask=there, other=0)
     start = tl.load(query_start + row)
-    queries = tl.load(query_start + row + 1) - start
-    length = tl.load(context + row)
+    queries = tl.load(query_start + row + 1, mask=there, other=start) - start
+    length = tl.load(context + row, mask=there, other=0)
     pair = tl.arange(0, BLOCK_M)
     features = tl.arange(0, BLOCK_D)
     heads = head * GROUP + pair % GROUP

@@ -46,6 +46,12 @@ def max_chunks(kv_heads: int) -> int:
     return min(max(256 // kv_heads, 16), 64)
 
 
+def most_tiles(queries: int, rows: int, most: int, tile: int) -> int:
+    """Most tiles of queries that rows of more than `most` queries have, if all rows have so many queries together."""
+    shortest = min(rows, queries // (most + 1))  # each of which has a tile that is hardly filled
+    return shortest + max(queries - shortest * (most + 1), 0) // tile
+
+
 def padded(size: int) -> int:
     """The next power of two, at least the 16 that a matrix instruction takes."""
     return max(16, 1 << (size - 1).bit_length())

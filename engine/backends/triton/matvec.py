@@ -16,7 +16,8 @@ that others have left, ask for weights, which are never written, and wait for th
 anything else. As each of them waits, nothing that a kernel further back did is missing either.
 
 The order of a sum depends on the matrix's shape alone; nothing is added atomically. Numbers are rounded where the
-modules round theirs: after the norm, the product with its bias, the activation, the gate, and each sum.
+modules round theirs: after the norm, the product with its bias, the activation, the gate, and each sum; results in
+float32 only where they are normed before.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def held_kernel(
         before = features_of(stream, result, stays, 0.0)
         then = features_of(also, result, stays, 0.0)
         total = tl.sum(tile.to(tl.float32) * numbers, 1)
-        total = _results(total, addend, before, then, FUNCTION, GATED, FORMAT)
+        total = _results(total, addend, before, then, FUNCTION, GATED, out.dtype.element_ty)
         tl.store(out + result, total.to(out.dtype.element_ty), mask=stays)
 
 
@@ -158,7 +159,6 @@ def pieces_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program p: ROWS of the WIDTH results of a row x [SIZE], which it reads in pieces of BLOCK."""
-    FORMAT: tl.constexpr = weight.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < WIDTH
     at = tl.arange(0, BLOCK)[None, :]
@@ -175,7 +175,7 @@ def pieces_kernel(
         tile = _weights(source + begin, there[:, None] & inside)
         numbers = tl.load(x + begin + at, mask=inside, other=0.0)
         total += tile.to(tl.float32) * numbers.to(tl.float32)
-    results = _results(tl.sum(total, 1), addend, before, then, None, False, FORMAT)
+    results = _results(tl.sum(total, 1), addend, before, then, None, False, out.dtype.element_ty)
     tl.store(out + row, results.to(out.dtype.element_ty), mask=there)
 
 
@@ -213,7 +213,7 @@ def product(
         weight: [outputs, features], in x's format; bias [outputs].
         function: an activation of the results, or with `gated` of their first half, times the second.
         stream: [1, outputs] to which, and to `also` before, the results are added, where it lies.
-        dtype: of the results, which are rounded to x's format nevertheless; of a stream it is that.
+        dtype: of the results, which no sum or activation is rounded more than; of a stream it is that.
         overlap: begin while the kernel before this one ends, on a device that `can_overlap`.
 
     Raises:

@@ -1,0 +1,163 @@
+"""Steps that hold prompts as CUDA graphs, recorded for some numbers of tokens.
+
+Python takes some 10 ms to start the kernels of all layers, for which rows that decode beside a prompt would wait. A
+graph starts them at once. It is recorded for a number of tokens, whichever rows these belong to: attention finds the
+rows' lengths on the device, and the host knows bounds of them alone. A step is filled up with tokens of a row that is
+padding, in block 0. Steps of more tokens than are recorded run eagerly: a GPU takes longer for them than Python does.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.attention.base import AttentionMetadata
+from engine.execution.buffers import Buffer, PinnedRing
+from engine.execution.kv_cache import KVCache
+from engine.execution.recording import Recorder
+from engine.model.transformer import Transformer
+from engine.scheduling.plan import Int32, StepPlan
+
+# Numbers of tokens from one recorded step to the next, up to so many tokens: padding is a ninth at most from 512 on.
+_APART = ((64, 512), (128, 1024), (256, 2048))
+LARGEST = _APART[-1][1]
+
+
+def token_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens that are recorded, ascending: as many as steps of up to max_tokens need, at most `LARGEST`."""
+    sizes: list[int] = []
+    before = 0
+    for apart, last in _APART:
+        sizes += range(before + apart, last + 1, apart)
+        before = last
+    return sizes[: bisect_left(sizes, min(max_tokens, LARGEST)) + 1]
+
+
+def can_record_prompts(model: Transformer) -> bool:
+    """A step has nothing but tokens, positions and pages of the decoder's own."""
+    return model.decoder is not None and model.max_encoder_len is None and not model.rotary_shifts
+
+
+class PromptGraphs:
+    """The graphs of a decoder without an encoder, from tokens of any rows to their hidden states.
+
+    Args:
+        model, cache: as the runner's.
+        sampled: [at least max_rows] int32, where the step before left its tokens.
+        max_rows, max_tokens: of a step; of more tokens than `LARGEST` it is not served.
+        record: makes a graph of a function.
+        min_rows: fewest rows of a matrix product (`engine.execution.invariance`).
+
+    Attributes:
+        num_replayed: steps that ran as a graph.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        sampled: Tensor,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        record: Recorder,
+        min_rows: int = 1,
+    ):
+        self._model, self._cache, self._sampled, self._record = model, cache, sampled, record
+        self._min_rows, self._max_rows = min_rows, max_rows
+        self._rows = max_rows + 1  # the last one is padding
+        self._longest = model.max_model_len
+        blocks = math.ceil(self._longest / cache.block_size)
+        sizes, most = token_sizes(max_tokens), self._rows * self._longest
+        # A row of padding is no longer than others may be.
+        padded = [size - before <= self._longest for before, size in pairwise((0, *sizes))]
+        self._sizes = [size for size, fits in zip(sizes, padded, strict=True) if fits and min_rows <= size <= most]
+        top = max(self._sizes, default=0)
+        length, device = 3 * top + 2 * self._rows + 1, model.device
+        self._state = torch.zeros(length, dtype=torch.int32, device=device)
+        self._ring = PinnedRing(length, torch.int32, device)
+        self._tables = torch.zeros(self._rows, blocks, dtype=torch.int32, device=device)
+        self._landing = Buffer(1024, torch.int32, device)
+        self._hidden = torch.zeros(top, model.spec.trunk.output_size, dtype=model.dtype, device=device)
+        self._graphs: dict[int, Callable[[], None]] = {}
+        self.num_replayed = 0
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Record all graphs, the largest first; all rows are padding meanwhile, and write into block 0 alone."""
+        for size in reversed(self._sizes):
+            lens = np.array(self._lens(size), dtype=np.int32)
+            zeros = np.zeros(size, dtype=np.int32)
+            self._send(size, zeros, zeros - 1, zeros, lens, lens)
+            self._graphs[size] = self._record(self._step(size))
+        self._cache.clear_scratch()
+
+    def serves(self, plan: StepPlan) -> bool:
+        """The plan has no more tokens and rows than are recorded, and no inputs of an encoder."""
+        return (
+            bool(self._graphs)
+            and 0 < plan.num_tokens <= self._sizes[-1]
+            and plan.num_rows <= self._max_rows
+            and plan.encoder is None
+            and plan.cross is None
+            and plan.shifts is None
+            and not plan.unchunked
+        )
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """Hidden states [T, features] of a plan that this serves; valid until the next step."""
+        count, rows = plan.num_tokens, plan.num_rows
+        size = self._sizes[bisect_left(self._sizes, count)]
+        fixed = np.zeros((3, size), dtype=np.int32)  # tokens, sources, positions
+        fixed[0, :count], fixed[1], fixed[2, :count] = plan.token_ids, -1, plan.positions
+        if plan.sources is not None:
+            fixed[1, :count] = plan.sources
+        lens, contexts = np.zeros((2, self._rows), dtype=np.int32)
+        lens[:rows], contexts[:rows] = np.diff(plan.query_start), plan.context_lens
+        lens[-1] = contexts[-1] = size - count
+        self._send(size, fixed[0], fixed[1], fixed[2], lens, contexts)
+        width = plan.block_tables.shape[1]
+        self._tables[:rows, :width].copy_(self._landing.fill(plan.block_tables))
+        self._graphs[size]()
+        self.num_replayed += 1
+        return self._hidden[:count]
+
+    def _send(self, size: int, tokens: Int32, sources: Int32, positions: Int32, lens: Int32, contexts: Int32) -> None:
+        starts = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lens, dtype=np.int32)))
+        values = np.concatenate((tokens, sources, positions, starts, contexts))
+        self._ring.send(values, self._state[: len(values)])
+
+    def _lens(self, size: int) -> list[int]:
+        """Lengths of rows that have so many tokens together."""
+        whole, left = divmod(size, self._longest)
+        return [*[self._longest] * whole, left, *[0] * self._rows][: self._rows]
+
+    def _step(self, size: int) -> Callable[[], None]:
+        """What a graph of `size` tokens does."""
+        tokens, sources, positions = self._state[: 3 * size].view(3, size)
+        starts = self._state[3 * size : 3 * size + self._rows + 1]
+        contexts = self._state[3 * size + self._rows + 1 : 3 * size + 2 * self._rows + 1]
+        caches = self._cache.views(self._tables)
+        metadata = AttentionMetadata(
+            query_lens=self._lens(size),
+            context_lens=[self._longest] * self._rows,
+            query_start=starts,
+            context=contexts,
+            cache={},
+            max_context=self._longest,
+            max_queries=size,
+        )
+
+        def step() -> None:
+            ids = torch.where(sources >= 0, self._sampled[sources.clamp_min(0)], tokens)
+            hidden = self._model(ids, positions, caches, None, metadata, self._min_rows)
+            self._hidden[:size].copy_(hidden)
+            metadata.cache.clear()  # what is worked out once in a step is part of the graph
+
+        return step
