@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.backends.attention.base import AttentionBackend
 from engine.backends.torch.attention_tiles import TILE
+from engine.execution.prompt_graphs import LARGEST
 from engine.execution.recording import CudaRecorder
 from engine.execution.runner import ModelRunner
 from engine.interface.outputs import SignalInfo
@@ -71,7 +72,7 @@ def record(runner: ModelRunner, backend: AttentionBackend, max_rows: int, max_to
 
     # What takes the most memory first.
     _try(
-        f"steps with prompts, of up to {max_tokens} tokens",
+        f"steps with prompts, of up to {min(max_tokens, LARGEST)} tokens",
         partial(runner.use_prompt_graphs, max_rows, max_tokens, recorder),
     )
     _try(f"decoding steps of up to {max_rows} rows", decoding)
