@@ -67,7 +67,7 @@ COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("max_position_embeddings", "max_source_positions", "max_target_positions", "n_positions", "n_ctx",
          "max_seq_len", "original_max_position_embeddings", "max_encoder_position_embeddings",
-         "max_decoder_position_embeddings", "global_block_size",
+         "max_decoder_position_embeddings", "max_2d_position_embeddings", "global_block_size",
          "global_attn_every_n_layers", "_sliding_window_pattern", "no_rope_layer_interval", "interleave_moe_layer_step",
          "attention_chunk_size"), _TOKENS,
     ),
@@ -105,7 +105,8 @@ _NEEDED = frozenset(
     {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"}
     | {"num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"}
     | {"attention_heads", "dff", "src_vocab_size", "tgt_vocab_size"}
-    | {"max_encoder_position_embeddings", "max_decoder_position_embeddings", "local_radius", "global_block_size"}
+    | {"max_encoder_position_embeddings", "max_decoder_position_embeddings", "max_2d_position_embeddings"}
+    | {"local_radius", "global_block_size"}
     | {"hidden_size", "n_embd", "d_model", "dim", "vocab_size", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
     | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}
     | {"moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"}
@@ -199,7 +200,7 @@ def check_parameters(path: Path, model: ModelSpec, scheme: Scheme | None = None)
     least = sum(_parameters(stack) for stack in (model.encoder, model.decoder, twin) if stack is not None)
     table = model.trunk.embedding
     if isinstance(table, Tokens):
-        least += table.vocab_size * table.width
+        least += (table.vocab_size + 4 * table.boxes) * table.width
     if least > most:
         layers = sum(len(stack.order) for stack in (model.encoder, model.decoder) if stack is not None)
         raise ModelLoadError(
