@@ -705,6 +705,9 @@ def test_relatives_altered(read: Read) -> None:
         (BART_LARGE_CNN, {"decoder_attention_heads": 7}, ("d_model (1024)", "decoder_attention_heads (7)")),
         (PEGASUS_XSUM, {"activation_function": "laplace"}, ("'laplace'",)),
         (T5_SMALL, {"feed_forward_proj": "gated-laplace"}, ("'laplace'",)),
+        (T5_SMALL, {"relative_attention_num_buckets": 3}, ("relative_attention_num_buckets", "at least 4, got 3")),
+        (T5_SMALL, {"relative_attention_max_distance": 8}, ("relative_attention_max_distance above the 8", "got 8")),
+        (UMT5_SMALL, {"relative_attention_max_distance": 16}, ("relative_attention_max_distance above the 16",)),
         (BART_BASE, {"tie_word_embeddings": False}, ("BartModel has no language-model head",)),
         (
             BART_LARGE_CNN | {"architectures": ["MvpForConditionalGeneration"], "model_type": "mvp"},

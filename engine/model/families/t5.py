@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from engine.errors import UnsupportedModelError
 from engine.model.families.classification import repeats_after_start
 from engine.model.families.common import activation, cross, linear, norm, output_table, qkv, token_tables
 from engine.model.normalisation import Norm
@@ -58,12 +59,19 @@ def stack(config: Any, networks: list[FeedForward], *, decoder: bool) -> Stack:
         blocks=blocks,
         final_norm=norm,
         # Stored with the first layer, added in every self-attention of the stack.
-        shared_bias=RelativeBuckets(
-            buckets=config.relative_attention_num_buckets,
-            max_distance=config.relative_attention_max_distance,
-            bidirectional=not decoder,
-        ),
+        shared_bias=_buckets(config, decoder=decoder),
     )
+
+
+def _buckets(config: Any, *, decoder: bool) -> RelativeBuckets:
+    buckets, farthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    exact = buckets // (2 if decoder else 4)
+    if not 0 < exact < farthest:
+        raise UnsupportedModelError(
+            f"relative_attention_num_buckets of the config must be at least 4, got {buckets}, and "
+            f"relative_attention_max_distance above the {exact} distances that have a bucket each, got {farthest}."
+        )
+    return RelativeBuckets(buckets, farthest, bidirectional=not decoder)
 
 
 def own_biases(shared: Stack) -> Stack:
