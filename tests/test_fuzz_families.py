@@ -18,7 +18,7 @@ def test_a_random_configuration_equals_the_reference(architecture: str, tmp_path
     assert any(compare(architecture, number, tmp_path / str(number)) == "equal" for number in range(6))
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "BertForMaskedLM"])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "BertForMaskedLM", "LEDForConditionalGeneration"])
 def test_a_difference_is_found(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single weight of the first layer that is not what is stored."""
     load = fuzz.load

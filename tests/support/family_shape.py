@@ -207,7 +207,7 @@ def watching_routers(model: Any) -> Iterator[list[float]]:
 
     def note(module: Any, inputs: Any, _: Any) -> None:
         (matrix,) = linears(module) or [module]
-        odds = nn.functional.linear(inputs[0].flatten(0, -2), matrix.weight)
+        odds = nn.functional.linear(inputs[0].flatten(0, -2), matrix.weight, getattr(matrix, "bias", None))
         if hasattr(module, "moe_statics"):
             odds = module.moe_statics(odds.softmax(-1))
         elif len(inputs) > 1:
@@ -219,7 +219,8 @@ def watching_routers(model: Any) -> Iterator[list[float]]:
                 pairs = grouped.topk(2).values.sum(-1)
                 least = margin(pairs, module.topk_group)
                 odds = grouped.masked_fill((pairs < least[:, None])[..., None], -math.inf).view_as(odds)
-        margin(odds, module.top_k if hasattr(module, "top_k") else model.config.ffn_config.moe_top_k)
+        settings = getattr(model.config, "ffn_config", None)  # of DBRX; Switch has none, and chooses one
+        margin(odds, getattr(module, "top_k", settings.moe_top_k if settings else 1))
 
     def margin(odds: torch.Tensor, count: int) -> torch.Tensor:
         """Notes it, and gives the least of each row that is chosen."""

@@ -1,9 +1,9 @@
 """Random configurations of every family, compared with `transformers`.
 
-A configuration is drawn from two shapes of one architecture (`family_shapes`, `encoder_shapes`): each setting comes
-from either, then sizes, switches, activations, windows, experts and scalings are drawn anew. So a family takes part as
-soon as it has shapes. What transformers cannot compute itself is drawn again. What we compute must be equal; what we
-refuse must name a reason.
+A configuration is drawn from two shapes of one architecture (`family_shapes`, `encoder_shapes`, `seq2seq_shapes`,
+`speech`): each setting comes from either, then sizes, switches, activations, windows, experts and scalings are drawn
+anew. So a family takes part as soon as it has shapes. What transformers cannot compute itself is drawn again. What we
+compute must be equal; what we refuse must name a reason.
 
     PYTHONPATH=tests:. python -m support.fuzz --count 500
 
@@ -19,7 +19,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +30,35 @@ from engine.backends.attention.base import AttentionMetadata
 from engine.backends.attention.selection import select
 from engine.errors import UnsupportedModelError
 from engine.model import checkpoint, families
+from engine.model.transformer import Transformer
+from support import seq2seq_shapes, speech
 from support.checkpoints import random_prompt
 from support.encoders import ENCODER_SHAPES, EncoderShape, make_encoder_checkpoint
 from support.families import FAMILY_SHAPES, FamilyShape, make_family_checkpoint
 from support.family_shape import run, watching_routers
 from support.pages import Pages, close, load, scattered_tables
 from support.reference import MIN_MARGIN
+from support.seq2seq import START, Seq2SeqShape, make_seq2seq_checkpoint
 
-Shape = FamilyShape | EncoderShape
+Shape = FamilyShape | EncoderShape | Seq2SeqShape
 
 LENGTHS = (37, 1, 14)
+SOURCES = (14, 90, 1)  # tokens that an encoder reads for a decoder's prompts
 REDRAWN = 30  # how often a configuration is drawn that transformers does not compute
 
-HEADS = ("num_attention_heads", "n_head", "num_heads", "attention_heads", "n_heads")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "attention_heads", "n_heads", "encoder_attention_heads")
+OTHER_HEADS = "decoder_attention_heads"  # of the same hidden size
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "dff", "hidden_dim")
-WINDOWS = ("sliding_window", "window_size", "local_attention")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")
+LAYERS += ("encoder_layers", "decoder_layers", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "dff", "hidden_dim", "d_ff")
+WIDTHS += ("encoder_ffn_dim", "decoder_ffn_dim")
+WINDOWS = ("sliding_window", "window_size", "local_attention", "attention_window", "local_radius", "global_block_size")
+WINDOWS += ("relative_attention_num_buckets", "relative_attention_max_distance", "expert_capacity")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ACTIVE = ("num_experts_per_tok", "moe_k", "moe_topk")
-ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
+ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation", "dense_act_fn")
 FUNCTIONS = ("gelu", "gelu_new", "relu", "silu", "tanh", "quick_gelu", "gelu_pytorch_tanh")
 SWITCHES = ("bias", "tie_word_embeddings", "scale_embedding", "use_parallel_residual", "qk_norm", "norm_topk")
 
@@ -58,9 +66,18 @@ SWITCHES = ("bias", "tie_word_embeddings", "scale_embedding", "use_parallel_resi
 def shapes_of() -> dict[str, list[Shape]]:
     """The shapes of each architecture that transformers has, checkpoints in older forms left out."""
     found: dict[str, list[Shape]] = {}
-    for shape in (*FAMILY_SHAPES.values(), *ENCODER_SHAPES.values()):
+    sound = [
+        Seq2SeqShape(
+            "WhisperForConditionalGeneration",
+            {name: value for name, value in settings.items() if name != "vocab_size" and not name.endswith("_id")},
+        )
+        for settings in speech.SHAPES.values()
+    ]
+    shapes = (*FAMILY_SHAPES.values(), *ENCODER_SHAPES.values(), *seq2seq_shapes.SHAPES.values(), *sound)
+    for shape in shapes:
         name = shape.architecture
-        if shape.finish is None and name in families.supported() and hasattr(transformers, name):
+        newer = shape.finish in (None, seq2seq_shapes.without_positions)
+        if newer and name in families.supported() and hasattr(transformers, name):
             found.setdefault(name, []).append(shape)
     return found
 
@@ -81,10 +98,15 @@ def draw(shapes: list[Shape], rng: random.Random) -> Shape:
             settings[name] = rng.randint(2, 40)
         if name in ACTIVATIONS and isinstance(value, str) and rng.random() < 0.3:
             settings[name] = rng.choice(FUNCTIONS)
+        if name == "feed_forward_proj" and rng.random() < 0.5:
+            settings[name] = rng.choice(("", "gated-")) + rng.choice(FUNCTIONS)
     rope = known.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope and rng.random() < 0.6:
         settings["rope_parameters"] = rope | _scaling(rng) if rope.get("rope_type") == "default" else rope
         settings["rope_parameters"] |= {"rope_theta": round(10 ** rng.uniform(2, 6))}
+    if isinstance(one, Seq2SeqShape):
+        settings.pop("src_vocab_size", None)  # follows from the vocabularies that are drawn
+        one = replace(one, own_vocab=one.own_vocab and rng.randint(100, 250))
     return replace(one, settings=settings, seed=rng.randrange(1000), vocab=rng.randint(100, 250))
 
 
@@ -124,17 +146,21 @@ def _resize(settings: dict[str, Any], known: Mapping[str, Any], rng: random.Rand
         settings[heads], settings[hidden] = shared * own, shared * own * size
         if kv:
             settings[kv] = shared
+        if OTHER_HEADS in settings:
+            settings[OTHER_HEADS] = rng.choice([count for count in range(1, 9) if settings[hidden] % count == 0])
     for name in WIDTHS:
         if isinstance(settings.get(name), int) and rng.random() < 0.7:
             settings[name] = rng.randint(5, 80)
+    if "d_kv" in settings and rng.random() < 0.5:
+        settings["d_kv"] = rng.randint(3, 12)  # scores are not scaled: with more, float32 cannot tell what is equal
     count, active = _first(COUNTS, settings), _first(ACTIVE, settings)
     if count and active and isinstance(settings[active], int) and rng.random() < 0.5:
         settings[count] = rng.randint(2, 9)
         settings[active] = rng.randint(1, settings[count])
-    layers = _first(LAYERS, settings)
     by_layer = any(isinstance(value, list | tuple) for value in settings.values())
-    if layers and not by_layer and rng.random() < 0.4:
-        settings[layers] = rng.randint(1, 4)
+    for name in LAYERS:
+        if name in settings and not by_layer and rng.random() < 0.4:
+            settings[name] = rng.randint(1, 4)
 
 
 def _first(names: tuple[str, ...], settings: Mapping[str, Any]) -> str | None:
@@ -162,6 +188,17 @@ def _scaling(rng: random.Random) -> dict[str, Any]:
 # ---------------------------------------------------------------- comparing
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the reference computes: hidden states of each prompt; logits, of what has a decoder; what its encoder makes
+    of each source, where it has both; the smallest margin of a choice of experts."""
+
+    hidden: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    encoded: list[torch.Tensor]
+    margin: float
+
+
 def compare(architecture: str, number: int, folder: Path) -> str:
     """Draw configuration `number` of an architecture and compare it: "equal", "refused: " with the reason, or "unclear"
     (experts that are chosen by less than rounding).
@@ -174,15 +211,10 @@ def compare(architecture: str, number: int, folder: Path) -> str:
     for _ in range(REDRAWN):
         shape = draw(shapes, rng)
         try:
-            made: Any = (
-                make_encoder_checkpoint(shape, folder)
-                if isinstance(shape, EncoderShape)
-                else make_family_checkpoint(shape, folder)
-            )
-            found = _reference(made.model, shape)
+            found = _reference(_make(shape, folder), shape)
         except Exception:
             continue
-        if not all(bool(torch.isfinite(tensor).all()) for pair in found[:2] for tensor in pair):
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in (*found.hidden, *found.logits, *found.encoded)):
             continue
         try:
             return _compare(shape, folder, found)
@@ -192,38 +224,72 @@ def compare(architecture: str, number: int, folder: Path) -> str:
     raise AssertionError(f"{architecture} {number}: transformers computes none of {REDRAWN} configurations")
 
 
+def _make(shape: Shape, folder: Path) -> Any:
+    """Save a checkpoint; gives the reference model."""
+    if isinstance(shape, EncoderShape):
+        return make_encoder_checkpoint(shape, folder).model
+    if isinstance(shape, Seq2SeqShape):
+        return make_seq2seq_checkpoint(shape, folder).model
+    return make_family_checkpoint(shape, folder).model
+
+
 def _lengths(shape: Shape) -> list[int]:
     """Of a shape whose rotary factors depend on the length those at which the reference has the same ones."""
     return list(shape.lengths if isinstance(shape, FamilyShape) else LENGTHS)
 
 
 def _prompts(shape: Shape) -> list[list[int]]:
-    return [random_prompt(shape.vocab, 1000 + length, length) for length in _lengths(shape)]
+    prompts = [random_prompt(shape.vocab, 1000 + length, length) for length in _lengths(shape)]
+    if not isinstance(shape, Seq2SeqShape):
+        return prompts
+    # Padding in a decoder's prompt is another thing to the reference at once than token by token.
+    padding = shape.settings.get("pad_token_id", 0)
+    return [[START, *(START if token == padding else token for token in prompt[1:])] for prompt in prompts]
 
 
-def _reference(model: Any, shape: Shape) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
-    """Hidden states and, of decoders, logits of each prompt; the smallest margin of a choice of experts."""
-    hidden, logits = [], []
+def _sources(shape: Seq2SeqShape) -> list[torch.Tensor]:
+    """What the encoder reads for each prompt: ids [tokens], or spectra [bins, frames]."""
+    bins = shape.settings.get("num_mel_bins")
+    if bins is None:
+        return [torch.tensor(random_prompt(shape.encoder_vocab, length, length)) for length in SOURCES]
+    frames = 2 * shape.settings["max_source_positions"]
+    return list(torch.randn(len(SOURCES), bins, frames, generator=torch.Generator().manual_seed(0)))
+
+
+@torch.no_grad()
+def _reference(model: Any, shape: Shape) -> Found:
+    prompts = _prompts(shape)
+    hidden, logits, encoded = [], [], []
     with watching_routers(model) as margins:
-        for prompt in _prompts(shape):
+        for row, prompt in enumerate(prompts):
             ids = torch.tensor([prompt])
             if isinstance(shape, EncoderShape):
                 masks = {"attention_mask": torch.ones_like(ids)}
                 if shape.global_tokens is not None:
                     masks["global_attention_mask"] = torch.tensor([list(shape.global_tokens(prompt))])
-                with torch.no_grad():
-                    hidden.append(model.base_model(ids, **masks).last_hidden_state[0])
+                hidden.append(model.base_model(ids, **masks).last_hidden_state[0])
+            elif isinstance(shape, Seq2SeqShape):
+                source = _sources(shape)[row][None]
+                output = model(
+                    **{model.main_input_name: source},
+                    attention_mask=torch.ones_like(source),
+                    decoder_input_ids=ids,
+                    output_hidden_states=True,
+                    use_cache=False,
+                )
+                encoded.append(output.encoder_last_hidden_state[0])
+                hidden.append(output.decoder_hidden_states[-1][0])
+                logits.append(output.logits[0])
             else:
                 trunk = model.base_model
                 trunk = trunk.model if trunk is model else trunk  # Llama 4 is its own base
                 hidden.append(run(trunk, prompt).last_hidden_state[0])
                 logits.append(run(model, prompt).logits[0])
-    return hidden, logits, min(margins, default=math.inf)
+    return Found(hidden, logits, encoded, min(margins, default=math.inf))
 
 
-def _compare(shape: Shape, folder: Path, found: tuple[list[torch.Tensor], list[torch.Tensor], float]) -> str:
-    hidden, logits, margin = found
-    if margin < MIN_MARGIN:
+def _compare(shape: Shape, folder: Path, found: Found) -> str:
+    if found.margin < MIN_MARGIN:
         return "unclear"
     prompts = _prompts(shape)
     try:
@@ -240,23 +306,39 @@ def _compare(shape: Shape, folder: Path, found: tuple[list[torch.Tensor], list[t
         metadata = AttentionMetadata.build(lengths, lengths, torch.device("cpu"))
         with torch.inference_mode():
             ours = model.read(torch.tensor(ids), positions, metadata, tokens=len(ids))
-        for mine, theirs in zip(ours.split(lengths), hidden, strict=True):
+        for mine, theirs in zip(ours.split(lengths), found.hidden, strict=True):
             close(mine, theirs)
         return "equal"
-    tables = scattered_tables(lengths)
-    whole = Pages(model, tables, reach=lengths).step(prompts)
-    pages = Pages(model, tables, reach=lengths)
+    whole = _begin(model, shape, found).step(prompts)
+    pages = _begin(model, shape, found)
     pieces: list[list[torch.Tensor]] = [[] for _ in prompts]
     for chunk in (5, 1, 11, max(lengths)):
         steps = [prompt[pages.lengths[row] :][: chunk + row] for row, prompt in enumerate(prompts)]
         for row, states in enumerate(pages.step(steps)):
             pieces[row].append(states)
-    for mine, parts_of_it, theirs, scores in zip(whole, pieces, hidden, logits, strict=True):
+    for mine, parts_of_it, theirs, scores in zip(whole, pieces, found.hidden, found.logits, strict=True):
         close(mine, theirs)
         close(torch.cat(parts_of_it), theirs)
         with torch.inference_mode():
             close(model.logits(mine), scores)
     return "equal"
+
+
+def _begin(model: Transformer, shape: Shape, found: Found) -> Pages:
+    """Pages for each prompt, and what the encoder makes of its source, where there is one, compared."""
+    lengths = _lengths(shape)
+    tables = scattered_tables(lengths)
+    if not isinstance(shape, Seq2SeqShape):
+        return Pages(model, tables, reach=lengths)
+    sources = _sources(shape)
+    signals = sources if sources[0].dim() > 1 else []
+    inputs = [[0] * len(states) for states in found.encoded] if signals else [ids.tolist() for ids in sources]
+    first = 1 + max(map(max, tables))
+    cross = [[first + page for page in table] for table in scattered_tables([len(ids) for ids in inputs])]
+    pages = Pages(model, tables, more=1 + max(map(max, cross)), reach=lengths)
+    for mine, theirs in zip(pages.encode(inputs, cross, signals=signals), found.encoded, strict=True):
+        close(mine, theirs)
+    return pages
 
 
 def main() -> int:

@@ -177,6 +177,9 @@ def build_reference(shape: Seq2SeqShape) -> Any:
         model.model.decoder.register_forward_pre_hook(see_no_later, with_kwargs=True)
     if shape.architecture.startswith("LED"):
         model.get_encoder().register_forward_pre_hook(_see_first, with_kwargs=True)
+    for module in model.get_decoder().modules():
+        if hasattr(module, "expert_capacity"):
+            module.expert_capacity = MAX_LEN  # a decoder's tokens come one by one; the reference gets them at once
     if shape.own_head:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
         model.all_tied_weights_keys.pop("lm_head.weight")
@@ -197,8 +200,9 @@ def build_reference(shape: Seq2SeqShape) -> Any:
 
 
 def output_matrix(model: Any) -> nn.Linear:
-    """That of the logits."""
-    found: nn.Linear = model.lm_head if hasattr(model, "lm_head") else model.model.decoder.output_projection
+    """That of the logits; FSMT's model names its embeddings instead."""
+    decoder = model.get_decoder()
+    found: nn.Linear = getattr(decoder, "output_projection", None) or model.get_output_embeddings()
     return found
 
 
