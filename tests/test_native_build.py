@@ -10,11 +10,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from test_wheel import layout
 
 from engine.backends import native
 from engine.backends.native import build as building
@@ -354,8 +354,7 @@ def test_an_instruction_set_that_is_not_there_is_not_taken(
 
 
 def test_the_sources_are_part_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["package-data"]["engine"]
+    patterns = layout().DATA["engine"]
     names = [str(path.relative_to(ROOT / "engine")) for path in building.SOURCES.iterdir()]
     assert len(names) > 3
     for name in names:
