@@ -23,16 +23,19 @@ def find_beside() -> None:
 
 def shadowed() -> str | None:
     """Why one of the packages is not this project's, or None if all are: their names are common ones."""
-    for name in PACKAGES:
-        spec = find_spec(name)
-        found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
-        if found != _HOME / name / "__init__.py":
-            return (
-                f"Octavo's package {name!r} ({_HOME / name}) is shadowed by another package of that name: "
-                f"{found or 'a folder without __init__.py'}. Take the other package off PYTHONPATH, or install Octavo "
-                "(pip install .), which gives its packages names of their own."
-            )
-    return None
+    return next(filter(None, map(_shadow, PACKAGES)), None)
+
+
+def _shadow(name: str) -> str | None:
+    spec = find_spec(name)
+    found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+    if found == _HOME / name / "__init__.py":
+        return None
+    return (
+        f"Octavo's package {name!r} ({_HOME / name}) is shadowed by another package of that name: "
+        f"{found or 'a folder without __init__.py'}. Take the other package off PYTHONPATH, or install Octavo "
+        "(pip install .), which gives its packages names of their own."
+    )
 
 
 class _Finder(MetaPathFinder):
@@ -42,6 +45,8 @@ class _Finder(MetaPathFinder):
         outer, _, name = fullname.partition(".")
         if outer != __package__ or name.partition(".")[0] not in PACKAGES:
             return None
+        if name in PACKAGES and (problem := _shadow(name)) is not None:
+            raise ImportError(problem)
         spec = find_spec(name)
         if spec is None:
             return None

@@ -303,13 +303,15 @@ def test_a_package_that_shadows_ours_is_named(name: str, tmp_path: Path) -> None
     foreign.mkdir()
     (foreign / "__init__.py").write_text("")
     script = (
-        f"import sys, octavo; sys.path.insert(0, {str(tmp_path)!r}); "
-        "sys.argv = ['octavo', 'serve']; sys.exit(octavo.main())"
+        f"import sys; from octavo.__main__ import main; sys.path.insert(0, {str(tmp_path)!r}); "
+        "sys.argv = ['octavo', 'serve']; sys.exit(main())"
     )
     refused = run(script=script)
     assert refused.returncode == 1
     assert str(foreign / "__init__.py") in refused.stderr
     assert "Traceback" not in refused.stderr
+    imported = run(script=f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import octavo.{name}")
+    assert f"ImportError: Octavo's package '{name}'" in imported.stderr
 
 
 @pytest.mark.parametrize(
