@@ -27,6 +27,8 @@ if not os.path.exists("/dev/nvidiactl"):
 
 # Cases of a parametrised test that `make test` runs.
 SAMPLE = 3
+# And what `make test-all` runs: the largest matrices have hundreds.
+MOST = 48
 
 ROOMY: dict[str, Any] = {
     "device": "cpu",
@@ -75,9 +77,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for all_of_one in cases.values():
+        last = len(all_of_one) - 1
+        most = {round(place * last / (MOST - 1)) for place in range(MOST)}
+        for place, item in enumerate(all_of_one):
+            if place not in most and item.get_closest_marker("whole") is None:
+                item.add_marker("exhaustive")
         if any(item.get_closest_marker("slow") for item in all_of_one):
             continue
-        last = len(all_of_one) - 1
         sample = {round(place * last / (SAMPLE - 1)) for place in range(SAMPLE)}
         for place, item in enumerate(all_of_one):
             if place not in sample:

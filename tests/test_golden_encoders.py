@@ -29,6 +29,8 @@ from engine.interface.outputs import Pooled
 from engine.model import families
 from engine.scheduling.plan import StepPlan
 
+pytestmark = pytest.mark.whole
+
 # What the heads of these classes are for, by the first ending that their names have; others have none.
 TASKS = {
     "SequenceClassification": "classify",

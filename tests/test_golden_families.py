@@ -24,6 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine import Engine, RequestOutput, SamplingParams
 from engine.model import families
 
+pytestmark = pytest.mark.whole
+
 SERVED = [name for name, shape in FAMILY_SHAPES.items() if shape.architecture in families.supported()]
 
 
