@@ -71,18 +71,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is heeded
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many cases, the fast part has the first, the last and those in the middle, unless some are marked
-    slow one by one."""
+    """Of a test with many cases, the fast part has SAMPLE, and the whole MOST: the first, the last and those between
+    them, evenly. Cases of which some are marked slow one by one keep their marks, and `whole` those of the whole."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for all_of_one in cases.values():
         last = len(all_of_one) - 1
         most = {round(place * last / (MOST - 1)) for place in range(MOST)}
+        chosen = any(item.get_closest_marker("slow") for item in all_of_one)
         for place, item in enumerate(all_of_one):
-            if place not in most and item.get_closest_marker("whole") is None:
+            everyday = chosen and item.get_closest_marker("slow") is None
+            if place not in most and not everyday and item.get_closest_marker("whole") is None:
                 item.add_marker("exhaustive")
-        if any(item.get_closest_marker("slow") for item in all_of_one):
+        if chosen:
             continue
         sample = {round(place * last / (SAMPLE - 1)) for place in range(SAMPLE)}
         for place, item in enumerate(all_of_one):

@@ -28,7 +28,7 @@ from engine import Engine, EngineConfig, PoolingParams, SamplingParams, Seq2SeqI
 from engine.model import families
 from server.app import create_app
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
 TOKENS = 8
 LENGTHS = (30, 3, 21, 9)

@@ -214,7 +214,7 @@ def see_no_later(decoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any
 
 
 def _see_first(encoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """LED's first token is global, which whoever calls the reference has to say."""
+    """The reference of LED takes the global tokens as an argument: the first one is global."""
     first = torch.zeros_like(given["input_ids"])
     first[:, 0] = 1
     return args, given | {"global_attention_mask": first}
