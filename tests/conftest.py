@@ -78,15 +78,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for all_of_one in cases.values():
         last = len(all_of_one) - 1
-        most = {round(place * last / (MOST - 1)) for place in range(MOST)}
+        sample, most = ({round(place * last / (count - 1)) for place in range(count)} for count in (SAMPLE, MOST))
         chosen = any(item.get_closest_marker("slow") for item in all_of_one)
         for place, item in enumerate(all_of_one):
             everyday = chosen and item.get_closest_marker("slow") is None
-            if place not in most and not everyday and item.get_closest_marker("whole") is None:
+            if place not in sample | most and not everyday and item.get_closest_marker("whole") is None:
                 item.add_marker("exhaustive")
         if chosen:
             continue
-        sample = {round(place * last / (SAMPLE - 1)) for place in range(SAMPLE)}
         for place, item in enumerate(all_of_one):
             if place not in sample:
                 item.add_marker("slow")
