@@ -119,6 +119,6 @@ def test_rows_that_are_no_multiple_of_eight(checkpoint: Callable[[str], Any]) ->
                 engine.runner.use_graphs(5, eager)
             (answer,) = run(engine, [Job(prompt(6, 3), greedy(3, ignore_eos=True))])
             assert len(answer[0]) == 3
-            assert engine.runner.graphs.sampling.num_replayed == 2
+            assert engine.runner.graphs.sampling.num_replayed == 3  # the prompt's step is sampled so, too
         finally:
             engine.close()
