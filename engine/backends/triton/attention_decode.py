@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.backends.triton.attention_plan import ITEM, span
 from engine.backends.triton.attention_tiles import divide, meet, merge, sink
@@ -45,7 +46,7 @@ def decode(
     PAGED: tl.constexpr, PAGE: tl.constexpr, STORED: tl.constexpr, HARDWARE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CENTRE: tl.constexpr,
     SINKS: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The work items of a plan, each for every key head; any number of programs.
 
@@ -62,9 +63,13 @@ def decode(
         DTYPE: of the products.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    count = tl.load(items) * KV_HEADS
     pair = tl.arange(0, BLOCK_M)
     features = tl.arange(0, BLOCK_D)
+    if EARLY:
+        # All that it reads the kernels before it may have written.
+        gdc_launch_dependents()
+        gdc_wait()
+    count = tl.load(items) * KV_HEADS
     for work in tl.range(tl.program_id(0), count, tl.num_programs(0)):
         item = items + (1 + work // KV_HEADS) * ITEM
         head = work % KV_HEADS
