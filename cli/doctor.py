@@ -53,8 +53,8 @@ def examine(config: EngineConfig, settings: ServerSettings) -> list[Finding]:
     torch_found = list(check_torch(config))
     findings += torch_found
     if all(finding.verdict != "FAIL" for finding in torch_found):
-        device = check_device(config)
-        findings.append(device)
+        device, *more = check_device(config)
+        findings += [device, *more]
         if device.verdict == "FAIL":  # the model can be looked at all the same
             config = replace(config, device="cpu")
         findings += check_model(config, memory=device.verdict != "FAIL")
@@ -142,9 +142,9 @@ def check_threads(config: EngineConfig) -> Finding:
     return Finding("threads", "ok", found)
 
 
-def check_device(config: EngineConfig) -> Finding:
-    """The device is there; a GPU that is there is used."""
-    from engine import inspect_device, inspect_torch
+def check_device(config: EngineConfig) -> Iterator[Finding]:
+    """The device is there; a GPU that is there is used, and what others have of it."""
+    from engine import inspect_device, inspect_gpu, inspect_torch
 
     facts = inspect_torch()
     try:
@@ -152,13 +152,20 @@ def check_device(config: EngineConfig) -> Finding:
     except ConfigError:
         found = f"{config.device} was asked for, and torch sees {len(facts.gpus)} GPUs"
         if facts.gpus:
-            return Finding("device", "FAIL", found, f"Use --device cuda:N with N from 0 to {len(facts.gpus) - 1}.")
+            yield Finding("device", "FAIL", found, gpus.another(len(facts.gpus)))
+            return
         why, fix = gpus.obstacle(facts.cuda)
-        return Finding("device", "FAIL", f"{found}: {why}", f"{fix} Or use --device cpu.")
+        yield Finding("device", "FAIL", f"{found}: {why}", f"{fix} Or use --device cpu.")
+        return
     if device == "cpu" and config.device == "auto" and gpus.has_driver():
         why, fix = gpus.obstacle(facts.cuda)
-        return Finding("device", "warn", f"cpu, although there is an NVIDIA driver: {why}", fix)
-    return Finding("device", "ok", f"{device} ({', '.join(facts.gpus)})" if device.startswith("cuda") else device)
+        yield Finding("device", "warn", f"cpu, although there is an NVIDIA driver: {why}", fix)
+    elif device.startswith("cuda"):
+        gpu = inspect_gpu(config)
+        yield Finding("device", "ok", gpu.chosen)
+        yield from (Finding("gpu", "warn", *warning) for warning in gpu.warnings)
+    else:
+        yield Finding("device", "ok", device)
 
 
 def check_model(config: EngineConfig, *, memory: bool = True) -> Iterator[Finding]:

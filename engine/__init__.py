@@ -65,11 +65,13 @@ from engine.pooled import (
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.execution.gpu_choice import GpuFacts
     from engine.inspection import (
         CacheFacts,
         ModelFacts,
         TorchFacts,
         inspect_device,
+        inspect_gpu,
         inspect_model,
         inspect_quantization_cache,
         inspect_socket_folder,
@@ -107,6 +109,7 @@ __all__ = [
     "EngineInfo",
     "EngineStats",
     "FillMaskOutput",
+    "GpuFacts",
     "InvalidRequestError",
     "LabelScore",
     "LiveRequest",
@@ -141,6 +144,7 @@ __all__ = [
     "compute_in_one_thread",
     "default_topic",
     "inspect_device",
+    "inspect_gpu",
     "inspect_model",
     "inspect_quantization_cache",
     "inspect_socket_folder",
@@ -154,11 +158,13 @@ __all__ = [
 
 _LAZY = {
     "CacheFacts": ".inspection",
+    "GpuFacts": ".execution.gpu_choice",
     "Engine": ".engine",
     "LLM": ".interface.llm",
     "ModelFacts": ".inspection",
     "TorchFacts": ".inspection",
     "inspect_device": ".inspection",
+    "inspect_gpu": ".inspection",
     "inspect_model": ".inspection",
     "inspect_quantization_cache": ".inspection",
     "inspect_socket_folder": ".inspection",

@@ -12,8 +12,9 @@ from engine.backends import native
 from engine.backends.attention.formats import format_name
 from engine.backends.attention.selection import select
 from engine.config import EngineConfig
+from engine.execution.gpu_choice import GpuFacts, look_at
 from engine.execution.kv_cache import choose_cache_dtype, count_blocks, page_bytes
-from engine.execution.loading import find_max_encoder_len, find_max_model_len, find_quantization
+from engine.execution.loading import check_weights_fit, find_max_encoder_len, find_max_model_len, find_quantization
 from engine.execution.starting import choose_device, choose_dtype
 from engine.host.cgroups import available_memory
 from engine.host.cpus import Threads, choose_threads, given_environment
@@ -142,6 +143,15 @@ def inspect_device(config: EngineConfig) -> str:
     return str(choose_device(config.device))
 
 
+def inspect_gpu(config: EngineConfig) -> GpuFacts:
+    """The GPU that would be used, if the device is one.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    return look_at(choose_device(config.device), config.gpu_memory_utilization)
+
+
 def inspect_model(config: EngineConfig) -> ModelFacts:
     """The checkpoint and the memory it takes; only the headers of its files are read, and nothing is downloaded.
 
@@ -159,6 +169,8 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, stored_dtype(path, hf_config), device)
     quantization = find_quantization(config, device, scheme)
+    if device.type != "cpu":  # of a CPU its pages say it
+        check_weights_fit(path, scheme, dtype, device, quantization, config.gpu_memory_utilization)
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype)
     max_model_len = find_max_model_len(config, hf_config, spec, pipeline.max_seq_length)
     paged = spec.decoder is not None

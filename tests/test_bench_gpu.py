@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backends import native
-from engine.backends.triton import matvec
+from engine.backends.triton import overlap
 from engine.model.kernels import OVERLAPPING
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -394,7 +394,7 @@ def test_what_is_not_as_it_is_meant_is_named() -> None:
         engine: Any = SimpleNamespace(runner=runner, info=some, config=some)
         return shapes.fallen_back(engine)
 
-    with mock.patch.object(matvec, "can_overlap", return_value=True):
+    with mock.patch.object(overlap, "can_overlap", return_value=True):
         assert found("triton", {"layers": {OVERLAPPING.name: 1.0}}) == []
         assert "attention is torch, not triton" in found("torch", {"layers": {OVERLAPPING.name: 1.0}})
         assert found("triton", None) == [
@@ -403,7 +403,7 @@ def test_what_is_not_as_it_is_meant_is_named() -> None:
         assert found("triton", {"logits": {"other": 1.0}}) == [
             f"logits of one row cannot be computed by {OVERLAPPING.name}"
         ]
-    with mock.patch.object(matvec, "can_overlap", return_value=False):
+    with mock.patch.object(overlap, "can_overlap", return_value=False):
         assert found("triton", {"logits": {"other": 1.0}}) == []
 
 

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -61,6 +61,11 @@ def warned(finding: Finding) -> str:
     assert finding.verdict == "warn", finding
     assert finding.fix
     return f"{finding.found} -> {finding.fix}"
+
+
+def one(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
 
 
 def test_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +176,10 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, model: Path) -
     cuda_build = replace(CPU_BUILD, version="2.13.0+cu130", cuda="13.0")
     monkeypatch.setattr(engine, "inspect_torch", lambda: cuda_build, raising=False)
     monkeypatch.setattr(gpus, "has_driver", lambda: False)
-    assert "Install the GPU's driver" in failed(doctor.check_device(EngineConfig(model="m", device="cuda:3")))
+    assert "Install the GPU's driver" in failed(one(doctor.check_device(EngineConfig(model="m", device="cuda:3"))))
     monkeypatch.setattr(gpus, "has_driver", lambda: True)
     assert "Check nvidia-smi, CUDA_VISIBLE_DEVICES" in failed(
-        doctor.check_device(EngineConfig(model="m", device="cuda:3"))
+        one(doctor.check_device(EngineConfig(model="m", device="cuda:3")))
     )
 
 
@@ -182,8 +187,29 @@ def test_a_driver_without_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "inspect_torch", lambda: CPU_BUILD, raising=False)
     monkeypatch.setattr(engine, "inspect_device", lambda config: "cpu", raising=False)
     monkeypatch.setattr(gpus, "has_driver", lambda: True)
-    assert "Install a CUDA build of torch" in warned(doctor.check_device(EngineConfig(model="m")))
-    assert doctor.check_device(EngineConfig(model="m", device="cpu")).verdict == "ok"
+    assert "Install a CUDA build of torch" in warned(one(doctor.check_device(EngineConfig(model="m"))))
+    assert one(doctor.check_device(EngineConfig(model="m", device="cpu"))).verdict == "ok"
+
+
+def test_a_gpu_of_several_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = replace(CPU_BUILD, version="2.13.0+cu130", cuda="13.0", gpus=("L4", "L4"))
+    monkeypatch.setattr(engine, "inspect_torch", lambda: facts, raising=False)
+    monkeypatch.setattr(engine, "inspect_device", lambda config: "cuda", raising=False)
+    seen = engine.GpuFacts(chosen="cuda:0 (L4), one of 2", warnings=(("Others have it", "End them."),))
+    monkeypatch.setattr(engine, "inspect_gpu", lambda config: seen, raising=False)
+    device, gpu = doctor.check_device(EngineConfig(model="m"))
+    assert (device.verdict, device.found) == ("ok", "cuda:0 (L4), one of 2")
+    assert (gpu.check, warned(gpu)) == ("gpu", "Others have it -> End them.")
+
+
+def test_a_model_larger_than_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded; the device itself is right."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**16, 2**16))
+    (model,) = doctor.check_model(EngineConfig(model=str(DEMO_MODEL), device="cuda"))
+    text = failed(model)
+    assert "but cuda has 0.1 MiB of 0.1 MiB free -> That is more than all of it. Use a smaller model, a 16-bit" in text
 
 
 # ---------------------------------------------------------------- the model

@@ -134,7 +134,7 @@ def test_alone_equals_in_a_crowd_to_the_bit(
 ) -> None:
     """Chunks of a row that is alone are spread over programs and merged by the last of them; in a crowd, where there
     are fewer programs than rows, one program has them all."""
-    monkeypatch.setattr(shapes, "CHUNK", 64)
+    monkeypatch.setattr(shapes, "CHUNK", 128 if how else 64)  # of two tiles, or one
     few = replace(triton._facts(device), multiprocessors=1)
     lengths, contexts = map(list, zip(*CROWD, strict=True))
     rows = make_rows(CROWD, 6, 2, 16, torch.float16)
@@ -148,6 +148,17 @@ def test_alone_equals_in_a_crowd_to_the_bit(
         own = replace(kv, block_tables=kv.block_tables[i : i + 1])
         alone = attend(device, row, own, [lengths[i]], [contexts[i]], scale=0.25, **how)
         assert torch.equal(alone, together)
+
+
+def test_one_row_is_spread_over_many_programs(device: torch.device) -> None:
+    """At a context of 1,000 tokens and 8 heads of keys, over most of a large GPU; in a crowd each row over few."""
+    large = triton._Device(capability=90, multiprocessors=132, hardware=True)
+    tiles = shapes.decode_tiles(128, 4, 2, 90, paged=True)
+    for rows, items, programs in ((1, 16, 8 * 17), (40, 40, 264)):  # a chunk more, where the first key lies anywhere
+        metadata = AttentionMetadata.build([1] * rows, [1000] * rows, device)
+        plan = triton._plan_decode(metadata, triton._Shape(32, 8, tiles, tiles, True, None), 128, 1, 4, large)
+        assert int(plan.items[0, 0]) == items
+        assert plan.programs == programs
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ def test_kernels_compile_within_shared_memory_and_registers(capability: int, tmp
     found = compile_variants("support.variants_attention", tmp_path, capability)
     check_compiled(found)
     assert {one.name.split()[0] for one in found} == {"decode", "prefill", "plan_decode", "plan_prefill"}
+    assert any(one.waits for one in found) == (capability >= 90)
+    assert not any(one.loads_first for one in found), "all that attention reads was just written"
     for one in found:
         limit = STACK_OF_FLOAT32 if "float32" in one.name else STACK
         assert one.stack <= limit, f"{one.name} for sm_{one.capability} spills {one.stack} bytes"

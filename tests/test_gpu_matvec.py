@@ -155,3 +155,4 @@ def test_they_compile(tmp_path: Path) -> None:
     assert {one.name.split(":")[0] for one in found} == {"held", "pieces"}
     for one in found:
         assert one.stack == 0, f"{one.name} for sm_{one.capability} spills {one.stack} bytes"
+        assert one.waits == one.loads_first == ("early" in one.name), f"{one.name} asks for no weights before it waits"

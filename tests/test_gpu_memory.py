@@ -226,11 +226,23 @@ def test_weights_that_do_not_fit_are_not_read(
     check(MadeUpMemory(3 * size, others=int(1.6 * size)))
     with pytest.raises(ModelLoadError) as caught:
         check(MadeUpMemory(3 * size, others=int(2.5 * size)))
-    for part in (gib(size), f"{gib(size / 2)} of {gib(3 * size)} free", "Use a smaller", "--dtype", "--device cuda:1"):
+    for part in (
+        gib(size),
+        f"{gib(size / 2)} of {gib(3 * size)} free",
+        "end them, or use a smaller",
+        "--dtype",
+        "--device cuda:1",
+    ):
         assert part in str(caught.value)
     check(MadeUpMemory(3 * size, others=int(2.1 * size)), dtype=torch.bfloat16)
     with pytest.raises(ModelLoadError, match=r"utilization 0.5 allows .*Raise --gpu-memory-utilization"):
         check(MadeUpMemory(int(1.5 * size)), utilization=0.5)
+    with pytest.raises(ModelLoadError) as caught:
+        check(MadeUpMemory(size // 3), dtype=torch.bfloat16)
+    for part in ("more than all of it. Use a smaller model, a GPU with", "--device cpu --quantization int8"):
+        assert part in str(caught.value)
+    for useless in ("--dtype", "--gpu-memory-utilization", "end them"):
+        assert useless not in str(caught.value)
 
 
 def test_what_is_left() -> None:

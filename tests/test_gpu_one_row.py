@@ -26,7 +26,8 @@ from support.seq2seq import make_seq2seq_checkpoint
 from support.seq2seq_shapes import SHAPES as SEQ2SEQ
 
 from engine import Engine
-from engine.backends.triton import matvec
+from engine.backends.triton import matvec, rotary
+from engine.backends.triton import overlap as overlap_of_kernels
 from engine.execution import starting, warmup
 from engine.execution.recording import CudaRecorder, Recorder, eager
 from engine.execution.warmup import typical_row
@@ -52,7 +53,7 @@ def use_graphs(engine: Engine, device: torch.device, *seconds: float, typical: S
 def recorded(path: Path, *seconds: float, overlap: bool = False) -> Iterator[Engine]:
     with (
         kernels() as device,
-        mock.patch.object(matvec, "can_overlap", return_value=overlap),
+        mock.patch.object(overlap_of_kernels, "can_overlap", return_value=overlap),
         # With a CPU's products, which are not ours here, a row alone may not be what it is among others.
         mock.patch.object(starting, "min_invariant_rows", return_value=1),
     ):
@@ -124,27 +125,38 @@ def test_the_log_says_what_was_kept(checkpoint: Callable[[str], Any], caplog: py
 
 
 def test_kernels_may_overlap_where_a_gpu_can(checkpoint: Callable[[str], Any]) -> None:
-    """There is a third way then, which nothing but its time tells from the second."""
-    asked = []
+    """There is a third way then, which nothing but its time tells from the second: products, heads and attention."""
+    asked: dict[str, list[bool]] = {"product": [], "heads": [], "attention": []}
 
-    def product(*args: Any, **how: Any) -> torch.Tensor:
-        asked.append(how["overlap"])
-        return matvec_product(*args, **how)
+    def noting(name: str) -> Any:
+        def overlapping(wanted: bool) -> dict[str, bool]:
+            asked[name].append(wanted)
+            return {"EARLY": False}
+
+        return overlapping
 
     times = (3.0, 2.0, 1.0)
-    if torch.cuda.is_available() and not matvec.can_overlap(torch.device("cuda")):
+    if torch.cuda.is_available() and not overlap_of_kernels.can_overlap(torch.device("cuda")):
         pytest.skip("this GPU's kernels cannot overlap")
     path = checkpoint(CHECKPOINT).path
-    with mock.patch.object(matvec, "product", product), recorded(path, *times, overlap=True) as engine:
-        assert set(asked) == {False, True}
+    with (
+        mock.patch.object(matvec, "overlapping", noting("product")),
+        mock.patch.object(rotary, "overlapping", noting("heads")),
+        mock.patch.object(overlap_of_kernels, "overlapping", noting("attention")),
+        recorded(path, *times, overlap=True) as engine,
+    ):
+        assert all(set(wanted) == {False, True} for wanted in asked.values())
         graphs = engine.runner.graphs
         assert graphs is not None
         assert graphs.one_row.kept == dict.fromkeys(("layers", "logits"), OVERLAPPING.name)
         assert list(graphs.one_row.timed["layers"].values()) == list(times)
         if engine.runner.model.device.type == "cpu":
-            asked.clear()
-            run(engine, [Job(prompt(1, 5), greedy(3, ignore_eos=True))])
-            assert set(asked) == {True}
+            for wanted in asked.values():
+                wanted.clear()
+            run(engine, [Job(prompt(1, 5), greedy(4, ignore_eos=True))])
+            assert set(asked["product"]) == {True}
+            for name in ("heads", "attention"):  # those of the prompt wait
+                assert asked[name].count(True) > asked[name].count(False) > 0
 
 
 def wrong(*args: Any, **how: Any) -> torch.Tensor:

@@ -299,4 +299,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_they_compile(tmp_path: Path) -> None:
-    check_compiled(compile_variants("support.variants_rotary", tmp_path))
+    found = compile_variants("support.variants_rotary", tmp_path)
+    check_compiled(found)
+    for one in found:
+        assert one.waits == one.loads_first == ("early" in one.name), "weights of norms are asked for before the wait"

@@ -65,7 +65,7 @@ def compiling(capability: int) -> Iterator[list[bool]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    from engine.backends.triton import attention, experts, matvec
+    from engine.backends.triton import attention, experts, overlap
 
     shared, multiprocessors = GPUS[capability]
     driver.set_active(
@@ -91,7 +91,7 @@ def compiling(capability: int) -> Iterator[list[bool]]:
             (gpu, "_interpreting", True),  # kernels serve the CPU
             (attention, "_facts", lambda _device: facts),
             (experts, "capability_of", lambda _device: capability),
-            (matvec, "can_overlap", lambda _device: capability >= 90),
+            (overlap, "can_overlap", lambda _device: capability >= 90),
             (one_row, "_difference", lambda _found, _wanted: 0.0),  # all ways of one row are gone through
             (triton.knobs.compilation, "listener", note),
         ):

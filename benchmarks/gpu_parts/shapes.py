@@ -314,7 +314,7 @@ def fallen_back(engine: Engine) -> list[str]:
     device, found = engine.runner.model.device, facts(engine)
     if device.type != "cuda":
         return []
-    from engine.backends.triton import matvec
+    from engine.backends.triton import overlap
 
     problems = []
     if found["attention"] != "triton":
@@ -323,7 +323,7 @@ def fallen_back(engine: Engine) -> list[str]:
         problems.append("steps with prompts were not recorded as CUDA graphs")
     if not found["graphs"]:
         problems.append("decoding steps were not recorded as CUDA graphs")
-    elif matvec.can_overlap(device):
+    elif overlap.can_overlap(device):
         for name, way in found["one_row"].items():
             if OVERLAPPING.name not in way["ms"]:
                 problems.append(f"{name} of one row cannot be computed by {OVERLAPPING.name}")

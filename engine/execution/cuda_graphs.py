@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -168,8 +169,9 @@ class DecodeGraphs:
             tokens = torch.where(inputs.sources >= 0, known, inputs.tokens)
             rotary_positions = inputs.positions + inputs.shifts if self._model.rotary_shifts else None
             # Slots are worked out on the device, from tables and positions.
+            formed = replace(metadata, overlapping=form.overlapping)
             hidden = self._model(
-                tokens, inputs.positions, caches, None, metadata, self._min_rows, cross, rotary_positions, form=form
+                tokens, inputs.positions, caches, None, formed, self._min_rows, cross, rotary_positions, form=form
             )
             self.hidden[:size].copy_(hidden)
             inputs.advance()

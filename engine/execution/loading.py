@@ -12,6 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
+from engine.execution.gpu_choice import another_gpu, holders
 from engine.execution.memory import device_memory, gib, is_out_of_memory
 from engine.host.cgroups import available_memory
 from engine.model.families import context_length
@@ -52,13 +53,12 @@ def check_weights_fit(
         total, free = memory.total(), memory.free()
         allowed = total * utilization - (total - free)
         if size > allowed:
-            raise ModelLoadError(
+            found = (
                 f"The weights of {path} take {gib(size)} as {dtype}, but {device} has {gib(free)} of {gib(total)} free"
-                + (f", of which --gpu-memory-utilization {utilization} allows {gib(max(allowed, 0))}" * (size <= free))
-                + ". "
-                + ("Raise --gpu-memory-utilization, use" if size <= free else "Use")
-                + " a smaller model, a 16-bit --dtype, another GPU (--device cuda:1), or end what else uses this one."
             )
+            if size <= free:
+                found += f", of which --gpu-memory-utilization {utilization} allows {gib(max(allowed, 0))}"
+            raise ModelLoadError(f"{found}. {_instead(size, total, free, utilization, dtype, device)}")
         return
     free = available_memory()
     if size > free:
@@ -67,6 +67,21 @@ def check_weights_fit(
             "Use a smaller model, a 16-bit --dtype, --quantization int4, or a machine (a container's limit) with more "
             "memory."
         )
+
+
+def _instead(size: int, total: int, free: int, utilization: float, dtype: torch.dtype, device: torch.device) -> str:
+    """What to do about weights of so many bytes that a GPU has no memory for."""
+    others = "a smaller model" + ", a 16-bit --dtype" * (dtype.itemsize > 2)
+    if size > total:
+        return (
+            f"That is more than all of it. Use {others}, a GPU with at least {gib(size / 0.8)}, or the CPU with "
+            "smaller weights: --device cpu --quantization int8 (or int4)."
+        )
+    others += f" or {another_gpu(device)}"
+    held = total - free
+    if size <= total * utilization and held > 0:
+        return f"Other processes have {gib(held)}{holders(device)}: end them, or use {others}."
+    return f"Raise --gpu-memory-utilization, or use {others}."
 
 
 def check_positions_fit(spec: ModelSpec, max_model_len: int) -> None:

@@ -87,9 +87,9 @@ class OneRow:
         return kept
 
     def _ours(self) -> list[RowForm]:
-        from engine.backends.triton import matvec
+        from engine.backends.triton import overlap
 
-        return [FUSED, OVERLAPPING] if matvec.can_overlap(self._model.device) else [FUSED]
+        return [FUSED, OVERLAPPING] if overlap.can_overlap(self._model.device) else [FUSED]
 
 
 def _results(form: RowForm, replay: Callable[[], None], outcome: Callable[[RowForm], Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.cuda_graphs import graph_sizes
+from engine.execution.gpu_choice import another_gpu, holders
 from engine.execution.kv_cache import KVCache, count_blocks, page_bytes
 from engine.execution.memory import DeviceMemory, device_memory, gib, is_out_of_memory
 from engine.execution.prompt_graphs import LARGEST, can_record_prompts, token_sizes
@@ -87,7 +88,7 @@ def allocate_pages(
     if memory is not None and config.num_gpu_blocks_override is None and config.kv_cache_memory is None:
         needs = measure_needs(runner, memory, config.max_num_batched_tokens, max_rows, graphs=graphs)
         available = needs.left(config.gpu_memory_utilization)
-        _check_room(config, needs, page_bytes(shapes, config.block_size, dtype), model.max_model_len, max_rows)
+        _check_room(config, needs, page_bytes(shapes, config.block_size, dtype), model.max_model_len, max_rows, device)
     count = count_blocks(config, shapes, longest, dtype, device, max_encoder_len=encoder, available=available)
     runner.cache = KVCache(shapes, count, config.block_size, dtype, device, few.key_centres)
     if needs is not None:
@@ -119,7 +120,7 @@ def measure_needs(runner: ModelRunner, memory: DeviceMemory, max_tokens: int, ma
             f"The largest step ({max_tokens} tokens, {max_rows} rows) does not fit beside the weights: the GPU has "
             f"{gib(memory.total())}, the weights take {gib(weights)}, {gib(memory.free())} are free "
             f"({str(error).splitlines()[0]}). Lower --max-num-batched-tokens or --max-num-seqs, use a smaller model or "
-            "a 16-bit --dtype, or another GPU (--device cuda:1)."
+            f"a 16-bit --dtype, or {another_gpu(runner.model.device)}."
         ) from error
     finally:
         runner.cache.clear_scratch()
@@ -182,7 +183,9 @@ def largest_steps(runner: ModelRunner, max_tokens: int, max_rows: int) -> Iterat
         yield score_plan(runner, min(max_tokens, longest))
 
 
-def _check_room(config: EngineConfig, needs: Needs, page: int, max_model_len: int, max_rows: int) -> None:
+def _check_room(
+    config: EngineConfig, needs: Needs, page: int, max_model_len: int, max_rows: int, device: torch.device
+) -> None:
     """Refuse a start without room for a page.
 
     Raises:
@@ -197,11 +200,11 @@ def _check_room(config: EngineConfig, needs: Needs, page: int, max_model_len: in
     raise ConfigError(
         f"The model does not fit into the GPU's memory: of {gib(needs.total)}, --gpu-memory-utilization {share} allows "
         f"{gib(needs.total * share)}. Weights take {gib(needs.weights)}, libraries and other processes "
-        f"{gib(needs.used - needs.weights)}, the largest step ({tokens} tokens, {max_rows} rows) "
+        f"{gib(needs.used - needs.weights)}{holders(device)}, the largest step ({tokens} tokens, {max_rows} rows) "
         f"{gib(needs.step)}{graphs}: {gib(max(left, 0))} are left for pages, of which one takes {gib(page)} and one "
         f"request of {max_model_len} tokens {gib(request)}. Raise --gpu-memory-utilization, lower "
         "--max-num-batched-tokens, --max-num-seqs or --max-model-len, use a narrower --kv-cache-dtype (fp8, int8)"
-        f"{', --enforce-eager' if needs.graphs else ''}, a smaller model, or another GPU (--device cuda:1)."
+        f"{', --enforce-eager' if needs.graphs else ''}, a smaller model, or {another_gpu(device)}."
     )
 
 

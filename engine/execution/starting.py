@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.calibration import mean_keys
 from engine.execution.executor import LocalExecutor, ModelFacts
+from engine.execution.gpu_choice import look_at
 from engine.execution.invariance import min_invariant_rows
 from engine.execution.kv_cache import KVCache, choose_cache_dtype
 from engine.execution.loading import (
@@ -93,6 +94,11 @@ def start(config: EngineConfig) -> LocalExecutor:
     if config.device == "auto" and device.type == "cpu" and gpus.has_driver():
         why, fix = gpus.obstacle(torch.version.cuda)
         logger.warning("the CPU computes, although there is an NVIDIA driver: %s. %s", why, fix)
+    if device.type == "cuda":
+        gpu_facts = look_at(device, config.gpu_memory_utilization)
+        logger.info("the GPU is %s", gpu_facts.chosen)
+        for found, fix in gpu_facts.warnings:
+            logger.warning("%s. %s", found, fix)
     with explained(config.model), gpu.current(device):
         use_threads(config)
         resolved = resolve(config, device)
@@ -233,7 +239,7 @@ def choose_device(setting: str) -> torch.device:
         if (device.index or 0) >= count:
             seen = f"device is {setting}, but torch {torch.__version__} sees {count} GPUs"
             if count:
-                raise ConfigError(f"{seen}. Use --device cuda:N with N from 0 to {count - 1}.")
+                raise ConfigError(f"{seen}. {gpus.another(count)}")
             why, fix = gpus.obstacle(torch.version.cuda)
             raise ConfigError(f"{seen}: {why}. {fix} Or use --device cpu.")
     return device

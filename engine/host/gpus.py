@@ -1,14 +1,21 @@
-"""An NVIDIA GPU that this machine has and torch does not use: what prevents it."""
+"""NVIDIA GPUs that this machine has and torch does not use: what prevents it."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+
+from engine.host import nvidia_smi
+from engine.host.nvidia_smi import ListedGpu, NoAnswerError
 
 _VERSION = Path("/proc/driver/nvidia/version")
 _CONTROL = Path("/dev/nvidiactl")
 # The oldest driver for each major version of CUDA, on Linux (NVIDIA, CUDA Toolkit release notes).
 _OLDEST = {11: 450, 12: 525, 13: 580}
+_SETTING = "CUDA_VISIBLE_DEVICES"
+_NAME_ONE = "name a GPU of nvidia-smi -L in it, by number or UUID"
+_CHECK = "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and docker run --gpus all."
 
 
 def has_driver() -> bool:
@@ -40,4 +47,87 @@ def obstacle(cuda: str | None) -> tuple[str, str]:
         return f"torch is built for CUDA {cuda}, which needs an NVIDIA driver {oldest} or newer; it is {driver}", (
             f"Install a driver {oldest} or newer, or a torch that is built for an older CUDA."
         )
-    return "the NVIDIA driver shows it none", "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and docker run --gpus all."
+    return _hidden()
+
+
+def _hidden() -> tuple[str, str]:
+    """Why CUDA shows no GPU of a driver that is there and new enough, and what to do about it."""
+    listed = os.environ.get(_SETTING)
+    if listed is not None and _names_none(listed):
+        return f"{_SETTING} is {listed!r}, which hides every GPU", f"Unset it, or {_NAME_ONE}."
+    try:
+        gpus, divided = nvidia_smi.list_gpus(), nvidia_smi.divided_gpus()
+    except NoAnswerError as problem:
+        setting = "" if listed is None else f" ({_SETTING} is {listed!r})"
+        return f"the NVIDIA driver shows it none{setting}: {problem}", _CHECK
+    if not gpus:
+        return "nvidia-smi lists none", _CHECK
+    if listed is not None and (wrong := wrong_entry(listed, gpus)) is not None:
+        return f"{_SETTING} is {listed!r}, {wrong}", f"Unset it, or {_NAME_ONE}. {_listed(gpus)}"
+    bare = next((gpu for gpu in gpus if gpu.uuid in divided and not gpu.slices), None)
+    if bare is not None:
+        return f"{bare.name} ({bare.uuid}) is to be divided (MIG), and has no slices", (
+            "As root, make some (nvidia-smi mig -lgip lists sizes, nvidia-smi mig -cgi SIZE -C makes one), or use it "
+            "whole: nvidia-smi -mig 0."
+        )
+    return "the NVIDIA driver shows it none", _CHECK
+
+
+def _names_none(listed: str) -> bool:
+    """A value of CUDA_VISIBLE_DEVICES that hides all GPUs, whatever there are."""
+    return not listed.strip() or listed.strip().startswith("-")
+
+
+def wrong_entry(listed: str, gpus: list[ListedGpu]) -> str | None:
+    """The first entry of CUDA_VISIBLE_DEVICES that names no GPU, in words. CUDA shows what stands before it alone."""
+    seen: set[str] = set()
+    for entry in map(str.strip, listed.split(",")):
+        number = re.match(r"-?\d+", entry)
+        if number is not None:
+            index = int(number[0])
+            there = [str(index)] if 0 <= index < len(gpus) else []
+        elif entry.startswith("MIG-"):
+            there = [part for gpu in gpus for part in gpu.slices if part == entry]
+        else:
+            there = [gpu.uuid for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+        if len(there) != 1:
+            return f"of which {entry!r} {'means several GPUs' if there else 'names no GPU'}"
+        if there[0] in seen:
+            return f"which names {entry!r} twice"
+        seen.add(there[0])
+    return None
+
+
+def _listed(gpus: list[ListedGpu]) -> str:
+    """The GPUs that there are, or their slices."""
+    names = []
+    for number, gpu in enumerate(gpus):
+        names.append(f"{number} or {gpu.uuid} ({gpu.name})" + "".join(f", its slice {part}" for part in gpu.slices))
+    return f"There are: {'; '.join(names)}."
+
+
+def shown_too_few(count: int) -> tuple[str, str] | None:
+    """What is wrong with CUDA_VISIBLE_DEVICES if torch sees fewer GPUs than it has entries, and what to do about it."""
+    listed = os.environ.get(_SETTING)
+    if listed is None or len(listed.split(",")) <= count:
+        return None
+    try:
+        gpus = nvidia_smi.list_gpus()
+    except NoAnswerError:
+        return None
+    wrong = wrong_entry(listed, gpus)
+    if wrong is None:
+        parts = [entry for entry in listed.split(",") if entry.strip().startswith("MIG-")]
+        wrong = "and CUDA shows a process one slice alone (MIG)" if len(parts) > 1 else None
+    if wrong is None:
+        return None
+    return f"{_SETTING} is {listed!r}, {wrong}: torch sees {count}", f"Correct it. {_listed(gpus)}"
+
+
+def another(count: int) -> str:
+    """How to name another of the GPUs that torch sees."""
+    listed = os.environ.get(_SETTING)
+    text = f"Use --device cuda:N with N from 0 to {count - 1}."
+    if listed is not None:
+        text += f" {_SETTING} is {listed!r}: GPUs are numbered in its order, and others are hidden."
+    return text

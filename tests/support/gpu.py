@@ -87,6 +87,7 @@ class Compiled:
         size: bytes of the machine code.
         stores: it writes to global memory. What Triton could not place becomes a body that traps, which does not.
         stack: bytes of a thread's stack: registers that were spilled.
+        waits: it waits for the kernel before it; loads_first: it reads global memory before that.
     """
 
     name: str
@@ -95,6 +96,8 @@ class Compiled:
     size: int
     stores: bool = False
     stack: int = 0
+    waits: bool = False
+    loads_first: bool = False
     error: str = ""
 
 
@@ -139,6 +142,7 @@ def _compile(variant: Variant, capability: int) -> Compiled:
     except Exception as error:  # reported with the variant's name, by the process that asked
         return Compiled(name=variant.name, capability=capability, shared=0, size=0, error=str(error)[:2000])
     cubin = made.asm["cubin"]
+    before, wait, _after = made.asm["ptx"].partition("griddepcontrol.wait")
     return Compiled(
         name=variant.name,
         capability=capability,
@@ -146,6 +150,8 @@ def _compile(variant: Variant, capability: int) -> Compiled:
         size=len(cubin),
         stores=re.search(r"\bst\.(\w+\.)*global\b", made.asm["ptx"]) is not None,
         stack=_stack(cubin),
+        waits=bool(wait),
+        loads_first=bool(wait) and re.search(r"\bld\.(\w+\.)*global\b", before) is not None,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -69,8 +70,10 @@ def _launches(
     else:
         keys = torch.empty(130, kv_heads, head_dim, dtype=kind, device=_META)
         kv = Ragged(keys, keys, torch.empty(2, dtype=torch.int32, device=_META))
+    metadata = AttentionMetadata.build([1, 129], [100, 129], _META)
+    metadata = replace(metadata, overlapping=head_dim == 128 and capability >= 90)
     with recorded(words, capability) as found, mock.patch.object(backend, "_facts", return_value=facts):
-        backend.TritonAttention().attend(q, kv, AttentionMetadata.build([1, 129], [100, 129], _META), scale=0.1, **how)
+        backend.TritonAttention().attend(q, kv, metadata, scale=0.1, **how)
     assert {variant.kernel.fn.__name__ for variant in found} == {"decode", "prefill", "plan_decode", "plan_prefill"}
     seen = len(how) or heads != _HEADS or kind != torch.bfloat16 or head_dim != 128  # plans do not depend on these
     yield from (variant for variant in found if not (seen and variant.name.startswith("plan_")))

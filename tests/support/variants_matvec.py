@@ -45,6 +45,7 @@ VARIANTS = [
     _product("Llama gate", 14336, 4096, "factors", kind=1, function="silu", gated=True),
     _product("GPT-2 up", 3072, 768, "factors", "shifts", "bias", kind=4, function="gelu_tanh"),
     _product("Qwen3 gate, early", 3072, 1024, "factors", kind=1, function="silu", gated=True, early=True),
+    _product("Llama qkv, early", 6144, 4096, "factors", kind=1, early=True),
     _product("in parallel", 4544, 18176, "bias", "stream", "also"),
     _product("Llama down, early", 4096, 14336, "stream", early=True),
     _product("widest", 28672, 8192, "factors", kind=3, function="gelu_tanh", gated=True),

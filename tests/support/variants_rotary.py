@@ -23,7 +23,16 @@ def _turn(name: str, absent: tuple[str, ...], pages: str = "*bf16", **flags: Any
     integers = ("turning_stride", "values_stride", "length", "stored", "all_slots", "table_stride", "table_width")
     pointers = _POINTERS | {"key_pages": pages, "value_pages": pages}
     size = {"QUERIES": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF": 64, "HALF_BLOCK": 64, "REST_BLOCK": 1}
-    how = {"INTERLEAVED": False, "ROUNDED": True, "NORM": 0, "CLIP": None, "WHERE": 2, "PAGE": 16, "STEPS": 0}
+    how = {
+        "INTERLEAVED": False,
+        "ROUNDED": True,
+        "NORM": 0,
+        "CLIP": None,
+        "WHERE": 2,
+        "PAGE": 16,
+        "STEPS": 0,
+        "EARLY": False,
+    }
     return Variant(
         name=name,
         kernel=rotate_kernel,
@@ -31,11 +40,13 @@ def _turn(name: str, absent: tuple[str, ...], pages: str = "*bf16", **flags: Any
         | {**dict.fromkeys(integers, "i32"), "eps": "fp32"},
         constants={**dict.fromkeys(absent, None), **size, **how, "HEADS": 8, **flags},
         multiples=("turning_stride", "values_stride"),
+        capabilities=(90, 100) if flags.get("EARLY") else (80, 90, 100),
     )
 
 
 VARIANTS = [
     _turn("decode", (*_NO_NORM, *_PLAIN, "slots")),
+    _turn("norms, early", ("query_bias", "key_bias", *_PLAIN, "slots"), NORM=1, EARLY=True),
     _turn("norms", ("query_bias", "key_bias", *_PLAIN, "slots"), NORM=1),
     _turn(
         "wide heads", ("query_bias", "key_bias", *_PLAIN, "slots"), QUERIES=8, KV_HEADS=4, HEAD_DIM=256, HALF=128,

@@ -161,6 +161,7 @@ class AttentionMetadata:
             started again with other lengths (`engine.execution.cuda_graphs`), only the device knows those.
         max_queries: all rows together have no more queries, and how they share them only the device knows
             (`engine.execution.prompt_graphs`); None: `query_lens` says it.
+        overlapping: a kernel may begin while the one before it ends (`engine.model.kernels.RowForm`).
     """
 
     query_lens: list[int]
@@ -170,6 +171,7 @@ class AttentionMetadata:
     cache: dict[object, object]
     max_context: int | None = None
     max_queries: int | None = None
+    overlapping: bool = False
 
     @property
     def longest(self) -> int:

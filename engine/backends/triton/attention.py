@@ -171,6 +171,7 @@ class TritonAttention(AttentionBackend):
         """
         from engine.backends.triton.attention_decode import decode
         from engine.backends.triton.attention_prefill import prefill
+        from engine.backends.triton.overlap import overlapping
 
         if isinstance(window, Chunks):
             raise ValueError("no kernel for chunks")
@@ -197,6 +198,7 @@ class TritonAttention(AttentionBackend):
                 out=out, query_start=metadata.query_start, context=metadata.context,
                 items=plan.items, counters=plan.counters, parts=plan.parts, stats=plan.stats, part_rows=plan.part_rows,
                 CHUNK=shapes.CHUNK, MAX_CHUNKS=shapes.max_chunks(kv_heads), **arguments, **_sizes(few),
+                **overlapping(metadata.overlapping),
             )  # fmt: skip
         if prepared.prefilling is not None:
             prefill[(prepared.prefilling.tiles, kv_heads)](

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.backends.triton.attention_plan import ITEM, span
 from engine.backends.triton.attention_tiles import divide, meet, merge, sink
@@ -45,7 +46,7 @@ def decode(
     PAGED: tl.constexpr, PAGE: tl.constexpr, STORED: tl.constexpr, HARDWARE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, CENTRE: tl.constexpr,
     SINKS: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The work items of a plan, each for every key head; any number of programs.
 
@@ -62,9 +63,13 @@ def decode(
         DTYPE: of the products.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    count = tl.load(items) * KV_HEADS
     pair = tl.arange(0, BLOCK_M)
     features = tl.arange(0, BLOCK_D)
+    if EARLY:
+        # All that it reads the kernels before it may have written.
+        gdc_launch_dependents()
+        gdc_wait()
+    count = tl.load(items) * KV_HEADS
     for work in tl.range(tl.program_id(0), count, tl.num_programs(0)):
         item = items + (1 + work // KV_HEADS) * ITEM
         head = work % KV_HEADS
@@ -97,29 +102,33 @@ def decode(
         best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        for one in tl.range(first, first + number):
-            begin = low // BLOCK_N * BLOCK_N + one * chunk
-            best_of = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-            total_of = tl.zeros((BLOCK_M,), dtype=tl.float32)
-            acc_of = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-            for n in tl.range(begin, tl.minimum(begin + chunk, high), BLOCK_N):
-                best_of, total_of, acc_of = meet(
-                    x, shift, query_at, heads, best_of, total_of, acc_of,
-                    n, low, high, keys + head * k_head, values + head * v_head,
-                    key_scales + head, value_scales + head, table, origin,
-                    k_page, k_slot, v_page, v_slot, s_page, s_slot,
-                    bias, columns, zero, left, right, scale, softcap,
-                    True, CAUSAL, WINDOW, BIAS, SOFTCAP, STORED, HARDWARE, PAGED, PAGE,
-                    HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
-                )  # fmt: skip
-            if slot < 0:
-                best, total, acc = merge(best, total, acc, best_of, total_of, acc_of)
-            else:
-                tl.store(places, acc_of, mask=read)
-                tl.store(about, best_of, mask=real)
-                tl.store(about + part_rows, total_of, mask=real)
-                places += KV_HEADS * part_rows * HEAD_DIM
-                about += KV_HEADS * 2 * part_rows
+        # One loop over the tiles of all chunks: tiles of the next chunk are under way while one ends.
+        begin = low // BLOCK_N * BLOCK_N + first * chunk
+        end = tl.minimum(begin + number * chunk, high)
+        best_of, total_of, acc_of = best, total, acc
+        for n in tl.range(begin, end, BLOCK_N):
+            best_of, total_of, acc_of = meet(
+                x, shift, query_at, heads, best_of, total_of, acc_of,
+                n, low, high, keys + head * k_head, values + head * v_head,
+                key_scales + head, value_scales + head, table, origin,
+                k_page, k_slot, v_page, v_slot, s_page, s_slot,
+                bias, columns, zero, left, right, scale, softcap,
+                True, CAUSAL, WINDOW, BIAS, SOFTCAP, STORED, HARDWARE, PAGED, PAGE,
+                HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            after = n + BLOCK_N
+            if ((after - begin) % chunk == 0) | (after >= end):  # the chunk's last tile
+                if slot < 0:
+                    best, total, acc = merge(best, total, acc, best_of, total_of, acc_of)
+                else:
+                    tl.store(places, acc_of, mask=read)
+                    tl.store(about, best_of, mask=real)
+                    tl.store(about + part_rows, total_of, mask=real)
+                    places += KV_HEADS * part_rows * HEAD_DIM
+                    about += KV_HEADS * 2 * part_rows
+                best_of = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+                total_of = tl.zeros((BLOCK_M,), dtype=tl.float32)
+                acc_of = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         done = slot < 0
         if slot >= 0:
             # All threads have stored before one of them says so, and says it to the whole device.

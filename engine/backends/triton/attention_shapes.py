@@ -32,9 +32,10 @@ class Tiles:
     num_stages: int
 
 
-# Keys of a chunk, the unit in which decoding is split: 256 keys are a few tiles, enough to have some under way while
-# others are multiplied, and few enough that a single row of 1,000 tokens is spread over 4 programs a head.
-CHUNK = 256
+# Keys of a chunk, the unit in which decoding is split: the largest tile, so that a single row of 1,000 tokens is spread
+# over 16 programs a head. Chunks grow with a row's own length alone (`max_chunks`), and not with the batch, in which a
+# row would have other bits then. A program with several chunks reads on from one to the next.
+CHUNK = 64
 # GPUs whose blocks have the least shared memory: Ampere's and Ada's smaller ones, and from here on Blackwell's.
 _SMALL = (86, 89)
 _SMALL_BLACKWELL = 120

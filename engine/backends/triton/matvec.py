@@ -7,13 +7,14 @@ the bias, the activation, the gate and the sum with the residual stream after it
 To keep some 5 TB/s busy, a GPU's 132 or so multiprocessors must each have 40 KB or more under way. A program takes
 several rows of the matrix, and a thread 16 bytes at once. Of a small matrix it asks for all of its 16 or 32 KB before
 anything is waited for, even before the norm is computed; two or three programs share a multiprocessor. Of a large one
-it takes tile after tile, two of which are on their way to shared memory while one is summed up; registers leave room
-for three to six programs then, by what the compiler reports. The row of numbers comes from the cache: each program
+it takes tile after tile: the first is asked for before anything is waited for, too, and of the others two are on their
+way to shared memory while one is summed up; registers leave room for three or four programs then, by what the compiler
+reports. The row of numbers comes from the cache: each program
 norms it again, which is cheaper than a kernel, and in return gets many rows (`tiling`).
 
-Where the GPU can (`can_overlap`), a product may begin while the kernel before it ends: its programs take the places
-that others have left, ask for weights, which are never written, and wait for that kernel before they read or write
-anything else. As each of them waits, nothing that a kernel further back did is missing either.
+Where the GPU can (`engine.backends.triton.overlap`), a product may begin while the kernel before it ends: its programs
+take the places that others have left, ask for weights, which are never written, and wait for that kernel before they
+read or write anything else.
 
 The order of a sum depends on the matrix's shape alone; nothing is added atomically. Numbers are rounded where the
 modules round theirs: after the norm, the product with its bias, the activation, the gate, and each sum; results in
@@ -32,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.backends.triton.activations import FUNCTIONS, activated
 from engine.backends.triton.norms import Norm, features_of, kind, normalised
+from engine.backends.triton.overlap import overlapping
 
 # Features that a program holds as float32 for all of its rows; of longer rows it reads pieces with each tile.
 _HELD, _HELD_WITHOUT_NORM = 8192, 4096
@@ -39,8 +41,6 @@ _PROGRAMS = 256  # about two for each of an H200's 132 multiprocessors, where th
 _LEAST = 4096  # bytes of a program
 _TILE = 16 * 1024  # bytes; of a small matrix up to twice as many
 STAGES = 3  # tiles that are asked for before the first is there, and one
-
-_INTERPRETED = triton.knobs.runtime.interpret  # by something that knows nothing of other kernels
 
 
 class Tiling(NamedTuple):
@@ -109,6 +109,25 @@ def _results(total, addend, before, then, FUNCTION: tl.constexpr, GATED: tl.cons
 
 
 @triton.jit
+def _finish(
+    tile, numbers, begin, bias, stream, also, out,
+    WIDTH: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the ROWS results from `begin` on, of a tile of weights and a row of numbers."""
+    EACH: tl.constexpr = 2 if GATED else 1
+    number = tl.arange(0, ROWS * EACH)
+    pair = begin + number // EACH
+    result = begin + tl.arange(0, ROWS)
+    stays = result < WIDTH
+    addend = features_of(bias, pair + number % EACH * WIDTH, pair < WIDTH, 0.0)
+    before = features_of(stream, result, stays, 0.0)
+    then = features_of(also, result, stays, 0.0)
+    total = tl.sum(tile.to(tl.float32) * numbers, 1)
+    total = _results(total, addend, before, then, FUNCTION, GATED, out.dtype.element_ty)
+    tl.store(out + result, total.to(out.dtype.element_ty), mask=stays)
+
+
+@triton.jit
 def held_kernel(
     x, factors, shifts, weight, bias, stream, also, out, eps,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr,
@@ -126,9 +145,8 @@ def held_kernel(
     at = tl.arange(0, BLOCK)[None, :]
     inside = at < SIZE
     place = (number // EACH + number % EACH * WIDTH)[:, None].to(tl.int64) * SIZE + at
-    if STEPS == 1:
-        tile = _weights(weight + first * SIZE + place, (first + number // EACH < WIDTH)[:, None] & inside)
-        tl.debug_barrier()  # else the compiler puts loads of weights off until the row is there
+    tile = _weights(weight + first * SIZE + place, (first + number // EACH < WIDTH)[:, None] & inside)
+    tl.debug_barrier()  # else the compiler puts loads of weights off until the row is there
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -137,19 +155,11 @@ def held_kernel(
         factor = features_of(factors, at, inside, 1.0 if KIND == 3 else 0.0)
         shift = features_of(shifts, at, inside, 0.0)
         numbers = normalised(numbers, inside, factor, shift, eps, SIZE, KIND, FORMAT)
-    for step in tl.range(STEPS, num_stages=STAGES):
+    _finish(tile, numbers, first, bias, stream, also, out, WIDTH, FUNCTION, GATED, ROWS)
+    for step in tl.range(1, STEPS, num_stages=STAGES):
         begin = first + step * ROWS
-        pair = begin + number // EACH
-        if STEPS > 1:
-            tile = _weights(weight + begin * SIZE + place, (pair < WIDTH)[:, None] & inside)
-        result = begin + tl.arange(0, ROWS)
-        stays = result < WIDTH
-        addend = features_of(bias, pair + number % EACH * WIDTH, pair < WIDTH, 0.0)
-        before = features_of(stream, result, stays, 0.0)
-        then = features_of(also, result, stays, 0.0)
-        total = tl.sum(tile.to(tl.float32) * numbers, 1)
-        total = _results(total, addend, before, then, FUNCTION, GATED, out.dtype.element_ty)
-        tl.store(out + result, total.to(out.dtype.element_ty), mask=stays)
+        tile = _weights(weight + begin * SIZE + place, (begin + number // EACH < WIDTH)[:, None] & inside)
+        _finish(tile, numbers, begin, bias, stream, also, out, WIDTH, FUNCTION, GATED, ROWS)
 
 
 @triton.jit
@@ -163,25 +173,22 @@ def pieces_kernel(
     there = row < WIDTH
     at = tl.arange(0, BLOCK)[None, :]
     source = weight + row[:, None] * SIZE + at
+    tile = _weights(source, there[:, None] & (at < SIZE))
+    tl.debug_barrier()  # as above
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     addend = features_of(bias, row, there, 0.0)
     before = features_of(stream, row, there, 0.0)
     then = features_of(also, row, there, 0.0)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for begin in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
+    total = tile.to(tl.float32) * tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    for begin in tl.range(BLOCK, SIZE, BLOCK, num_stages=STAGES):
         inside = begin + at < SIZE
         tile = _weights(source + begin, there[:, None] & inside)
         numbers = tl.load(x + begin + at, mask=inside, other=0.0)
         total += tile.to(tl.float32) * numbers.to(tl.float32)
     results = _results(tl.sum(total, 1), addend, before, then, None, False, out.dtype.element_ty)
     tl.store(out + row, results.to(out.dtype.element_ty), mask=there)
-
-
-def can_overlap(device: torch.device) -> bool:
-    """Whether kernels on a device may begin before the one before them has ended."""
-    return device.type == "cuda" and not _INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def serves(weight: Tensor, *, alone: bool = True) -> bool:
@@ -214,7 +221,7 @@ def product(
         function: an activation of the results, or with `gated` of their first half, times the second.
         stream: [1, outputs] to which, and to `also` before, the results are added, where it lies.
         dtype: of the results, which no sum or activation is rounded more than; of a stream it is that.
-        overlap: begin while the kernel before this one ends, on a device that `can_overlap`.
+        overlap: begin while the kernel before this one ends, on a device that can.
 
     Raises:
         ValueError: shapes, formats or places do not go together.
@@ -228,19 +235,18 @@ def product(
     alone = norm is None and function is None
     how = tiling(width, features, weight.element_size(), gated=gated, normed=not alone)
     programs = (triton.cdiv(width, how.rows * how.steps),)
-    early = overlap and not _INTERPRETED
-    options = {"num_warps": how.warps} | ({"launch_pdl": True} if early else {})
+    options: dict[str, int] = {"num_warps": how.warps, **overlapping(overlap)}
     if not how.held:
         pieces_kernel[programs](
             x, weight, bias, stream, also, out,
-            SIZE=features, WIDTH=width, ROWS=how.rows, BLOCK=how.block, STAGES=STAGES, EARLY=early, **options,
+            SIZE=features, WIDTH=width, ROWS=how.rows, BLOCK=how.block, STAGES=STAGES, **options,
         )  # fmt: skip
         return out
     none = Norm(None, 0.0)
     held_kernel[programs](
         x, (norm or none).weight, (norm or none).bias, weight, bias, stream, also, out, (norm or none).eps,
         SIZE=features, WIDTH=width, KIND=kind(norm), FUNCTION=function, GATED=gated,
-        ROWS=how.rows, STEPS=how.steps, BLOCK=how.block, STAGES=STAGES, EARLY=early, **options,
+        ROWS=how.rows, STEPS=how.steps, BLOCK=how.block, STAGES=STAGES, **options,
     )  # fmt: skip
     return out
 

@@ -92,6 +92,7 @@ def _store_heads(operation: StoreHeads, state: Pass) -> None:
         slots=state.inputs.slots,
         norms=operation.norms,
         clip=clip,
+        overlap=state.inputs.form.overlapping,
     )
     state.values[prepared.queries] = turning[:, : part.heads]
 

@@ -21,10 +21,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.backends.attention.base import Paged
 from engine.backends.attention.formats import FP8, LARGEST
 from engine.backends.triton.norms import Norm, features_of, kind, scaled
+from engine.backends.triton.overlap import overlapping
 from engine.backends.triton.pages import store_vectors
 
 LONGEST_HEAD = 1024
@@ -77,7 +79,7 @@ def rotate_kernel(
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, ROUNDED: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr,
     WHERE: tl.constexpr, PAGE: tl.constexpr, STEPS: tl.constexpr,
-    HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (t, c): HEADS of token t's queries, keys or values, in this order.
 
@@ -92,9 +94,6 @@ def rotate_kernel(
     of_queries = chunk < QUERY_CHUNKS
     of_values = chunk >= QUERY_CHUNKS + KV_CHUNKS
 
-    position = token
-    if positions is not None:
-        position = tl.load(positions + token).to(tl.int64)
     source = turning + token * turning_stride
     weight = query_weight
     bias = query_bias
@@ -120,10 +119,8 @@ def rotate_kernel(
     third = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     single = third < HEAD_DIM
     heads = source + head * HEAD_DIM
-    # Everything is asked for before anything is waited for; only what depends on the position comes later.
-    a = tl.load(heads + first, mask=there & paired, other=0.0)
-    b = tl.load(heads + second, mask=there & paired, other=0.0)
-    rest = tl.load(heads + third, mask=there & single, other=0.0)
+    # Everything is asked for before anything is waited for; only what depends on the position comes later. Weights of
+    # norms are never written; all else may be what the kernel before writes.
     if NORM > 0:
         OFFSET: tl.constexpr = 1.0 if NORM == 3 else 0.0
         factor_a = features_of(weight, first, paired, OFFSET)
@@ -132,6 +129,15 @@ def rotate_kernel(
         shift_a = features_of(bias, first, paired, 0.0)
         shift_b = features_of(bias, second, paired, 0.0)
         shift_rest = features_of(bias, third, single, 0.0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    position = token
+    if positions is not None:
+        position = tl.load(positions + token).to(tl.int64)
+    a = tl.load(heads + first, mask=there & paired, other=0.0)
+    b = tl.load(heads + second, mask=there & paired, other=0.0)
+    rest = tl.load(heads + third, mask=there & single, other=0.0)
     if HALF > 0:
         # A position without angles gives NaN, which ends the request.
         known = paired & (position >= 0) & (position < length)
@@ -208,7 +214,7 @@ def rotate_(heads: Tensor, angles: Angles, positions: Tensor | None = None) -> N
     Raises:
         ValueError: shapes do not go together.
     """
-    _launch(heads, None, angles, positions, None, None, None, None)
+    _launch(heads, None, angles, positions, None, None, None, None, {"EARLY": False})
 
 
 def rotate_and_store(
@@ -221,6 +227,7 @@ def rotate_and_store(
     slots: Tensor | None = None,
     norms: HeadNorms | None = None,
     clip: float | None = None,
+    overlap: bool = False,
 ) -> None:
     """Clip, norm and turn queries where they lie, and store keys, likewise, and clipped values in pages, as
     `Paged.write` would; except that what goes to block 0 or outside the pages is not written.
@@ -233,11 +240,12 @@ def rotate_and_store(
         slots: [S] int64, S <= T: where the first S tokens go. None: token t is the only one of row t of
             `cache.block_tables`, and goes where that table has its position; tokens past the last row go nowhere.
         clip: numbers are limited to [-clip, clip] first.
+        overlap: begin while the kernel before this one ends, on a device that can (`engine.backends.triton.overlap`).
 
     Raises:
         ValueError: shapes or formats do not go together.
     """
-    _launch(turning, values, angles, positions, cache, slots, norms, clip)
+    _launch(turning, values, angles, positions, cache, slots, norms, clip, overlapping(overlap))
 
 
 def _launch(
@@ -249,6 +257,7 @@ def _launch(
     slots: Tensor | None,
     norms: HeadNorms | None,
     clip: float | None,
+    early: dict[str, bool],
 ) -> None:
     tokens, heads, head_dim = turning.shape
     kv_heads, page, all_slots, stored, steps = 0, 1, 0, 0, _PLAIN
@@ -336,6 +345,7 @@ def _launch(
         HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
         REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
         num_warps=max(1, min(4, together * widest // 256)),
+        **early,
     )
 
 

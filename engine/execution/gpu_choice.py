@@ -1,0 +1,94 @@
+"""The GPU that serves, among those that torch sees, in words: which it is, and what of it others have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import getpid
+
+import torch
+
+from engine.execution.memory import device_memory, gib
+from engine.host import gpus, nvidia_smi
+from engine.host.nvidia_smi import NoAnswerError
+
+_OURS = 2**30  # bytes: what CUDA itself may take for this process before anything is loaded
+_NAMED = 4  # most processes that are named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    """The GPU that serves.
+
+    Attributes:
+        chosen: which it is, of how many.
+        warnings: what is wrong with it, and what to do about it.
+    """
+
+    chosen: str
+    warnings: tuple[tuple[str, str], ...] = ()
+
+
+def look_at(device: torch.device, utilization: float) -> GpuFacts:
+    """What there is to say about a GPU before anything is loaded to it.
+
+    Args:
+        utilization: share of its memory that may be used.
+    """
+    device, count = _numbered(device), torch.cuda.device_count()
+    name = torch.cuda.get_device_name(device)
+    slice_of = ", a slice, whose memory alone counts" if " MIG " in name else ""
+    chosen = f"{device} ({name}{slice_of})"
+    if count > 1:
+        chosen += f", one of {count} that torch sees; one serves, --device cuda:N names another"
+    found = (gpus.shown_too_few(count), _held_by_others(device, utilization))
+    return GpuFacts(chosen=chosen, warnings=tuple(one for one in found if one is not None))
+
+
+def _held_by_others(device: torch.device, utilization: float) -> tuple[str, str] | None:
+    memory = device_memory(device)
+    assert memory is not None
+    total, held = memory.total(), memory.total() - memory.free()
+    if held <= max(_OURS, total // 10):
+        return None
+    allowed = utilization * total
+    return f"Other processes have {gib(held)} of {device}'s {gib(total)}{holders(device)}", (
+        f"--gpu-memory-utilization {utilization} allows {gib(allowed)} with theirs: {gib(max(allowed - held, 0))} are "
+        f"left. End them, or use {another_gpu(device)}."
+    )
+
+
+def holders(device: torch.device) -> str:
+    """The processes that have most of a GPU's memory, in brackets; "" if that cannot be told, as in many containers."""
+    if not torch.cuda.is_available():
+        return ""
+    try:
+        held = nvidia_smi.memory_holders(_uuid(_numbered(device)))
+    except NoAnswerError:
+        return ""
+    others = [f"process {pid} {gib(size)}" for pid, size in held.items() if pid != getpid()]
+    return f" ({', '.join(others[:_NAMED])}{', …' if len(others) > _NAMED else ''})" if others else ""
+
+
+def another_gpu(device: torch.device) -> str:
+    """Another GPU, with the most memory free of those that torch sees, as a setting."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 1:
+        return "another GPU"
+    others = [torch.device("cuda", number) for number in range(count) if number != _numbered(device).index]
+    try:
+        free = nvidia_smi.free_memory() if others else {}
+    except NoAnswerError:
+        free = {}
+    known = {free[_uuid(one)]: one for one in others if _uuid(one) in free}
+    if not known:
+        return "another GPU (--device cuda:1)"
+    most = max(known)
+    return f"another GPU (--device {known[most]} has {gib(most)} free)"
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _uuid(device: torch.device) -> str:
+    return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
