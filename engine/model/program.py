@@ -366,6 +366,21 @@ class AttendToBlocks(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AttendInBlocks(HasRows):
+    """out = attention of the queries to those of the keys and values beside them that lie in blocks they see.
+
+    Attributes:
+        heads: queries, keys and values side by side.
+    """
+
+    READS = ("heads",)
+    WRITES = ("out",)
+    part: spec.Attention
+    heads: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Activate(HasRows):
     """out = function(x), or function(a) * b of x = [a | b]."""
 
@@ -501,6 +516,7 @@ Operation = (
     | Attend
     | AttendGlobally
     | AttendToBlocks
+    | AttendInBlocks
     | Activate
     | ActivateXielu
     | Open
@@ -577,12 +593,18 @@ def compile_stack(
 
 
 def compile_head(
-    hidden_size: int, dense: Linear | None, activation: spec.Activation | None, norm: nn.Module | None
+    hidden_size: int,
+    network: Sublayer | None,
+    dense: Linear | None,
+    activation: spec.Activation | None,
+    norm: nn.Module | None,
 ) -> Program:
-    """The program of norm(activation(dense(x))) of rows, where each part may be absent."""
+    """The program of norm(activation(dense(network(x)))) of rows, where each part may be absent."""
     builder = Builder(hidden_size, False)
     builder.add(Take(builder.stream))
-    x = builder.stream if dense is None else builder.product(dense, builder.stream, "dense")
+    x = builder.stream if network is None else builder.residual(network, builder.stream)
+    if dense is not None:
+        x = builder.product(dense, x, "dense")
     if activation is not None:
         hidden = builder.rows("hidden", x.width)
         builder.add(Activate(activation, x, hidden, False))
@@ -649,6 +671,14 @@ class Builder:
         self._pending = y
         if part.outer is not None:
             self.add(Normalize(part.outer, self.stream, self.stream, self._take_pending()))
+
+    def residual(self, part: Sublayer, x: Rows) -> Rows:
+        """outer(x + f(x)) of rows that stay as they are."""
+        assert part.outer is not None
+        total, out = self.rows("total", x.width), self.rows("normed total", x.width)
+        self.add(Add(x, self._inner(part.inner, x, "network", 0), total))
+        self.add(Normalize(part.outer, total, out))
+        return out
 
     def _parallel(self, block: ParallelBlock, layer: int) -> None:
         """x + attention(norm(x)) + ffn(norm(x)), where both may read the same norm."""
@@ -774,6 +804,8 @@ class Builder:
             self.add(AttendGlobally(module, heads, of_global, attended))
         elif isinstance(module, BlockSumAttention):
             self.add(AttendToBlocks(module, x, heads, attended))
+        elif module.part.blocks is not None:
+            self.add(AttendInBlocks(module.part, heads, attended))
         else:
             self.add(Attend(module, prepared.queries, kv, attended, own))
         if module.spans is not None:

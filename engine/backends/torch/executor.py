@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.backends.attention.base import Bias, DistanceBias, Paged, Ragged, Window
 from engine.backends.native.program import Rows
-from engine.backends.torch import attention_blocks, attention_global
+from engine.backends.torch import attention_blocks, attention_global, attention_sparse
 from engine.model import kernels
 from engine.model.activations import activate_by_name, gate_by_name
 from engine.model.block_sums import BlockSumAttention
@@ -31,6 +31,7 @@ from engine.model.program import (
     AllReduce,
     Attend,
     AttendGlobally,
+    AttendInBlocks,
     AttendToBlocks,
     Concatenate,
     Embed,
@@ -323,6 +324,23 @@ def _attend_to_blocks(operation: AttendToBlocks, state: Pass) -> None:
     state.values[operation.out] = attended.reshape(len(attended), width)
 
 
+def _attend_in_blocks(operation: AttendInBlocks, state: Pass) -> None:
+    part, width = operation.part, operation.part.heads * operation.part.head_dim
+    assert part.blocks is not None
+    queries, keys, values = (
+        _heads(state.values[operation.heads.part(i * width, width)], part.head_dim) for i in range(3)
+    )
+    attended = attention_sparse.attend(
+        (queries, keys, values),
+        state.inputs.metadata,
+        part.scale,
+        size=part.blocks.size,
+        whole=part.blocks.whole,
+        first_counts=1 + part.blocks.drawn,
+    )
+    state.values[operation.out] = attended.reshape(len(attended), width)
+
+
 def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x if x.dim() == 3 else x.view(len(x), -1, head_dim)
 
@@ -399,6 +417,7 @@ HANDLERS: dict[type, Handler] = {
     Attend: _attend,
     AttendGlobally: _attend_globally,
     AttendToBlocks: _attend_to_blocks,
+    AttendInBlocks: _attend_in_blocks,
     Activate: _activate,
     ActivateXielu: _activate_xielu,
     Open: _open,
