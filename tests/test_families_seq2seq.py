@@ -40,6 +40,7 @@ from engine.model.spec import (
     ModelSpec,
     Post,
     Pre,
+    SparseBlocks,
     Stack,
     Tokens,
 )
@@ -267,6 +268,31 @@ LONG_T5_TGLOBAL_BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_cache": True,
     "vocab_size": 32128,
+}
+BIGBIRD_PEGASUS_ARXIV: dict[str, Any] = {
+    "activation_function": "gelu_new",
+    "architectures": ["BigBirdPegasusForConditionalGeneration"],
+    "attention_type": "block_sparse",
+    "block_size": 64,
+    "bos_token_id": 2,
+    "d_model": 1024,
+    "decoder_attention_heads": 16,
+    "decoder_ffn_dim": 4096,
+    "decoder_layers": 16,
+    "decoder_start_token_id": 2,
+    "encoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "encoder_layers": 16,
+    "eos_token_id": 1,
+    "is_encoder_decoder": True,
+    "max_position_embeddings": 4096,
+    "model_type": "bigbird_pegasus",
+    "num_random_blocks": 3,
+    "pad_token_id": 0,
+    "scale_embedding": True,
+    "use_bias": False,
+    "use_cache": True,
+    "vocab_size": 96103,
 }
 SWITCH_BASE_8: dict[str, Any] = {
     "architectures": ["SwitchTransformersForConditionalGeneration"],
@@ -657,6 +683,27 @@ def test_long_t5(read: Read) -> None:
 
     assert model == seeing(BlockSums(16, RMS))
     assert read(LONG_T5_TGLOBAL_BASE, encoder_attention_type="local") == seeing(None)
+
+
+def test_bigbird_pegasus(read: Read) -> None:
+    """A relative of BART without biases in attention, and blocks in the encoder."""
+    tokens = Tokens(vocab_size=96103, width=1024, scale=32.0, positions=Learned(4096))
+    expected = relative(BIGBIRD_PEGASUS_ARXIV, tokens, Pre, final=True, activation="gelu_tanh")
+
+    def seeing(blocks: SparseBlocks | None, bias: bool) -> ModelSpec:
+        encoder, decoder = stacks(expected)
+        both_ways = replace(encoder.blocks[0].attention, qkv_bias=bias, out_bias=bias)
+        causal = replace(decoder.blocks[0].attention, qkv_bias=bias, out_bias=bias)
+        read = replace(encoder.blocks[0], attention=replace(both_ways, blocks=blocks))
+        written = replace(decoder.blocks[0], attention=causal, cross=both_ways)
+        return replace(
+            expected,
+            encoder=replace(encoder, blocks=(read,) * 16),
+            decoder=replace(decoder, blocks=(written,) * 16),
+        )
+
+    assert read(BIGBIRD_PEGASUS_ARXIV) == seeing(SparseBlocks(64, 3), False)
+    assert read(BIGBIRD_PEGASUS_ARXIV, attention_type="original_full", use_bias=True) == seeing(None, True)
 
 
 def test_switch_base_8(read: Read) -> None:
