@@ -25,6 +25,7 @@ from engine.model.block_sums import BlockSumAttention
 from engine.model.blocks import BottleneckBlock, ConvolvedBlock, ParallelBlock, SequentialBlock, Sublayer
 from engine.model.embedding import Embedding, TokenEmbedding
 from engine.model.experts import ExpertsFeedForward, SharedExperts
+from engine.model.global_stream import StreamAttention
 from engine.model.global_tokens import GlobalAttention
 from engine.model.kernels import LIBRARY, RowForm
 from engine.model.latent import LatentAttention
@@ -381,6 +382,37 @@ class AttendInBlocks(HasRows):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BeginBeside(HasRows):
+    """Each input of the pass gets these vectors, [count, features], which go through the layers beside its tokens."""
+
+    vectors: nn.Parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendBeside(HasRows):
+    """out = attention of the queries to the keys and values beside them that lie in their block, and to those of the
+    vectors beside the tokens; these gain what they see of all tokens and of each other.
+
+    Attributes:
+        heads: queries, keys and values side by side.
+    """
+
+    READS = ("heads",)
+    WRITES = ("out",)
+    module: StreamAttention
+    heads: Rows
+    out: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeedBeside(HasRows):
+    """The vectors beside the tokens gain what a feed-forward network makes of their norms."""
+
+    before: nn.Module | None
+    network: DenseFeedForward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Activate(HasRows):
     """out = function(x), or function(a) * b of x = [a | b]."""
 
@@ -517,6 +549,9 @@ Operation = (
     | AttendGlobally
     | AttendToBlocks
     | AttendInBlocks
+    | BeginBeside
+    | AttendBeside
+    | FeedBeside
     | Activate
     | ActivateXielu
     | Open
@@ -571,6 +606,7 @@ def compile_stack(
     hidden_size: int,
     paged: bool,
     readers: Sequence[CrossAttention | None] = (),
+    beside: nn.Parameter | None = None,
 ) -> Program:
     """The program of a stack.
 
@@ -578,9 +614,12 @@ def compile_stack(
         hidden_size: features of the residual stream.
         paged: keys and values are kept in pages.
         readers: the attentions of a decoder's layers that read what this stack, an encoder, gives.
+        beside: vectors that go through the layers beside the tokens.
     """
     builder = Builder(hidden_size, paged)
     builder.add(Embed(embedding, builder.stream))
+    if beside is not None:
+        builder.add(BeginBeside(beside))
     for layer, block in enumerate(blocks):
         builder.block(block, layer)
     result = builder.normed(final_norm)
@@ -658,6 +697,9 @@ class Builder:
                 for sublayer in (block.attention, block.cross, block.ffn):
                     if sublayer is not None:
                         self.sublayer(sublayer, layer)
+                if isinstance(block.attention.inner, StreamAttention):
+                    assert isinstance(block.ffn.inner, DenseFeedForward)
+                    self.add(FeedBeside(block.ffn.before, block.ffn.inner))
             case _:
                 raise TypeError(f"{type(block).__name__} is no block")
 
@@ -804,6 +846,8 @@ class Builder:
             self.add(AttendGlobally(module, heads, of_global, attended))
         elif isinstance(module, BlockSumAttention):
             self.add(AttendToBlocks(module, x, heads, attended))
+        elif isinstance(module, StreamAttention):
+            self.add(AttendBeside(module, heads, attended))
         elif module.part.blocks is not None:
             self.add(AttendInBlocks(module.part, heads, attended))
         else:

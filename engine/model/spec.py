@@ -154,6 +154,24 @@ class SparseBlocks:
         return (5 + 2 * self.drawn) * self.size
 
 
+@dataclass(frozen=True, slots=True)
+class GlobalStream:
+    """Tokens see those of their own block, and the stack's `global_vectors`. These go through the layers beside the
+    tokens of each input: they see all of them and each other, by the projections of tokens but after a norm of their
+    own, and go through the feed-forward network as tokens do (PEGASUS-X, arXiv:2208.04347, 3).
+
+    Attributes:
+        size: tokens of a block.
+        shift: so many tokens are missing from an input's first block; where they are in every other layer, blocks
+            overlap those before and after.
+        norm: of the vectors, before attention.
+    """
+
+    size: int
+    shift: int
+    norm: Norm
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Multi-head attention; kv_heads below heads is grouped-query, 1 is multi-query.
@@ -176,6 +194,7 @@ class Attention:
         global_tokens: tokens that the window does not bind; it reaches equally far to both sides then.
         block_sums: what tokens see besides those in the window, which reaches equally far to both sides then.
         blocks: the blocks that tokens see, in an encoder; None for all.
+        stream: what tokens of an encoder see where vectors go through its layers beside them.
     """
 
     heads: int
@@ -197,6 +216,7 @@ class Attention:
     global_tokens: GlobalTokens | None = None
     block_sums: BlockSums | None = None
     blocks: SparseBlocks | None = None
+    stream: GlobalStream | None = None
 
     @property
     def turned(self) -> int:
@@ -607,6 +627,7 @@ class Stack:
         blocks: one per layer; they may differ.
         shared_bias: a bias by distance that the self-attentions of all blocks add; theirs to position is None.
         block_bias: what they add to the scores of sums of blocks, by the distance from a token's own block.
+        global_vectors: learned vectors that go through the layers beside the tokens of each input.
         projection: features that the hidden states are mapped to at last, by a matrix without bias.
         distances: what blocks with disentangled attention share.
         repeated: how often blocks run; None: each is one layer.
@@ -618,6 +639,7 @@ class Stack:
     final_norm: Norm | None
     shared_bias: RelativeBuckets | None = None
     block_bias: RelativeBuckets | None = None
+    global_vectors: int = 0
     projection: int | None = None
     distances: DistanceVectors | None = None
     repeated: Repeated | None = None
